@@ -26,7 +26,6 @@ from f8emu.split_k.plan import LIBRARY, is_planned, split_k
 _FLOAT8 = ("tensorwise", *BLOCKWISE_GEMMS)
 WORKSPACE_BYTES = {**dict.fromkeys(_FLOAT8, 1 << 20), "bfloat16": 32 << 20}
 """Torch's: [PLAN-4]."""
-_TENSORWISE = (Granularity.TENSORWISE, Granularity.TENSORWISE)
 _SCALE_MODES = {Granularity.BLOCKWISE_128X128: 5, Granularity.BLOCKWISE_1X128: 4, Granularity.TENSORWISE: 0}
 """cublasLtMatmulMatrixScale_t."""
 _CUDA = {"float32": 0, "float16": 2, "bfloat16": 14, E4M3FN.name: 28, E5M2.name: 29}
@@ -55,12 +54,12 @@ def question(gemm: PlannedGemm) -> Question:
     first, second = (letter == "t" for letter in gemm.layout_asked)
     layouts = ((k, n, k) if first else (n, k, n), (m, k, m) if second else (k, m, k), (n, m, n))
     attributes = [(_TRANS_A, int(first)), (_TRANS_B, int(second))]
-    if gemm.gemm == "bfloat16":
+    a, b, out = gemm.a_dtype, gemm.b_dtype, gemm.out_dtype
+    if gemm.granularities is None:
         a = b = "bfloat16"
-        out = "float32" if gemm.out_dtype == "float16" else gemm.out_dtype  # which is rounded afterwards
+        out = "float32" if out == "float16" else out  # which is rounded afterwards
     else:
-        a, b, out = gemm.a_dtype, gemm.b_dtype, gemm.out_dtype
-        of_a, of_b = BLOCKWISE_GEMMS.get(gemm.gemm, _TENSORWISE)
+        of_a, of_b = gemm.granularities
         # the scales' addresses are never read, but must be there
         attributes += [(_SCALE_A, 1 << 40), (_SCALE_B, 1 << 41), (_FAST, int(gemm.accumulation == "fast"))]
         attributes += [(_MODE_A, _SCALE_MODES[of_b]), (_MODE_B, _SCALE_MODES[of_a])]
@@ -133,10 +132,7 @@ _SAID: set[tuple[str, str]] = set()
 
 
 def split_of(caller: str, gemm: PlannedGemm, chip: Chip, is_at_hand: Callable[[], bool]) -> Split:
-    """S of a GEMM that `caller` emulates: the library's if the GPU at hand is the chip, else the plan's.
-
-    A warning says once that a chip has no plan.
-    """
+    """S of a GEMM that `caller` emulates; a warning says once that a chip has no plan."""
     if not is_planned(caller, chip):
         return UNKNOWN
     # The library at hand is the better source: the plan is a fit of its answers.

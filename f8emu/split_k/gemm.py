@@ -55,11 +55,7 @@ UNKNOWN = Split(1, Source.UNKNOWN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGemm:
-    """What S depends on.
-
-    Raises:
-        SpecError: a size below 1, or a name that is not known.
-    """
+    """What S depends on; a SpecError refuses a size below 1, or a name that is not known."""
 
     m: int
     n: int
@@ -79,17 +75,12 @@ class PlannedGemm:
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise SpecError(f"{name} must be an integer of at least 1; got {size!r}")
-        one_of("gemm", self.gemm, GEMMS)
-        one_of("out_dtype", self.out_dtype, _OUTPUTS)
-        one_of("a_dtype", self.a_dtype, _OPERANDS)
-        one_of("b_dtype", self.b_dtype, _OPERANDS)
-        if self.gemm == "bfloat16":
-            one_of("layout", self.layout, LAYOUTS)
-            one_of("accumulation", self.accumulation, ("", *ACCUMULATIONS))
-        else:
-            one_of("layout of a float8 GEMM", self.layout, ("tn",))
-            known = ("", "promoted") if self.is_blockwise else ACCUMULATIONS
-            one_of(f"accumulation of a {self.gemm} GEMM", self.accumulation, known)
+        for name, known in (("gemm", GEMMS), ("out_dtype", _OUTPUTS), ("a_dtype", _OPERANDS), ("b_dtype", _OPERANDS)):
+            one_of(name, getattr(self, name), known)
+        is_float8 = self.gemm != "bfloat16"
+        one_of(f"layout of a {self.gemm} GEMM", self.layout, LAYOUTS[:1] if is_float8 else LAYOUTS)
+        accumulations = ("", "promoted") if self.is_blockwise else ACCUMULATIONS if is_float8 else ("", *ACCUMULATIONS)
+        one_of(f"accumulation of a {self.gemm} GEMM", self.accumulation, accumulations)
 
     @property
     def is_blockwise(self) -> bool:
@@ -109,11 +100,8 @@ class PlannedGemm:
 
     @property
     def table(self) -> str:
-        """The name of the recorded rows and of the rule that apply.
-
-        [PLAN-3] The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM.
-        """
-        # Names as in the plan files; a new distinction is a new table there.
+        """The name of the recorded rows and of the rule that apply, as in the plan files [PLAN-3]."""
+        # The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM.
         if self.is_blockwise:
             return self.gemm if self.out_dtype == "float32" else f"{self.gemm} {self.out_dtype}"
         if self.gemm != "bfloat16":
@@ -147,30 +135,17 @@ def planned_gemm(
     use_fast_accum: bool = False,
     layout: str = "tn",
 ) -> PlannedGemm:
-    """A GEMM of M, N and K, its N and K zero-padded as the library sees them.
+    """A GEMM of `sizes` M, N and K, each at least 1, whose N and K are zero-padded before the library sees them.
 
-    Args:
-        sizes: M, N and K, each at least 1.
-        granularities: the granularities of scale_a and scale_b; None is a bfloat16 GEMM.
-        dtypes: the names of the dtypes of the output, a and b.
-        use_fast_accum: one chain [CHAIN-1]; of float8 operands only.
-        layout: one of `LAYOUTS`; of bfloat16 operands only.
+    `granularities` are those of scale_a and scale_b, None of a bfloat16 GEMM; `dtypes` names those of the output, a
+    and b; only a bfloat16 GEMM has a `layout`.
     """
-    # Operands are zero-padded before the library sees them.
     m, n, k = HOPPER.padded_sizes(*sizes)
     if granularities is None:
         return PlannedGemm(m=m, n=n, k=k, gemm="bfloat16", layout=layout, out_dtype=dtypes[0])
-    blockwise = (name for name, pair in BLOCKWISE_GEMMS.items() if pair == granularities)
-    return PlannedGemm(
-        m=m,
-        n=n,
-        k=k,
-        gemm=next(blockwise, granularities[0].value),
-        accumulation="fast" if use_fast_accum else "promoted",
-        out_dtype=dtypes[0],
-        a_dtype=dtypes[1],
-        b_dtype=dtypes[2],
-    )
+    gemm = next((name for name, pair in BLOCKWISE_GEMMS.items() if pair == granularities), granularities[0].value)
+    kind = {"gemm": gemm, "accumulation": ACCUMULATIONS[not use_fast_accum]}
+    return PlannedGemm(m=m, n=n, k=k, **kind, out_dtype=dtypes[0], a_dtype=dtypes[1], b_dtype=dtypes[2])
 
 
 def of_call(call: GemmCall, layout: str = "tn") -> PlannedGemm:

@@ -13,11 +13,12 @@ import warnings
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from importlib.resources import files
 from itertools import accumulate, islice
-from typing import Any, cast
+from typing import Any
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import H100, HOPPER
@@ -46,7 +47,7 @@ def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> S
 
 
 def is_planned(caller: str, chip: Chip) -> bool:
-    """Whether there is a plan for the GEMMs of `chip`; if not, S is 1 of unknown source, and a warning says so once."""
+    """Whether there is a plan for the GEMMs of `chip`; if not, a warning says so once."""
     if not chip.plan:
         warn_without_plan(caller, str(chip))
     return bool(chip.plan)
@@ -87,7 +88,6 @@ SCHEMA = 2
 _LONGEST = 1 << 22
 """Bytes of a tree."""
 _REQUIRED = ("m", "n", "k", "gemm", "out_dtype")
-_OPTIONAL = ("accumulation", "layout", "a_dtype", "b_dtype")
 
 
 def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedGemm]]:
@@ -102,26 +102,26 @@ def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedG
     data = _parsed(text, name)
     if not isinstance(data, list):
         raise SpecError(f"{name}: expected a list of objects; got {_kind(data)}")
-    return [(item, _gemm(item, f"{name}: object {index}")) for index, item in enumerate(cast(list[Any], data))]
+    return [(item, _gemm(item, f"{name}: object {index}")) for index, item in enumerate(data)]
 
 
-def _gemm(data: Any, place: str) -> PlannedGemm:
-    if not isinstance(data, dict):
-        raise SpecError(f"{place}: expected an object with {', '.join(_REQUIRED)}; got {_kind(data)}")
-    item = cast(dict[str, Any], data)
+def _gemm(item: Any, place: str) -> PlannedGemm:
+    if not isinstance(item, dict):
+        raise SpecError(f"{place}: expected an object with {', '.join(_REQUIRED)}; got {_kind(item)}")
     # Unknown keys, then missing ones, then values: a misspelt key is told as one.
-    keys = (*_REQUIRED, *_OPTIONAL)
-    unknown = [key for key in item if key not in keys]
-    if unknown:
-        raise SpecError(f"{place}: unknown key {unknown[0]!r}; known keys are {', '.join(keys)}")
-    kind = item.get("gemm")
-    choice = "layout" if kind == "bfloat16" else "accumulation"
-    needed = _REQUIRED if kind in list(BLOCKWISE_GEMMS) else (*_REQUIRED, choice)
-    missing = [key for key in needed if item.get(key) in ("", None)]
-    if missing:
-        raise SpecError(f"{place}: missing key {missing[0]!r}; a {item.get('gemm')!s} GEMM needs {', '.join(needed)}")
+    known = (*_REQUIRED, "accumulation", "layout", "a_dtype", "b_dtype")
+    for key in item:
+        if key not in known:
+            raise SpecError(f"{place}: unknown key {key!r}; known keys are {', '.join(known)}")
+    given = {key: value for key, value in item.items() if value not in ("", None)}
+    kind = given.get("gemm")
+    choice = [] if kind in list(BLOCKWISE_GEMMS) else ["layout" if kind == "bfloat16" else "accumulation"]
+    for key in (*_REQUIRED, *choice):
+        if key not in given:
+            needed = ", ".join((*_REQUIRED, *choice))
+            raise SpecError(f"{place}: missing key {key!r}; a {item.get('gemm')!s} GEMM needs {needed}")
     try:
-        return PlannedGemm(**{key: value for key, value in item.items() if value not in ("", None)})
+        return PlannedGemm(**given)
     except SpecError as error:
         raise SpecError(f"{place}: {error}") from None
 
@@ -141,13 +141,12 @@ def plan_from_json(text: str, name: str) -> Plan:
         SpecError: not such a file; the message says where.
     """
     data = _parsed(text, name)
-    try:
-        # The schema first: another layout may mean something else by the same key.
-        if data["schema"] != SCHEMA:
-            raise SpecError(
-                f"{name}: schema must be {SCHEMA}; got {data['schema']!r}; record it again, or read it with the f8emu "
-                "that wrote it"
-            )
+    # The schema first: another layout may mean something else by the same key.
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        remedy = "record it again, or read it with the f8emu that wrote it"
+        raise SpecError(f"{name}: schema must be {SCHEMA}; got {schema!r}; {remedy}")
+    with _whole(name):
         return Plan(
             library=str(data["library"]),
             chip=str(data["chip"]),
@@ -156,17 +155,18 @@ def plan_from_json(text: str, name: str) -> Plan:
             rules=dict(_rules(data, name)),
             slice_bytes=None if data.get("slice_bytes") is None else _sizes([data["slice_bytes"]])[0],
         )
+
+
+@contextmanager
+def _whole(name: str) -> Iterator[None]:
+    """Tells what is wrong with a file."""
+    try:
+        yield
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
-        if isinstance(error, SpecError):
-            raise
-        raise _damaged(name, error) from None
-
-
-def _damaged(name: str, error: Exception) -> SpecError:
-    return SpecError(
-        f"{name}: expected a plan file with schema, library, chip and recorded; {type(error).__name__}: {error}; "
-        "`f8emu record OUT --plans IN.json` writes one"
-    )
+        raise SpecError(
+            f"{name}: expected a plan file with schema, library, chip and recorded; {type(error).__name__}: {error}; "
+            "`f8emu record OUT --plans IN.json` writes one"
+        ) from None
 
 
 def _rules(data: Mapping[str, Any], file: str) -> Iterator[tuple[str, FittedTree]]:
@@ -177,38 +177,39 @@ def _rules(data: Mapping[str, Any], file: str) -> Iterator[tuple[str, FittedTree
         slice_bytes, workspace_bytes = _sizes([data["slice_bytes"], rule["workspace_bytes"]])
         codes, limits = (str(rule["tree"][part]) for part in ("codes", "limits"))
         tree = cache(partial(_tree, codes, limits, len(features), file))
-        yield name, FittedTree(tree=tree, features=features, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
+        yield name, FittedTree(tree, features, workspace_bytes, slice_bytes)
 
 
 def _feature(entry: Any) -> Feature:
     """A name, [n, m], or [n, m, "at least" or "at most", blocks]."""
-    feature = cast(Feature, entry if isinstance(entry, str) else tuple(entry))
-    if feature in PLAIN_FEATURES:
-        return feature
-    if isinstance(feature, str) or len(feature) not in (2, 4) or feature[2:3] not in ((), ("at least",), ("at most",)):
-        raise ValueError(f"unknown feature {entry!r}")
-    _sizes([*feature[:2], *feature[3:]])
-    return feature
+    if isinstance(entry, str):
+        one_of("feature", entry, PLAIN_FEATURES)
+        return entry
+    n, m, *limit = entry
+    if limit:
+        kind, blocks = limit
+        one_of("feature", kind, ("at least", "at most"))
+        return (*_sizes([n, m]), kind, *_sizes([blocks]))
+    return _sizes([n, m])
 
 
 def _tree(codes: str, limits: str, features: int, file: str) -> Tree:
-    """Both texts are base64 of zlib. The limits lie feature by feature, three bytes each: first the lowest bytes of
-    all, then the middle, then the highest. In this order they compress best.
-    """
-    try:
+    """Both texts are base64 of zlib."""
+    with _whole(file):
+        # 1. Nodes in preorder: none is to come at the end, and not before.
         nodes, planes = _unpacked(codes), _unpacked(limits)
         to_come = bytes(accumulate(array("b", nodes.translate(_MORE_TO_COME)), initial=1))
-        is_whole = to_come.find(0) == len(nodes) > 0  # none is to come at the end, and not before
-        inner, third = nodes.translate(None, delete=bytes(range(LEAF, 256))), len(nodes) // 2
+        is_whole = to_come.find(0) == len(nodes) > 0
         is_known = not nodes.translate(None, delete=bytes([*range(features), *range(LEAF + 1, 256)]))
+        # 2. The limits lie feature by feature, three bytes each: first the lowest bytes of all, then the middle, then
+        #    the highest. In this order they compress best.
+        inner, third = nodes.translate(None, delete=bytes(range(LEAF, 256))), len(nodes) // 2
         if not (is_whole and is_known and len(planes) == 3 * third):
             raise ValueError("a tree whose nodes do not fit together")
-    except (ValueError, zlib.error) as error:
-        raise _damaged(file, error) from None
-    bytes_of_limits = (planes[:third], planes[third : 2 * third], planes[2 * third :])
-    given = iter([low | middle << 8 | high << 16 for low, middle, high in zip(*bytes_of_limits, strict=True)])
-    by_feature = [iter(list(islice(given, inner.count(feature)))) for feature in range(features)]
-    return Tree(nodes, to_come[:-1], array("i", map(next, map(by_feature.__getitem__, inner))))
+        low, middle, high = planes[:third], planes[third : 2 * third], planes[2 * third :]
+        given = iter([x | y << 8 | z << 16 for x, y, z in zip(low, middle, high, strict=True)])
+        by_feature = [iter(list(islice(given, inner.count(feature)))) for feature in range(features)]
+        return Tree(nodes, to_come[:-1], array("i", map(next, map(by_feature.__getitem__, inner))))
 
 
 _MORE_TO_COME = bytes([1] * LEAF + [255] * (256 - LEAF))
@@ -251,13 +252,11 @@ def plan_to_json(plan: Plan) -> str:
 def _parsed(text: str, name: str) -> Any:
     try:
         return json.loads(text)
-    except RecursionError:
-        raise SpecError(f"{name}: nested too deeply to be read as JSON; a list of flat objects is expected") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"{name}: not JSON: {error}") from None
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
+def _sizes(values: Any) -> Any:
     found = _integers(values)
     if min(found) < 1:
         raise ValueError(f"expected positive sizes; got {found}")

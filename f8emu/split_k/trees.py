@@ -45,21 +45,16 @@ class Tree(NamedTuple):
         return code - LEAF
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittedTree:
+class FittedTree(NamedTuple):
     """S of a tree, and no more than [PLAN-2] and [PLAN-4] leave."""
 
     tree: Callable[[], Tree]
-    """Decodes the tree when it is first asked for.
-
-    Raises:
-        SpecError: the file is damaged.
-    """
+    """Decodes the tree when it is first asked for; a SpecError says that the file is damaged."""
     features: tuple[Feature, ...]
     workspace_bytes: int
     """[PLAN-4] The float32 results of all slices take less."""
     slice_bytes: int
-    """The plan's `slice_bytes`."""
+    """[PLAN-2] A slice of K is longer than this."""
 
     def split_k(self, gemm: PlannedGemm) -> int:
         """S of a shape."""
