@@ -337,9 +337,7 @@ def test_bad_lists_are_told_with_their_place(data: object, message: str) -> None
 
 
 @pytest.mark.parametrize("read", [gemms_from_json, plan_from_json])
-@pytest.mark.parametrize(
-    ("text", "message"), [("[" * 100_000, "not JSON"), ("{", "not JSON"), ("", "not JSON")]
-)
+@pytest.mark.parametrize(("text", "message"), [("[" * 100_000, "not JSON"), ("{", "not JSON"), ("", "not JSON")])
 def test_bad_text_is_one_clear_error(read: Any, text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         read(text, "IN")
