@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-import f8emu
 import f8emu.torch as f8
 from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, ScaleRule, SpecError, UnsupportedError
 from f8emu.torch import Outcome
-from f8emu.torch.conversion import layers
 from tests.torch_path.states import through_file
 
 pytestmark = [  # of Dynamo's
@@ -98,25 +96,6 @@ def test_the_report_counts_parameters_and_names_what_it_did_not_look_at() -> Non
     assert f8.plan_conversion(model).share == report.share, "what is converted already counts"
     embeddings = f8.plan_conversion(nn.Embedding(4, 4))
     assert embeddings.others[0].reason == "an embedding: no GEMM" and embeddings.share == 0
-
-
-def test_the_fast_path_of_the_encoder_layer_is_noted(assert_same_bits: Any) -> None:
-    """It reads the weights, so that the layers are not called."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 1).eval()
-    before, x = copy.deepcopy(encoder), torch.randn(2, 8, 32)
-    assert f8.plan_conversion(encoder, module_filter_fn=lambda layer, fqn: False).notes == ()
-    (note,) = f8.plan_conversion(encoder).notes
-    assert note.startswith("nn.TransformerEncoderLayer (layers.0) reads the weights")
-    f8.convert_to_float8_training(encoder)
-    with torch.no_grad():
-        assert_same_bits(encoder(x), before(x))
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            assert not torch.equal(encoder(x), before(x)), "float8 now"
-        finally:
-            torch.backends.mha.set_fastpath_enabled(True)
 
 
 # Subclasses of nn.Linear
@@ -219,24 +198,16 @@ def test_torchaos_configurations_are_accepted_or_answered_with_the_replacement()
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_the_replacement_of_torchaos_configuration_is_an_expression(name: str) -> None:
-    """It evaluates to a recipe with the fields that were asked for."""
+def test_a_torchao_configuration_without_a_name_is_the_recipe_that_does_the_same(name: str) -> None:
     base = RECIPES[name]
     fast = type(Float8LinearConfig.of().gemm_config_output)(use_fast_accum=True)
-    flipped = Float8LinearConfig.of(
-        name, {"round_scales_to_power_of_2": not base.scale_rule.power_of_two, "gemm_config_grad_input": fast}
-    )
-    with pytest.raises(SpecError, match="must be one of its named recipes; got another one") as error:
-        f8.convert_to_float8_training(nn.Linear(32, 32), config=flipped)
-    expression = str(error.value).partition("config=")[2].removesuffix(" instead, with the names of f8emu")
-    recipe = eval(expression, {**vars(f8emu), "dataclasses": dataclasses})
-    assert recipe == dataclasses.replace(
-        base,
-        grad_input=dataclasses.replace(base.grad_input, use_fast_accum=True),
-        scale_rule=ScaleRule(power_of_two=not base.scale_rule.power_of_two),
-    )
-    assert f"replace({name.upper()}, " in expression
-    assert f8.plan_conversion(nn.Linear(32, 32), config=recipe).recipe is recipe
+    rule = ScaleRule(power_of_two=not base.scale_rule.power_of_two)
+    changes = {"round_scales_to_power_of_2": rule.power_of_two, "gemm_config_grad_input": fast}
+    layer = f8.convert_to_float8_training(nn.Linear(32, 32), config=Float8LinearConfig.of(name, changes))
+    grad_input = dataclasses.replace(base.grad_input, use_fast_accum=True)
+    assert isinstance(layer, f8.Float8Linear)
+    assert layer.recipe == dataclasses.replace(base, grad_input=grad_input, scale_rule=rule)
+    assert layer.recipe.label.startswith("torchao (")
 
 
 # The way back
@@ -315,44 +286,6 @@ def test_a_sharded_model_is_refused(one_rank: None) -> None:
     converted(torch.randn(16, 32))
     with pytest.raises(UnsupportedError, match="got sharded ones in 0; load the state dict into"):
         f8.dequantize_float8_training(converted)
-
-
-class OthersLinear(nn.Linear):
-    """As torchao's Float8Linear: an nn.Linear that takes the parameters of another."""
-
-    @classmethod
-    def from_float(cls, module: nn.Linear) -> "OthersLinear":
-        with torch.device("meta"):
-            new = cls(module.in_features, module.out_features, bias=False)
-        new.weight, new.bias = module.weight, module.bias
-        return new
-
-
-def swapped(model: nn.Module) -> nn.Module:
-    """torchao's swap_linear_layers."""
-    for name, child in model.named_children():
-        setattr(model, name, OthersLinear.from_float(child) if isinstance(child, nn.Linear) else swapped(child))
-    return model
-
-
-def test_a_library_that_replaces_float8_layers_is_named_once() -> None:
-    layers._warn.cache_clear()
-    model: Any = f8.convert_to_float8_training(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)), nn.ReLU()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # none of these is another library's conversion
-        model[0] = nn.Linear(32, 32)
-        f8.convert_to_float8_training(model)
-        model[1] = torch.compile(model[1])
-        model[2] = nn.Linear(32, 64)
-    f8.convert_to_float8_training(model)
-    with pytest.warns(UserWarning, match=r"a Float8Linear was replaced by a .*OthersLinear, which no longer") as told:
-        swapped(model)
-    assert len(told) == 1, "for all layers"
-    if REAL:
-        import torchao.float8  # pyright: ignore[reportMissingImports]
-
-        with pytest.warns(UserWarning, match=r"replaced by a torchao\.float8\."):
-            torchao.float8.convert_to_float8_training(f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32))))
 
 
 def test_transforms_of_torch_func_are_refused_in_one_sentence() -> None:

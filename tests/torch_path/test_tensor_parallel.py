@@ -413,7 +413,7 @@ def refusals() -> None:
     with pytest.raises(OperandError, match="must be a Float8Linear; got Linear; convert the model first"):
         parallelize_module(nn.ModuleList([nn.Linear(K, N)]), mesh, {"0": f8.Float8ColwiseParallel()})
     with pytest.raises(UnsupportedError, match="use_local_output must be False"):
-        f8.PrepareFloat8ModuleInput(use_local_output=True)
+        parallelize_module(convert("tensorwise", (N, K)), mesh, f8.PrepareFloat8ModuleInput(use_local_output=True))
 
 
 def inspected() -> None:

@@ -5,39 +5,37 @@ A layer that cannot be converted is reported here, at conversion, and not in the
 
 import logging
 import warnings
-from collections.abc import Collection
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeVar
 
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.conversion.layers import (
+from f8emu.torch.conversion.report import (
+    ConversionReport,
+    Outcome,
     float8_subclass,
     float_layer,
-    gather_as_float8,
-    hold_as_float8,
     linear_class,
-    release,
-    require_sole_reader,
-    watch_replacements,
+    linear_layers,
+    report_of,
+    sharded_layers,
 )
-from f8emu.torch.conversion.report import ConversionReport, Outcome, linear_layers, report_of, sharded_layers
 from f8emu.torch.conversion.torchao import ModuleFilter, RecipeLike, resolve_recipe
 from f8emu.torch.delayed.update import UpdateGroup
 from f8emu.torch.dtypes import CHIP
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.torch_internals import replace_modules
+from f8emu.torch.torch_internals import named_modules, own_parameters, replace_modules
 from f8emu.torch.weights.codes import require_codes
 from f8emu.torch.weights.float8_weight import Float8Weight
+from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 _log = logging.getLogger("f8emu")
 _CALL = "convert_to_float8_training"
-_DEFAULT = "tensorwise"
-"""The recipe of a conversion that names none, as in torchao."""
+_DEFAULT = "tensorwise"  # the recipe of a conversion that names none, as in torchao
 
 
 def convert_to_float8_training(
@@ -56,14 +54,14 @@ def convert_to_float8_training(
 
     Shared modules and parameters stay shared. A linear layer that contains others, such as adapters, keeps them, and
     they are converted too. The report is logged at INFO on the logger "f8emu". A module that reads its layers' weights
-    directly still computes with them in high precision, as torch's nn.TransformerEncoderLayer does in evaluation; the
-    report has a note. If another library replaces the new layers, a warning follows.
+    directly computes in high precision, as nn.TransformerEncoderLayer does in evaluation without gradients
+    (`torch.backends.mha.set_fastpath_enabled(False)` turns that off).
 
     Args:
         module: the model, or a single linear layer. A single layer is not changed itself: its converted copy is
             returned, and the layers inside it are converted in place.
         config: the recipe, its name, or torchao's Float8LinearConfig or Float8LinearRecipeName for it. None is
-            "tensorwise", torchao's default; a log line says so once.
+            "tensorwise", torchao's default.
         module_filter_fn: (layer, its name before the model was wrapped) -> whether to convert it; None converts all.
         engine: as for `scaled_mm`. "hardware" is checked at once if the model is on an accelerator, else at the first
             call, so that a model can be converted before it moves.
@@ -72,7 +70,7 @@ def convert_to_float8_training(
         recompute_casts: let compiled code repeat tensorwise and rowwise casts of a layer's input in the backward pass
             if that input is saved anyway or cheap to recompute: less memory, more time (measured, H200: a Hugging Face
             Llama from 17.7 to 15.8 GiB; a feed-forward block 5 to 8 % slower). The codes are those of the input as
-            the backward pass computes it; delayed and blockwise casts are not repeated.
+            the backward pass computes it.
         subclasses: classes derived from nn.Linear to convert too. Their `forward` may only surround
             `super().forward()`, which then computes in float8; a class that never calls it is left alone. The new layer
             is an instance of both its old class and Float8Linear.
@@ -80,10 +78,10 @@ def convert_to_float8_training(
             the scales of the whole weight: see `precompute_float8_dynamic_scale_for_fsdp`. The shards stay in high
             precision. For tensorwise, rowwise, rowwise_with_gw_hp and delayed.
         float8_primary_weights: like TransformerEngine's `fp8_model_init`: on the device a layer holds only float8 codes
-            and scales of its weight. They take 1 byte an element under tensorwise and delayed, 2 under rowwise and
-            rowwise_with_gw_hp, whose two casts of a weight have different codes. The values move to the host, and
-            become the float32 masters of the optimizer, `MasterWeights`, which is made after this call. The state dict
-            holds these masters. Not with blockwise, sharding, or weights that other modules read.
+            and scales of its weight, 1 byte an element under tensorwise and delayed, 2 under rowwise and
+            rowwise_with_gw_hp. The values move to the host, and become the float32 masters of the optimizer,
+            `MasterWeights`, which is made after this call. The state dict holds these masters. Not with blockwise,
+            sharding, or weights that other modules read.
 
     Returns:
         `module`, converted in place; for a single linear layer, the new one.
@@ -123,17 +121,18 @@ def convert_to_float8_training(
                 made.update_with(group)
     # 3. Their weights.
     if float8_primary_weights:
-        hold_as_float8(new.values())
+        _replace_weights(new.values(), lambda x: Float8Weight.of(x.weight, x.recipe, x.delayed))
     if enable_fsdp_float8_all_gather:
-        gather_as_float8([*new.values(), *already.values()])
+        plain = [x for x in (*new.values(), *already.values()) if not isinstance(x.weight, ShardedWeight)]
+        _replace_weights(plain, lambda x: ShardedWeight(x.weight.detach(), x.recipe))
     # 4. The model, and what is said of it.
-    watch_replacements()
     module = replace_modules(module, new)
     _log.info("%s: %s", _CALL, report)
     if not chosen:
-        _warn_of_nothing(report)
-    elif config is None:
-        _say_default(report.summary, f"{report.share:.1%}")
+        reasons = (f"{entry.fqn or 'the module'}: {entry.reason}" for entry in report.entries if entry.reason)
+        known = f"{report.summary}; {first}" if (first := next(reasons, "")) else report.summary
+        told = f"nothing to convert; {known}; plan_conversion(model) gives the report"
+        warnings.warn(f"{_CALL}: {told}", UserWarning, stacklevel=2)
     return module
 
 
@@ -189,35 +188,29 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
             )
         if id(layer) not in new:
             new[id(layer)] = float_layer(layer, cls)
-    # 2. Weights in high precision, and the layers in the model.
-    release(new.values())
+    # 2. Weights in high precision, in the weights' dtype, and the layers in the model.
+    _replace_weights([layer for layer in new.values() if isinstance(layer.weight, Float8Weight)], _values)
     return replace_modules(module, new)
 
 
-@cache
-def _say_default(summary: str, share: str) -> None:
-    """Say which recipe a conversion took that named none: at WARNING, which is seen where no logging is set up."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning(
-            "%s: %s; float8 GEMMs multiply %s of the parameters. This recipe is the default; name one to choose: "
-            "config='rowwise' (f8emu.RECIPES)",
-            _CALL,
-            summary,
-            share,
-        )
+def _values(layer: nn.Linear) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Float8Weight), "others stay"
+    return weight.master.to(weight.device, weight.dtype, copy=True)
 
 
-def _warn_of_nothing(report: ConversionReport) -> None:
-    reasons = [(entry.fqn or "the module", entry.reason) for entry in report.entries if entry.reason]
-    already = len(report.names(Outcome.ALREADY))
-    if reasons and all("its weight is torch.float64" in entry.reason for entry in report.entries):
-        of_all = f"in all {len(reasons)} linear layers; call model.float() or model.bfloat16() first"
-        told = f": the weights are float64 {of_all}"
-    else:
-        found = f"{already} layers are Float8Linear under this recipe already" if already else "see the report"
-        why = f"; {reasons[0][0]}: {reasons[0][1]}" if reasons else ""
-        told = f"; {found}; {report.summary}{why}; plan_conversion(model) gives the report"
-    warnings.warn(f"{_CALL}: nothing to convert{told}", UserWarning, stacklevel=3)
+_Layer = TypeVar("_Layer", bound=nn.Linear)
+
+
+def _replace_weights(layers: Iterable[_Layer], make: Callable[[_Layer], Tensor]) -> None:
+    # By identity: layers that share a weight go on sharing it.
+    new: dict[int, nn.Parameter] = {}
+    for layer in layers:
+        old = layer.weight
+        if id(old) not in new:
+            new[id(old)] = nn.Parameter(make(layer), old.requires_grad)
+            new[id(old)].grad = old.grad
+        layer.weight = new[id(old)]
 
 
 def _check_report(report: ConversionReport) -> None:
@@ -270,4 +263,25 @@ def _check_primary(
             f"{', '.join(other)} was converted without it; convert the model once, from nn.Linear"
         )
     require_codes(_CALL, recipe, "float8_primary_weights")
-    require_sole_reader(_CALL, recipe, module, chosen)
+    _require_sole_reader(recipe, module, chosen)
+
+
+def _require_sole_reader(recipe: Recipe, module: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+    """Raise UnsupportedError for a weight that another module reads, or two layers with different scales."""
+    # 1. Layers that share a weight: one scale for both. 2. Every other reader of a weight.
+    owner: dict[int, tuple[str, nn.Linear]] = {}
+    for fqn, layer in layers.items():
+        first, known = owner.setdefault(id(layer.weight), (fqn, layer))
+        if known is not layer and recipe.delayed is not None:
+            raise UnsupportedError(
+                f"{_CALL}: with float8_primary_weights=True a weight has one scale; under recipe {recipe.label!r} "
+                f"{first} and {fqn} share a weight and have a scale each; leave one out with module_filter_fn"
+            )
+    ours = set(map(id, layers.values()))
+    for fqn, part in named_modules(module):
+        for name, parameter in own_parameters(part).items():
+            if id(parameter) in owner and (id(part) not in ours or name != "weight"):
+                raise UnsupportedError(
+                    f"{_CALL}: with float8_primary_weights=True only float8 layers can read a weight; the one of "
+                    f"{owner[id(parameter)][0]} is {fqn}.{name} too; leave the layer out with module_filter_fn"
+                )

@@ -1,9 +1,13 @@
 """What a conversion does with each linear layer of a model and why, and the weights that belong to no linear layer."""
 
+import inspect
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from types import new_class
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +15,18 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.conversion.layers import surrounds_forward
 from f8emu.torch.conversion.torchao import ModuleFilter
 from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.torch_internals import ConvNd, is_dtensor, named_modules, own_parameters
+from f8emu.torch.torch_internals import (
+    ConvNd,
+    copied_attributes,
+    is_dtensor,
+    named_modules,
+    own_modules,
+    own_parameters,
+)
 
 
 class Outcome(Enum):
@@ -34,9 +45,6 @@ class Outcome(Enum):
     """Its weight is a DTensor, or flattened by FSDP: the conversion raises an error."""
     ALREADY = "already"
     """Left alone: it is a Float8Linear already."""
-
-
-_COVERED = (Outcome.CONVERTED, Outcome.ALREADY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +75,6 @@ class ConversionReport:
     recipe: Recipe
     entries: tuple[ConversionEntry, ...]
     others: tuple[OtherWeight, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Modules that bypass their converted layers."""
     parameters: int = 0
     """The number of parameters of the model, each counted once."""
     covered: int = 0
@@ -95,7 +101,7 @@ class ConversionReport:
         lines += _rows([(e.fqn, e.shape, ": ".join(filter(None, (e.outcome.value, e.reason)))) for e in self.entries])
         if self.others:
             lines += ["not looked at:", *_rows([(other.fqn, other.shape, other.reason) for other in self.others])]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join(lines)
 
 
 def _rows(rows: list[tuple[str, tuple[int, ...], str]]) -> list[str]:
@@ -139,7 +145,6 @@ def report_of(
 
     found: dict[int, tuple[Outcome, str]] = {}
     entries: list[ConversionEntry] = []
-    linear: dict[int, Tensor] = {}
     covered: dict[int, Tensor] = {}
     for fqn, layer in linear_layers(module):
         if id(layer) not in found:  # a shared layer has one outcome, which its first name decides
@@ -147,14 +152,12 @@ def report_of(
         outcome, reason = found[id(layer)]
         shape = (layer.out_features, layer.in_features)
         entries.append(ConversionEntry(fqn=fqn, shape=shape, outcome=outcome, reason=reason))
-        linear |= {id(p): p for p in layer.parameters(recurse=False)}
-        if outcome in _COVERED:
+        if outcome in (Outcome.CONVERTED, Outcome.ALREADY):
             covered[id(layer.weight)] = layer.weight
     return ConversionReport(
         recipe=recipe,
         entries=tuple(entries),
-        others=tuple(_other_weights(module, linear)),
-        notes=tuple(_notes(module, {e.fqn for e in entries if e.outcome in _COVERED})),
+        others=tuple(_other_weights(module)),
         parameters=sum(p.numel() for p in module.parameters() if not is_lazy(p)),
         covered=sum(weight.numel() for weight in covered.values()),
     )
@@ -197,15 +200,14 @@ def _is_part(layer: nn.Linear) -> bool:
     return is_dtensor(weight) or (weight.ndim == 1 and weight.dtype in HIGH_PRECISION_DTYPES)
 
 
-def _other_weights(module: nn.Module, linear: dict[int, Tensor]) -> Iterator[OtherWeight]:
-    seen = set(linear)
+def _other_weights(module: nn.Module) -> Iterator[OtherWeight]:
+    seen = {id(parameter) for _, layer in linear_layers(module) for parameter in layer.parameters(recurse=False)}
     for prefix, owner in named_modules(module):
         for name, parameter in owner.named_parameters(recurse=False):
-            if is_lazy(parameter) or parameter.ndim < 2 or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            fqn = f"{prefix}.{name}" if prefix else name
-            yield OtherWeight(fqn=fqn, shape=tuple(parameter.shape), reason=_reason(owner, parameter))
+            if not is_lazy(parameter) and parameter.ndim >= 2 and id(parameter) not in seen:
+                seen.add(id(parameter))
+                fqn = f"{prefix}.{name}" if prefix else name
+                yield OtherWeight(fqn=fqn, shape=tuple(parameter.shape), reason=_reason(owner, parameter))
 
 
 def _reason(owner: nn.Module, parameter: Tensor) -> str:
@@ -221,16 +223,56 @@ def _reason(owner: nn.Module, parameter: Tensor) -> str:
     return f"{kind} computes with it directly"
 
 
-def _notes(module: nn.Module, covered: set[str]) -> Iterator[str]:
-    fast = [
-        fqn
-        for fqn, layer in named_modules(module, remove_duplicate=False)
-        if isinstance(layer, nn.TransformerEncoderLayer)
-        and covered & {f"{fqn}.{name}" if fqn else name for name in ("linear1", "linear2")}
-    ]
-    if fast:
-        yield (
-            f"nn.TransformerEncoderLayer ({', '.join(fqn or 'the module' for fqn in fast)}) reads the weights of its "
-            "layers in evaluation without gradients, and computes in high precision; "
-            "torch.backends.mha.set_fastpath_enabled(False) turns that off"
-        )
+# The class of a converted layer, from that of the layer and back.
+
+
+@cache
+def float8_subclass(of: type[nn.Linear]) -> type[Float8Linear]:
+    """A subclass of both `of` and `Float8Linear`; for nn.Linear, Float8Linear itself."""
+    if of is nn.Linear:
+        return Float8Linear
+
+    def reduce(self: Float8Linear, _: object) -> tuple[Any, ...]:
+        return _new_layer, (of,), self.__getstate__()  # this class cannot be imported
+
+    own: dict[str, Any] = {
+        "__doc__": f"{of.__name__}, whose `super().forward()` computes under a recipe.",
+        "__module__": of.__module__,
+        "__reduce_ex__": reduce,
+    }
+    # Its method resolution order is (itself, of, ..., Float8Linear, nn.Linear), so that `super().forward()` of `of` is
+    # the forward of `Float8Linear`.
+    return new_class(f"Float8{of.__name__}", (of, Float8Linear), exec_body=lambda namespace: namespace.update(own))
+
+
+def _new_layer(of: type[nn.Linear]) -> Float8Linear:
+    cls = float8_subclass(of)
+    return cls.__new__(cls)
+
+
+def linear_class(of: type[Float8Linear]) -> type[nn.Linear] | None:
+    """The class that `float8_subclass` made `of` from; None if it did not."""
+    if of is Float8Linear:
+        return nn.Linear
+    base = of.__bases__[0]
+    is_made = of.__bases__ == (base, Float8Linear) and issubclass(base, nn.Linear) and float8_subclass(base) is of
+    return base if is_made else None
+
+
+def float_layer(layer: Float8Linear, of: type[nn.Linear]) -> nn.Linear:
+    """An `of` with the parameters, hooks and mode of `layer`, which is not changed."""
+    # Without __init__, which may take other arguments and would allocate parameters.
+    new = of.__new__(of)
+    new.__dict__.update(copied_attributes(layer))
+    own = (*Float8Layer.__annotations__, *Float8Linear.__annotations__)
+    for name in (*own, "_compiled_call_impl"):  # compile() sets it, to Float8Linear's forward
+        new.__dict__.pop(name, None)
+        own_modules(new).pop(name, None)
+    return new
+
+
+def surrounds_forward(of: type[nn.Linear]) -> bool:
+    """Whether every `forward` between `of` and nn.Linear refers to `super().forward`."""
+    between = of.__mro__[: of.__mro__.index(nn.Linear)]
+    codes = [getattr(inspect.unwrap(x.__dict__["forward"]), "__code__", None) for x in between if "forward" in vars(x)]
+    return all(code is not None and {"super", "forward"} <= set(code.co_names) for code in codes)

@@ -27,23 +27,18 @@ from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.dtypes import CHIP, float8_format
 
 _GRANULARITIES = {"tensorwise": Granularity.TENSORWISE, "axiswise": Granularity.ROWWISE}
-_OPTIONS = {
+_OPTIONS = {  # fields of torchao's configuration that no recipe holds -> what to do
     "enable_fsdp_float8_all_gather": "pass enable_fsdp_float8_all_gather=True to convert_to_float8_training",
     "pad_inner_dim": "pass pad=True to convert_to_float8_training",
     "emulate": 'pass engine="emulated" to convert_to_float8_training, whose bits are the hardware\'s',
 }
-"""Field of torchao's configuration, which no recipe holds -> what to do."""
 
 
 class TorchaoConfig(Protocol):
-    """torchao's `Float8LinearConfig`, as far as its GEMMs go."""
+    """torchao's `Float8LinearConfig`."""
 
     @property
     def gemm_config_output(self) -> Any: ...
-    @property
-    def gemm_config_grad_input(self) -> Any: ...
-    @property
-    def gemm_config_grad_weight(self) -> Any: ...
 
 
 RecipeLike = Recipe | str | Enum | TorchaoConfig
@@ -57,72 +52,51 @@ def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
         SpecError: no such recipe, or not a recipe.
         UnsupportedError: a recipe with formats of another chip that layers do not cast to.
     """
+    # torchao's by the names of their classes: it need not be installed.
+    kind = type(config).__name__
+    if isinstance(config, Enum) and kind == "Float8LinearRecipeName":
+        config = str(config.value)
     if isinstance(config, str):
         return recipe_by_name(config)
-    config = recipe_of_torchao(call, config) or config
-    if not isinstance(config, Recipe):
-        raise SpecError(
-            f"{call}: the recipe must be a Recipe or the name of one; got {type(config).__name__}; see f8emu.RECIPES"
-        )
-    for _, _, cast in config.casts():
+    recipe = _of_torchao(call, config) if kind == "Float8LinearConfig" else config
+    if not isinstance(recipe, Recipe):
+        raise SpecError(f"{call}: the recipe must be a Recipe or the name of one; got {kind}; see f8emu.RECIPES")
+    for _, _, cast in recipe.casts():
         if cast.format is not None and cast.format not in CHIP.operand_formats:
             known = " or ".join(format.name for format in CHIP.operand_formats)
             raise UnsupportedError(
-                f"{call}: layers cast to {known}; recipe {config.label} to {cast.format}; train with "
-                f"f8emu.jax.dot_general, or multiply with scaled_mm(..., chip={config.chip!r})"
+                f"{call}: layers cast to {known}; recipe {recipe.label} to {cast.format}; train with "
+                f"f8emu.jax.dot_general, or multiply with scaled_mm(..., chip={recipe.chip!r})"
             )
-    return config
+    return recipe
 
 
-def recipe_of_torchao(call: str, config: object) -> Recipe | None:
-    """The named recipe with the same casts, scales and accumulation; None if `config` is not torchao's.
-
-    Raises:
-        SpecError: no named recipe does the same; the message has the expression or the argument to use instead.
-    """
-    # By the names of its classes: torchao need not be installed.
-    if isinstance(config, Enum) and type(config).__name__ == "Float8LinearRecipeName":
-        return recipe_by_name(str(config.value))
-    if type(config).__name__ != "Float8LinearConfig":
-        return None
+def _of_torchao(call: str, config: Any) -> Recipe:
+    """The recipe with the same casts, scales and accumulation, a named one if there is one."""
     for option, remedy in _OPTIONS.items():
         if getattr(config, option, False):
             raise SpecError(f"{call}: Float8LinearConfig must have {option}=False here; got True; {remedy}")
     try:
-        recipe = _recipe(config)
+        # torchao fills in casts that were left out.
+        recipe = Recipe(
+            name="torchao",
+            output=_gemm(config, "output", "input", "weight"),
+            grad_input=_gemm(config, "grad_input", "grad_output", "weight_for_grad_input"),
+            grad_weight=_gemm(config, "grad_weight", "grad_output_for_grad_weight", "input_for_grad_weight"),
+            scale_rule=ScaleRule(power_of_two=config.round_scales_to_power_of_2),
+        )
     except SpecError as error:
         raise SpecError(
             f"{call}: no recipe matches this Float8LinearConfig: {error}; choose one of {', '.join(RECIPES)}"
         ) from None
-    for named in RECIPES.values():
-        if named == recipe:
-            return named
-    raise SpecError(
-        f"{call}: Float8LinearConfig must be one of its named recipes; got another one; pass "
-        f"config={_expression(recipe)} instead, with the names of f8emu"
-    )
+    return next((named for named in RECIPES.values() if named == recipe), recipe)
 
 
-def _recipe(config: Any) -> Recipe:
-    """The fields of a `Float8LinearConfig`, which fills in casts that were left out, as a recipe."""
-    c = config
-    return Recipe(
-        name="from torchao",
-        output=_gemm(c.cast_config_input, c.cast_config_weight, c.gemm_config_output),
-        grad_input=_gemm(c.cast_config_grad_output, c.cast_config_weight_for_grad_input, c.gemm_config_grad_input),
-        grad_weight=_gemm(
-            c.cast_config_grad_output_for_grad_weight,
-            c.cast_config_input_for_grad_weight,
-            c.gemm_config_grad_weight,
-        ),
-        scale_rule=ScaleRule(power_of_two=c.round_scales_to_power_of_2),
-    )
-
-
-def _gemm(a: Any, b: Any, gemm: Any) -> Gemm:
-    cast_a, cast_b = _cast(a), _cast(b)
+def _gemm(config: Any, gemm: str, a: str, b: str) -> Gemm:
+    cast_a, cast_b = (_cast(getattr(config, f"cast_config_{operand}")) for operand in (a, b))
     is_float8 = not (cast_a.is_high_precision and cast_b.is_high_precision)
-    return Gemm(a=cast_a, b=cast_b, use_fast_accum=gemm.use_fast_accum and is_float8)
+    is_fast = getattr(config, f"gemm_config_{gemm}").use_fast_accum
+    return Gemm(a=cast_a, b=cast_b, use_fast_accum=is_fast and is_float8)
 
 
 def _cast(config: Any) -> Cast:
@@ -135,32 +109,6 @@ def _cast(config: Any) -> Cast:
     return Cast(format=format, granularity=_GRANULARITIES[config.scaling_granularity.value])
 
 
-def _expression(recipe: Recipe) -> str:
-    """The recipe as an expression: the named recipe that needs the fewest changes, and the changes."""
-
-    def changes(named: Recipe) -> dict[str, str]:
-        changed = {name: _gemm_text(gemm) for name, gemm in recipe.gemms.items() if gemm != named.gemms[name]}
-        if recipe.scale_rule != named.scale_rule:
-            changed["scale_rule"] = f"ScaleRule(power_of_two={recipe.scale_rule.power_of_two})"
-        return changed
-
-    nearest = min((named for named in RECIPES.values() if named.delayed is None), key=lambda n: len(changes(n)))
-    arguments = "".join(f", {name}={text}" for name, text in changes(nearest).items())
-    return f'dataclasses.replace({nearest.name.upper()}, name="mine"{arguments})'
-
-
-def _gemm_text(gemm: Gemm) -> str:
-    fast = ", use_fast_accum=True" if gemm.use_fast_accum else ""
-    return f"Gemm(a={_cast_text(gemm.a)}, b={_cast_text(gemm.b)}{fast})"
-
-
-def _cast_text(cast: Cast) -> str:
-    if cast.format is None:
-        return "Cast(format=None)"
-    own = "" if cast.granularity is Granularity.TENSORWISE else f", granularity=Granularity.{cast.granularity.name}"
-    return f"Cast(format={cast.format.name.removeprefix('float8_').upper()}{own})"
-
-
 ModuleFilter = Callable[[nn.Module, str], bool]
 """(layer, its name) -> whether to convert it."""
 
@@ -168,10 +116,8 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 class SmallestLayer(NamedTuple):
     """Layers at least this large in both fields are not slower in float8 than in bfloat16."""
 
-    features: int
-    """The smaller of in_features and out_features."""
-    parameters: int
-    """in_features * out_features."""
+    features: int  # the smaller of in_features and out_features
+    parameters: int  # in_features * out_features
 
 
 _NAMED = (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, DELAYED, BLOCKWISE)

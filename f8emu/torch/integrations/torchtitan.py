@@ -31,7 +31,7 @@ from typing import Any
 from torch import nn
 
 from f8emu.torch.conversion.convert import convert_to_float8_training
-from f8emu.torch.conversion.layers import surrounds_forward
+from f8emu.torch.conversion.report import surrounds_forward
 from f8emu.torch.conversion.torchao import ModuleFilter, filter_small_layers
 from f8emu.torch.delayed.update import DelayedScalingState
 from f8emu.torch.dtypes import CHIP

@@ -15,7 +15,6 @@ precision. torch's own styles work with every recipe, and gather in high precisi
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -85,35 +84,31 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
     The float8 layers of the module cast and gather the input. Layers that share an input do so once, except under
     delayed scaling, where every layer has its own scale. Other code in the module sees a DTensor that holds each rank's
-    tokens and has the shape of the whole.
-
-    Args:
-        layouts: those of `PrepareModuleInput`; a desired one is Replicate, or the layout that the input has.
-        use_local_output: must be False: a gathered input consists of codes and scales, not of one local tensor.
-        float8_dtype: the format to which the layers cast their input; it is checked.
-        fwd_config_submodule_fqn: the layer whose recipe is checked; None checks all float8 layers of the module.
+    tokens and has the shape of the whole, so `use_local_output` must be False. A desired layout is Replicate, or the
+    layout that the input has. What cannot be done is refused when the style is applied.
 
     Raises:
-        OperandError: a module without float8 layers, or with inputs of another dtype.
+        OperandError: a module without float8 layers.
         UnsupportedError: `use_local_output`; other layouts; a recipe with operands that cannot be gathered as float8.
     """
 
-    def __init__(
-        self,
-        *,
-        use_local_output: bool = False,
-        float8_dtype: torch.dtype = torch.float8_e4m3fn,
-        fwd_config_submodule_fqn: str | None = None,
-        **layouts: Any,
-    ) -> None:
-        super().__init__(use_local_output=use_local_output, **layouts)
-        if use_local_output:
+    def _prepare_input_arg(
+        self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
+    ) -> Any:
+        return input if input_layout is None else _placed(input, mesh, (input_layout,))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layers = [layer for layer in module.modules() if isinstance(layer, Float8Linear)]
+        if not layers:
+            raise OperandError(
+                f"PrepareFloat8ModuleInput: the module must have a Float8Linear; got {type(module).__name__} without; "
+                "convert the model first (convert_to_float8_training), or use PrepareModuleInput"
+            )
+        if self.use_local_output:
             raise UnsupportedError(
                 "PrepareFloat8ModuleInput: use_local_output must be False, since an input that is gathered as float8 "
                 "is codes and scales; use PrepareModuleInput, which gathers in high precision"
             )
-        self.float8_dtype = float8_dtype
-        self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
         pairs = list(zip(self.input_layouts or (), self.desired_input_layouts or (), strict=True))
         desired_kwargs = self.desired_input_kwarg_layouts
         pairs += [(layout, desired_kwargs[name]) for name, layout in self.input_kwarg_layouts.items()]
@@ -123,33 +118,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                     f"PrepareFloat8ModuleInput: an input can be gathered, from Shard of a dimension of tokens to "
                     f"Replicate(), or left as it is; got {layout} to {desired}; use PrepareModuleInput"
                 )
-
-    def _prepare_input_arg(
-        self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
-    ) -> Any:
-        return input if input_layout is None else _placed(input, mesh, (input_layout,))
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        name = self.fwd_config_submodule_fqn
-        found = [module.get_submodule(name)] if name is not None else list(module.modules())
-        layers = [layer for layer in found if isinstance(layer, Float8Linear)]
-        if not layers:
-            raise OperandError(
-                f"PrepareFloat8ModuleInput: the module must have a Float8Linear; got {type(module).__name__} without; "
-                "convert the model first (convert_to_float8_training), or use PrepareModuleInput"
-            )
+        traced = TracedInput()
         for layer in layers:
             require_gatherable("PrepareFloat8ModuleInput", layer.recipe)
-            format = layer.recipe.output.a.format
-            if format is None or getattr(torch, format.name) is not self.float8_dtype:
-                raise OperandError(
-                    f"PrepareFloat8ModuleInput: float8_dtype must be what the layers cast their input to; got "
-                    f"{self.float8_dtype}, and {format} in recipe {layer.recipe.label}; leave float8_dtype out"
-                )
-        traced = TracedInput()
-        for layer in module.modules():
-            if isinstance(layer, Float8Linear):
-                layer.traced_input = traced
+            layer.traced_input = traced
         module.register_forward_pre_hook(traced.begin)
         module.register_forward_hook(traced.end)
         return super()._apply(module, device_mesh)
