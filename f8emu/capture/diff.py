@@ -4,18 +4,20 @@ Stages are compared as they were captured; nothing is computed. Records are matc
 number and rank, or where each capture is one step, whatever their numbers: so two ranks, or two steps, are compared.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from f8emu.capture.compared import Finding, absences, absent_ranks, numbered
-from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
-from f8emu.capture.record import CaptureError, GemmRecord, Record, StepHeader
+from f8emu.capture.findings import Finding, Found, absences, findings_page, numbered
+from f8emu.capture.read import CapturedRecord, CapturedStep
+from f8emu.capture.record import CaptureError, GemmRecord, Record
 from f8emu.conformance.compare import different, distances, mismatches
 from f8emu.conformance.run.result import Progress
+from f8emu.report.page import Page
 from f8emu.spec import OPERANDS, SpecError
 
 _ORDER = ("value", "a.scale", "a.codes", "b.scale", "b.codes", "product")
@@ -49,8 +51,8 @@ class Divergence(Finding):
 
 
 @dataclass(slots=True, kw_only=True)
-class CaptureDiff:
-    """What two captures have in common, and where they part."""
+class CaptureDiff(Found):
+    """What two captures have in common, and where they part. What is missing was not compared."""
 
     context: list[str] = field(default_factory=list)
     """Differences in how the two were made: device, versions, recipe, ..."""
@@ -64,11 +66,6 @@ class CaptureDiff:
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
     """Steps and records that the other does not have, and does not say that it left out or never finished."""
-    missing: list[str] = field(default_factory=list)
-    """What was left out, never finished, there twice or of a rank that captured nothing: it was not compared."""
-    damaged: list[str] = field(default_factory=list)
-    """Files that are not what was written, by their SHA-256, or that hold no record of a capture, and why."""
-    is_interrupted: bool = False
 
     @property
     def has_difference(self) -> bool:
@@ -90,35 +87,26 @@ def diff_captures(
         CaptureError: no two records could be read.
     """
     found = CaptureDiff()
-    try:
+
+    def tasks() -> Iterator[tuple[str, list[Callable[[], None]]]]:
         for step_a, step_b in _paired(a, b, found):
-            # 1. What the two steps say of themselves: how they were made, what is missing or broken.
             found.steps += 1
             found.context += [text for text in _context(step_a, step_b) if text not in found.context]
             found.damaged += [*step_a.damaged, *step_b.damaged]
             ours, others = _by_key("A", step_a, found), _by_key("B", step_b, found)
-            # 2. Records of one layer, GEMM and turn are compared; a damaged one costs itself alone.
-            if progress is not None:
-                progress.begin("diff", step_a.name, len(ours))
-            for key, one in ours.items():
-                other = others.pop(key, None)
-                if other is not None:
-                    try:
-                        _record(step_a, one, other, found, errors)
-                    except CaptureError as error:
-                        found.damaged.append(str(error))
-                elif not _is_excused(step_b, one):
-                    found.only_a.append(f"{step_a.name}: {one.record.place}")
-                if progress is not None:
-                    progress.advance()
-            # 3. What is on one side only counts unless the other side says that it lacks it.
-            unmatched = [one for one in others.values() if not _is_excused(step_a, one)]
-            found.only_b += [f"{step_b.name}: {one.record.place}" for one in unmatched]
-    except KeyboardInterrupt:
-        found.is_interrupted = True
-    else:
-        if found.damaged and not found.stages:
-            raise CaptureError(found.damaged[0])
+            both = [key for key in ours if key in others]
+            yield step_a.name, [partial(_record, step_a.name, ours[key], others[key], found, errors) for key in both]
+            # What is on one side only counts unless the other side says that it lacks it.
+            for lone, step, of, other in (
+                (found.only_a, step_a, ours, step_b),
+                (found.only_b, step_b, others, step_a),
+            ):
+                unmatched = [one for key, one in of.items() if key not in both and not _is_excused(other, one)]
+                lone += [f"{step.name}: {one.record.place}" for one in unmatched]
+
+    found.examine("diff", tasks(), progress)
+    if found.damaged and not found.stages and not found.is_interrupted:
+        raise CaptureError(found.damaged[0])
     return found
 
 
@@ -126,8 +114,8 @@ def _paired(
     a: Sequence[CapturedStep], b: Sequence[CapturedStep], found: CaptureDiff
 ) -> Iterator[tuple[CapturedStep, CapturedStep]]:
     (of_a, twice_a), (of_b, twice_b) = numbered(a), numbered(b)
-    found.missing += [f"A: {text}" for text in (*twice_a, *absent_ranks(a))]
-    found.missing += [f"B: {text}" for text in (*twice_b, *absent_ranks(b))]
+    found.missing += [f"A: {text}" for text in (*twice_a, *absences(a))]
+    found.missing += [f"B: {text}" for text in (*twice_b, *absences(b))]
     # Two steps that were named are compared whatever their numbers and ranks are.
     if len(of_a) == len(of_b) == 1:
         yield next(iter(of_a.values())), next(iter(of_b.values()))
@@ -140,14 +128,11 @@ def _paired(
         )
     found.only_a += [of_a[key].name for key in of_a if key not in of_b]
     found.only_b += [of_b[key].name for key in of_b if key not in of_a]
-    for key in of_a:
-        if key in of_b:
-            yield of_a[key], of_b[key]
+    yield from ((of_a[key], of_b[key]) for key in of_a if key in of_b)
 
 
 def _by_key(side: str, step: CapturedStep, found: CaptureDiff) -> dict[tuple[str, str, int], CapturedRecord]:
-    """Layer, GEMM and call -> the record; what the step lacks is noted, and a second record of one place."""
-    found.missing += [f"{side}: {text}" for text in absences(step)]
+    """Layer, GEMM and call -> the record; a second record of one place is noted."""
     records: dict[tuple[str, str, int], CapturedRecord] = {}
     for one in step.records:
         if records.setdefault(one.record.key, one) is not one:
@@ -164,85 +149,71 @@ def _is_excused(step: CapturedStep, one: CapturedRecord) -> bool:
 
 
 def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
-    # What may explain a difference: said first, and no difference in itself.
-    def shown(header: StepHeader) -> dict[str, str]:
-        names = ", ".join(sorted(recipe.label for recipe in header.recipes.values()))
-        versions = {name: str(version) for name, version in header.versions.items() if version is not None}
-        own = {"step": str(header.step), "rank": f"{header.rank} of {header.world_size}", "recipe": names}
-        return own | {"framework": header.framework, "device": header.device, "plan": header.plan} | versions
+    """What may explain a difference: said first, and no difference in itself."""
+
+    def shown(step: CapturedStep) -> dict[str, str]:
+        header = step.header
+        engines = {one.record.engine for one in step.records if isinstance(one.record, GemmRecord)}
+        own = {"step": str(header.step), "rank": f"{header.rank} of {header.world_size}"}
+        own |= {"recipe": ", ".join(sorted(recipe.label for recipe in header.recipes.values()))}
+        own |= {"framework": header.framework, "device": header.device, "plan": header.plan}
+        own |= {name: version for name, version in header.versions.items() if version is not None}
+        return own | {"engine": ", ".join(sorted(engines))}
 
     if a.path.resolve() == b.path.resolve():
         yield f"{a.name} is the same on both sides: {a.path}"
     # A key that only one side has is a difference too.
-    of_a, of_b = shown(a.header), shown(b.header)
+    of_a, of_b = shown(a), shown(b)
     for name in dict.fromkeys((*of_a, *of_b)):
         if of_a.get(name) != of_b.get(name):
             yield f"{name}: {of_a.get(name, 'none')} / {of_b.get(name, 'none')}"
-    engines = [
-        ", ".join(sorted({one.record.engine for one in step.records if isinstance(one.record, GemmRecord)}))
-        for step in (a, b)
-    ]
-    if engines[0] != engines[1]:
-        yield f"engine: {engines[0]} / {engines[1]}"
 
 
-def _record(step: CapturedStep, a: CapturedRecord, b: CapturedRecord, found: CaptureDiff, errors: int) -> None:
-    of_a, of_b = a.load(), b.load()
+def _record(step: str, a: CapturedRecord, b: CapturedRecord, found: CaptureDiff, errors: int) -> None:
+    arrays = a.load(), b.load()
     found.damaged += [one.named for one in (a, b) if not one.is_intact()]
-    equal: dict[str, bool] = {}
+    divergences: list[Divergence] = []
     # in the order of computation: a product is judged by whether its operands were equal
-    for part in _ORDER:
-        if part not in of_a and part not in of_b:
-            continue
-        divergence = _stage(step, a, b, part, of_a, of_b, equal, errors)
-        equal[part] = divergence is None
+    for part in (part for part in _ORDER if part in arrays[0] or part in arrays[1]):
+        x, y = (of.get(part) for of in arrays)
+        facts = _compared(x, y, f"{step}: {a.record.place}", part, errors)
+        size = max(array.size for array in (x, y) if array is not None)
         found.stages += 1
-        found.stages_equal += divergence is None
-        size = max(arrays[part].size for arrays in (of_a, of_b) if part in arrays)
+        found.stages_equal += not facts
         found.elements += size
-        found.elements_equal += size - (0 if divergence is None else divergence.elements_different)
-        if divergence is not None:
-            found.divergences.append(divergence)
+        found.elements_equal += size - facts.get("elements_different", 0)
+        if not facts:
+            continue
+        if part == "product" and "fault" not in facts:
+            pairs = [(name, getattr(a.record, name), getattr(b.record, name)) for name in _OPTIONS]
+            facts["options"] = ", ".join(f"{name} {of_a} / {of_b}" for name, of_a, of_b in pairs if of_a != of_b)
+            facts["cause"] = "" if divergences else "of equal operands: the GEMM itself"
+        place = {"step": step, "place": a.record.place, "part": part, "tensor": _tensor(a.record, part)}
+        divergences.append(Divergence(**place, elements=size, **facts))
+    found.divergences += divergences
 
 
-def _stage(
-    step: CapturedStep,
-    a: CapturedRecord,
-    b: CapturedRecord,
-    part: str,
-    of_a: Arrays,
-    of_b: Arrays,
-    equal: dict[str, bool],
-    errors: int,
-) -> Divergence | None:
-    def found(different: int, total: int, **more: Any) -> Divergence:
-        place = {"step": step.name, "place": a.record.place, "part": part, "tensor": _tensor(a.record, part)}
-        return Divergence(**place, elements=total, elements_different=different, **more)
-
+def _compared(x: np.ndarray | None, y: np.ndarray | None, case: str, part: str, errors: int) -> dict[str, Any]:
+    """How a part differs; nothing where it is equal."""
     # 1. Parts that cannot be compared: all of their elements count as different.
-    if part not in of_a or part not in of_b:
-        size = of_a[part].size if part in of_a else of_b[part].size
-        return found(size, size, fault=f"only {'A' if part in of_a else 'B'} has it")
-    x, y = of_a[part], of_b[part]
+    if x is None or y is None:
+        size = max(one.size for one in (x, y) if one is not None)
+        return {"elements_different": size, "fault": f"only {'B' if x is None else 'A'} has it"}
     if x.dtype != y.dtype or x.shape != y.shape:
-        size = max(x.size, y.size)
-        return found(size, size, fault=f"{x.dtype.name}{list(x.shape)} / {y.dtype.name}{list(y.shape)}")
+        fault = f"{x.dtype.name}{list(x.shape)} / {y.dtype.name}{list(y.shape)}"
+        return {"elements_different": max(x.size, y.size), "fault": fault}
     # 2. Bits, and how far apart those are that differ.
     wrong = different(x, y)
-    count = int(np.count_nonzero(wrong))
-    if not count:
-        return None
+    if not wrong.any():
+        return {}
     distance, nonfinite = ulps(x[wrong], y[wrong])
-    return found(
-        count,
-        x.size,
-        ulps_median=float(np.median(distance)) if distance.size else 0.0,
-        ulps_max=int(distance.max(initial=0)),
-        nonfinite=nonfinite,
-        options=_options(a.record, b.record) if part == "product" else "",
-        cause="of equal operands: the GEMM itself" if part == "product" and all(equal.values()) else "",
-        mismatches=tuple(islice(mismatches(f"{step.name}: {a.record.place}", part, x, y), errors)),
-    )
+    return {
+        "elements_different": int(np.count_nonzero(wrong)),
+        "ulps_median": float(np.median(distance)) if distance.size else 0.0,
+        "ulps_max": int(distance.max(initial=0)),
+        "nonfinite": nonfinite,
+        "mismatches": tuple(islice(mismatches(case, part, x, y), errors)),
+    }
 
 
 def _tensor(record: Record, part: str) -> str:
@@ -250,11 +221,6 @@ def _tensor(record: Record, part: str) -> str:
     if not isinstance(record, GemmRecord):
         return record.tensor
     return "" if part == "product" else OPERANDS[record.gemm]["ab".index(part[0])]
-
-
-def _options(a: Record, b: Record) -> str:
-    found = ((name, getattr(a, name), getattr(b, name)) for name in _OPTIONS)
-    return ", ".join(f"{name} {of_a} / {of_b}" for name, of_a, of_b in found if of_a != of_b)
 
 
 def ulps(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, int]:
@@ -266,3 +232,34 @@ def ulps(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, int]:
     with np.errstate(invalid="ignore"):
         crosses_zero = np.signbit(x) != np.signbit(y)
     return (np.abs(distance) + crosses_zero)[~apart], int(np.count_nonzero(apart))
+
+
+def diff_page(found: CaptureDiff, errors: int) -> tuple[Page, str]:
+    """Differences in how the captures were made, then where they part."""
+    lists = {"A alone has": found.only_a, "B alone has": found.only_b}
+    lists |= {"missing": found.missing, "damaged": found.damaged}
+    above = [f"A / B: {text}" for text in found.context]
+    page = findings_page(
+        "diff",
+        above,
+        found.divergences,
+        lists,
+        errors,
+        lambda one: f"{one.part} [{', '.join(map(str, one.index))}]: A {one.observed}  B {one.expected}",
+    )
+    return page, diff_verdict(found)
+
+
+def diff_verdict(found: CaptureDiff) -> str:
+    """The last line."""
+    difference = "NOT EQUAL: the captures do not hold the same" if found.has_difference else ""
+    if found.divergences:
+        first = found.divergences[0]
+        difference = f"NOT EQUAL, first at {first.step}: {first.place} {first.part}"
+    return found.verdict(
+        "",
+        f"{found.stages_equal} of {found.stages} stages, {found.elements_equal} of {found.elements} elements",
+        difference=difference,
+        nothing="" if found.stages else "nothing was compared",
+        lacks=(),
+    )

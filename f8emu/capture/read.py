@@ -30,6 +30,7 @@ from f8emu.capture.record import (
     Record,
     StepHeader,
     record_from_json,
+    require_types,
 )
 from f8emu.conformance.cases.container import decode_container
 from f8emu.conformance.cases.distributions import dtype_of
@@ -62,7 +63,7 @@ class CapturedRecord:
             CaptureError: the file is missing, cut short, foreign, or holds something else.
         """
         tensors, _ = _decoded(self.path, self.size)
-        return _typed(self.record, tensors, str(self.path))
+        return _typed(self.record, tensors, self.path)
 
     @property
     def named(self) -> str:
@@ -112,50 +113,47 @@ def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
     path = Path(path)
     try:
         # 1. The path of one step, or a directory of steps.
-        is_step = (path / INDEX).exists()
-        names = [] if is_step else sorted(os.listdir(path))
+        if (path / INDEX).exists():
+            return (_step(path, is_alone=True),)
+        names = sorted(os.listdir(path))
     except OSError as error:
         raise CaptureError(f"read_capture: cannot read {path}: {error.strerror}; {REMEDY}") from None
-    if is_step:
-        return (replace(_step(path), is_alone=True),)
     # 2. A finished step has an index: one without it has been tampered with, or copied in part.
+    has_index = {name: (path / name / INDEX).exists() for name in names}
     for name in names:
-        if STEP_NAME.fullmatch(name) and not (path / name / INDEX).exists():
-            raise _fault(str(path / name), f"the {INDEX} of a step that was finished", "none")
-    steps = [_step(path / name) for name in names if name.startswith("step-") and (path / name / INDEX).exists()]
+        if STEP_NAME.fullmatch(name) and not has_index[name]:
+            raise _fault(path / name, f"the {INDEX} of a step that was finished", "none")
+    steps = [_step(path / name) for name in names if name.startswith("step-") and has_index[name]]
     if not steps:
         raise CaptureError(
             f"read_capture: expected a captured step, or a directory of such, at {path}; found no step-*/{INDEX} in "
             f"it; give the path that was given to f8emu.torch.capture, or {REMEDY}"
         )
     # 3. A step that died before its first index is told as left out.
-    begun = [name for name in names if _BEGUN.fullmatch(name) and not (path / name / INDEX).exists()]
+    begun = [name for name in names if _BEGUN.fullmatch(name) and not has_index[name]]
     told = tuple(LeftOut(place=name, size=0, reason="it was begun, and has no index") for name in begun)
     steps[0] = replace(steps[0], left_out=(*steps[0].left_out, *told))
     return tuple(sorted(steps, key=lambda step: (step.header.step, step.header.rank)))
 
 
-def _step(path: Path) -> CapturedStep:
+def _step(path: Path, *, is_alone: bool = False) -> CapturedStep:
     # 1. The index: header, list of records, what was left out.
-    source = str(path / INDEX)
-    index = _index(path / INDEX, source)
+    source = path / INDEX
+    index = _index(source)
     try:
         header = StepHeader.from_json(index)
-        entries = _list(index, "records")
-        left_out = tuple(LeftOut(**one) for one in _list(index, "left_out"))
-        if type(index.get("is_complete")) is not bool:
-            raise SpecError("'is_complete' must be true or false")
+        require_types(index, {"records": list, "left_out": list, "is_complete": bool})
+        left_out = tuple(LeftOut(**one) for one in index["left_out"])
     except (SpecError, TypeError) as error:
         raise CaptureError(f"read_capture: {source}: {error}; {REMEDY}") from None
     is_complete = index["is_complete"] and not path.name.endswith(UNFINISHED)
     damaged: list[str] = []
     # 2. A finished step has what its index lists; of any other, each file that holds a whole record counts.
     if is_complete:
-        records = [_entry(path, entry, f"{source}: record {i}") for i, entry in enumerate(entries)]
+        records = [_entry(path, entry, f"{source}: record {i}") for i, entry in enumerate(index["records"])]
     else:
-        names = sorted(name for name in os.listdir(path) if FILE_NAME.fullmatch(name))
         records = []
-        for name in names:
+        for name in sorted(filter(FILE_NAME.fullmatch, os.listdir(path))):
             try:
                 records.append(_unlisted(path / name))
             except CaptureError as error:
@@ -171,11 +169,12 @@ def _step(path: Path) -> CapturedStep:
         left_out=left_out,
         is_complete=is_complete,
         damaged=tuple(damaged),
+        is_alone=is_alone,
     )
 
 
-def _index(path: Path, source: str) -> dict[str, Any]:
-    with _opened(path) as file:
+def _index(source: Path) -> dict[str, Any]:
+    with _opened(source) as file:
         size = os.fstat(file.fileno()).st_size
         if size > _LARGEST_INDEX:
             raise _fault(source, f"an index of at most {_LARGEST_INDEX} bytes", f"{size} bytes")
@@ -188,7 +187,7 @@ def _index(path: Path, source: str) -> dict[str, Any]:
         raise _fault(source, "a JSON object", type(index).__name__)
     # before anything else is read: another layout may mean something else by the same key
     if index.get("schema") != SCHEMA:
-        made_by = index.get("versions", {})
+        made_by = index.get("versions")
         version = made_by.get("f8emu") if isinstance(made_by, dict) else None
         raise CaptureError(
             f"read_capture: {source}: expected schema {SCHEMA}, which this version of f8emu reads; found "
@@ -198,24 +197,16 @@ def _index(path: Path, source: str) -> dict[str, Any]:
     return index
 
 
-def _list(index: Mapping[str, Any], key: str) -> list[Any]:
-    found = index.get(key)
-    if not isinstance(found, list):
-        raise SpecError(f"{key!r} must be a list; found {repr(found)[:60]}")
-    return found
-
-
 def _entry(path: Path, entry: object, source: str) -> CapturedRecord:
-    if not isinstance(entry, dict):
-        raise _fault(source, "an object", repr(entry)[:60])
-    # The name may not lead out of the directory, and the size is compared before the file is mapped.
-    rest = dict(entry)
-    name, size, digest = rest.pop("file", None), rest.pop("bytes", None), rest.pop("sha256", None)
-    if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
-        raise _fault(source, "'file' to be a name like 000000.safetensors", repr(name)[:60])
-    if type(size) is not int or not isinstance(digest, str) or len(digest) != 64:
-        raise _fault(source, "'bytes' and 'sha256'", f"{repr(size)[:30]} and {repr(digest)[:70]}")
     try:
+        rest = dict(entry) if isinstance(entry, dict) else {}
+        require_types(rest, {"file": str, "bytes": int, "sha256": str})
+        name, size, digest = rest.pop("file"), rest.pop("bytes"), rest.pop("sha256")
+        # The name may not lead out of the directory, and the size is compared before the file is mapped.
+        if not FILE_NAME.fullmatch(name) or len(digest) != 64:
+            raise SpecError(
+                f"expected a name like 000000.safetensors, and a SHA-256; found {name!r:.60}, {digest!r:.70}"
+            )
         record = record_from_json(rest)
     except SpecError as error:
         raise CaptureError(f"read_capture: {source}: {error}; {REMEDY}") from None
@@ -228,7 +219,7 @@ def _unlisted(path: Path) -> CapturedRecord:
     try:
         record = record_from_json(json.loads(metadata.get("record", "null")))
     except (ValueError, RecursionError) as error:
-        raise _fault(str(path), "a record in the metadata", str(error)) from None
+        raise _fault(path, "a record in the metadata", str(error)) from None
     return CapturedRecord(record=record, path=path, size=None, sha256="")
 
 
@@ -243,10 +234,10 @@ def _decoded(path: Path, size: int | None = None) -> tuple[Arrays, dict[str, str
         raise CaptureError(str(error)) from None
 
 
-def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: str) -> Arrays:
+def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: Path) -> Arrays:
     """The arrays of a record, each of the dtype and shape that the record says."""
-    expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     # 1. What the record says that its file holds.
+    expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     if isinstance(record, GemmRecord):
         expected["product"] = (_dtype(record.out_dtype), (record.m, record.n))
         for side, name, granularity, rows in (
@@ -259,19 +250,15 @@ def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: str) -> Ar
                 expected[f"{side}.scale"] = (dtype_of(FLOAT32), shape)
     else:
         value = tensors.get("value")
-        shape = value.shape if value is not None and value.ndim == 2 else (0, 0)
-        expected["value"] = (_dtype(record.dtype), shape)
+        expected["value"] = (_dtype(record.dtype), value.shape if value is not None and value.ndim == 2 else (0, 0))
     # 2. Exactly that, no more and no less: sizes are compared before anything is computed with them.
     if set(tensors) != set(expected):
         raise _fault(source, f"the tensors {', '.join(sorted(expected))}", ", ".join(sorted(tensors)) or "none")
-    found: Arrays = {}
     for name, (dtype, shape) in expected.items():
-        array = tensors[name]
-        stored = np.dtype(np.uint8) if dtype.itemsize == 1 else dtype
+        array, stored = tensors[name], np.dtype(np.uint8) if dtype.itemsize == 1 else dtype
         if array.dtype != stored or array.shape != shape:
             raise _fault(source, f"{name} {stored.name}{list(shape)}", f"{array.dtype.name}{list(array.shape)}")
-        found[name] = array.view(dtype)
-    return found
+    return {name: tensors[name].view(dtype) for name, (dtype, _) in expected.items()}
 
 
 def _dtype(name: str) -> np.dtype:
@@ -287,9 +274,9 @@ def _opened(path: Path, size: int | None = None) -> BufferedReader:
     found = os.fstat(file.fileno()).st_size
     if size not in (None, found):
         file.close()
-        raise _fault(str(path), f"{size} bytes", f"{found}: cut short, or changed")
+        raise _fault(path, f"{size} bytes", f"{found}: cut short, or changed")
     return file
 
 
-def _fault(source: str, expected: str, observed: str) -> CaptureError:
+def _fault(source: Path, expected: str, observed: str) -> CaptureError:
     return CaptureError(f"read_capture: {source}: expected {expected}; found {observed}; {REMEDY}")

@@ -35,6 +35,18 @@ class CaptureError(F8Error, ValueError):
     """A capture that is missing, cut short, foreign, inconsistent, of another version, or that cannot be begun."""
 
 
+def require_types(entry: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    """Strict: an index may come from anywhere, and a bool is no int here.
+
+    Raises:
+        SpecError: a key that is missing, or a value of another type.
+    """
+    for name, kind in kinds.items():
+        if type(entry.get(name)) is not kind:
+            found = repr(entry[name])[:60] if name in entry else "no such key"
+            raise SpecError(f"{name!r} must be of type {kind.__name__}; found {found}")
+
+
 class _Record:
     """What both kinds have: a place in the step, and strict JSON."""
 
@@ -72,19 +84,14 @@ class _Record:
         Raises:
             SpecError: a key that is missing or unknown, or a value out of its range.
         """
-        # Strict: an index may come from anywhere, and a bool is no int here.
-        kinds = get_type_hints(cls)
-        names = {field.name for field in fields(cls)}  # pyright: ignore[reportArgumentType]
-        if unknown := set(entry) - names - {"kind"}:
+        kinds = {field.name: get_type_hints(cls)[field.name] for field in fields(cls)}  # pyright: ignore[reportArgumentType]
+        if unknown := set(entry) - kinds.keys() - {"kind"}:
             raise SpecError(f"unknown key {sorted(unknown)[0]!r}")
-        for name in sorted(names):
-            value = entry.get(name)
-            if type(value) is not kinds[name]:
-                found = repr(value)[:60] if name in entry else "no such key"
-                raise SpecError(f"{name!r} must be of type {kinds[name].__name__}; found {found}")
-            if type(value) is int and not 0 <= value < _LARGEST:
-                raise SpecError(f"{name!r} must be at least 0 and below 2^31; found {value}")
-        return cls(**{name: entry[name] for name in names})
+        require_types(entry, kinds)
+        for name in kinds:
+            if type(entry[name]) is int and not 0 <= entry[name] < _LARGEST:
+                raise SpecError(f"{name!r} must be at least 0 and below 2^31; found {entry[name]}")
+        return cls(**{name: entry[name] for name in kinds})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,9 +227,7 @@ class StepHeader:
         """
         kinds: dict[str, type] = {"step": int, "rank": int, "world_size": int, "versions": dict, "recipes": dict}
         kinds |= {"framework": str, "device": str, "plan": str, "reason": str}
-        for name, kind in kinds.items():
-            if type(entry.get(name)) is not kind:
-                raise SpecError(f"{name!r} must be of type {kind.__name__}; found {repr(entry.get(name))[:60]}")
+        require_types(entry, kinds)
         recipes = {key: recipe_from_dict(recipe) for key, recipe in entry["recipes"].items()}
         for key, recipe in recipes.items():
             if key != recipe.content_hash:

@@ -6,20 +6,23 @@
 The engine that computed a capture does not judge it: a capture that f8ref.jax emulated is judged by f8ref.numpy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
-from f8emu.capture.cast import Tensors, replay_casts, require_of_recipe
-from f8emu.capture.compared import Finding, absences, absent_ranks, numbered
+from f8emu.capture.casts import Expected, replay_casts, require_of_recipe
+from f8emu.capture.findings import Finding, Found, absences, findings_page, numbered
 from f8emu.capture.product import Sampled, likely_cause, product_of, sampled
-from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
+from f8emu.capture.read import CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, GemmRecord
-from f8emu.conformance.compare import Mismatch, abbreviated, different, mismatches
+from f8emu.conformance.compare import Mismatch, abbreviated, counted, different, mismatches
 from f8emu.conformance.run.result import Progress
 from f8emu.conformance.run.subject import NotOffered, Subject, load_subject
+from f8emu.report.page import Cell, Page, Row, Table, Tone
 from f8emu.spec import F8Error, MissingExtraError, SpecError
 
 ORACLES = ("f8ref.numpy", "f8ref.jax")
@@ -37,8 +40,8 @@ class Count:
 
 
 @dataclass(slots=True, kw_only=True)
-class Replay:
-    """What a replay found; also of one that was interrupted."""
+class Replay(Found):
+    """What a replay found. Whatever of a capture is there is replayed."""
 
     steps: list[str] = field(default_factory=list)
     gemms: int = 0
@@ -47,19 +50,11 @@ class Replay:
     """The number of outputs of all products; `counts` has how many of them were computed again."""
     findings: list[Finding] = field(default_factory=list)
     """All findings in the order of execution: look at the first."""
-    damaged: list[str] = field(default_factory=list)
-    """Files that are not what was written, by their SHA-256, or that hold no record of a capture, and why."""
     not_replayed: list[str] = field(default_factory=list)
     """Place and reason."""
-    missing: list[str] = field(default_factory=list)
-    """What was left out, never finished, is there twice, or is of a rank that captured nothing.
-
-    Whatever of it is there is replayed.
-    """
     reasons: list[str] = field(default_factory=list)
     """Why a ring was written."""
     oracles: list[str] = field(default_factory=list)
-    is_interrupted: bool = False
 
     @property
     def has_difference(self) -> bool:
@@ -98,112 +93,99 @@ def replay(
         CaptureError: no GEMM could be read.
         MissingExtraError: the named oracle needs JAX, which is not installed.
     """
-    # 1. Bad arguments, and what the steps say of themselves: ranks and steps that are missing or there twice.
     if oracle is not None and oracle not in ORACLES:
         raise SpecError(f"replay: oracle must be one of {', '.join(ORACLES)}; got {oracle!r}")
     if outputs is not None and outputs < 1:
         raise SpecError(f"replay: outputs must be at least 1, or None for all; got {outputs}")
-    found = Replay()
-    _, twice = numbered(steps)
-    found.missing = twice + absent_ranks(steps)
-    run = _Run(found, oracle, outputs, errors)
-    # 2. Step by step, record by record; a damaged record costs itself alone.
-    try:
+    found = Replay(missing=[*numbered(steps)[1], *absences(steps)])
+    judges: dict[str, Subject] = {}
+
+    def tasks() -> Iterator[tuple[str, list[Callable[[], None]]]]:
         for step in steps:
-            if progress is not None:
-                progress.begin("replay", step.name, len(step.records))
             found.steps.append(step.name)
-            found.missing += absences(step)
             found.damaged += step.damaged
             if step.header.reason not in ("", *found.reasons):
                 found.reasons.append(step.header.reason)
-            tensors = Tensors(step)
-            for captured in step.records:
-                try:
-                    run.record(step, captured, tensors)
-                except CaptureError as error:  # says more than that the file is another than was written
-                    found.damaged = [one for one in found.damaged if one != captured.named] + [str(error)]
-                if progress is not None:
-                    progress.advance()
-    except KeyboardInterrupt:
-        found.is_interrupted = True
-    else:
-        if found.damaged and not found.gemms:
-            raise CaptureError(found.damaged[0])
+            run = _Step(step, found, partial(_judge, judges, oracle, found), outputs, errors)
+            yield step.name, [partial(run.record, captured) for captured in step.records]
+
+    found.examine("replay", tasks(), progress)
+    if found.damaged and not found.gemms and not found.is_interrupted:
+        raise CaptureError(found.damaged[0])
     return found
 
 
-class _Run:
-    def __init__(self, found: Replay, oracle: str | None, outputs: int | None, errors: int) -> None:
-        self.found, self.oracle, self.outputs, self.errors = found, oracle, outputs, errors
-        self.subjects: dict[str, Subject] = {}
+def _judge(judges: dict[str, Subject], oracle: str | None, found: Replay, record: GemmRecord) -> Subject:
+    """Never who computed it; f8ref.numpy, which is slower, where JAX is missing."""
+    name = oracle or ("f8ref.jax" if record.engine == "hardware" else "f8ref.numpy")
+    # torch and JAX are loaded for a capture that needs them only
+    if name not in judges:
+        try:
+            judges[name] = load_subject(name)
+        except MissingExtraError:
+            if oracle is not None:
+                raise
+            judges[name] = load_subject("f8ref.numpy")
+        found.oracles.append(judges[name].engine)
+    return judges[name]
 
-    def judge(self, record: GemmRecord) -> Subject:
-        """Never who computed it; f8ref.numpy, which is slower, where JAX is missing."""
-        name = self.oracle or ("f8ref.jax" if record.engine == "hardware" else "f8ref.numpy")
-        # torch and JAX are loaded for a capture that needs them only
-        if name not in self.subjects:
-            try:
-                self.subjects[name] = load_subject(name)
-            except MissingExtraError:
-                if self.oracle is not None:
-                    raise
-                self.subjects[name] = load_subject("f8ref.numpy")
-            self.found.oracles.append(self.subjects[name].engine)
-        return self.subjects[name]
 
-    def record(self, step: CapturedStep, captured: CapturedRecord, tensors: Tensors) -> None:
-        record = captured.record
-        # 1. A changed file is named, and replayed all the same: its bits say what was changed.
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step that is replayed."""
+
+    step: CapturedStep
+    found: Replay
+    judge: Callable[[GemmRecord], Subject]
+    outputs: int | None
+    errors: int
+
+    def record(self, captured: CapturedRecord) -> None:
+        # 1. A record that cannot be read, or is not what its recipe says, is not judged.
+        record, arrays = captured.record, captured.load()
+        recipe = self.step.header.recipes.get(record.recipe) if isinstance(record, GemmRecord) else None
+        if isinstance(record, GemmRecord) and recipe is not None:
+            require_of_recipe(record, recipe)
+        # 2. A changed file is named, and replayed all the same: its bits say what was changed.
         if not captured.is_intact():
             self.found.damaged.append(captured.named)
         if not isinstance(record, GemmRecord):
-            captured.load()
             return
-        # 2. A record must be what its recipe says, or scales and codes would be judged by another rule.
-        recipe = step.header.recipes.get(record.recipe)
-        if recipe is not None:
-            require_of_recipe(record, recipe)
-        # 3. Scales and codes from the tensors before their casts, then the product from the captured operands.
-        arrays = captured.load()
+        # 3. Scales and codes from the tensors before their casts.
         self.found.gemms += 1
-        for part, tensor, expected in replay_casts(record, arrays, recipe, tensors):
-            if isinstance(expected, str):
-                self.found.not_replayed.append(f"{step.name}: {record.place} {part} ({tensor}): {expected}")
-            else:
-                observed, wanted = arrays[part], expected.array
-                self.compare(step, record, part, tensor, observed, wanted, cause="", wrong=expected.wrong)
-        self.product(step, record, arrays)
-
-    def product(self, step: CapturedStep, record: GemmRecord, arrays: Arrays) -> None:
         self.found.outputs += arrays["product"].size
-        # A product is judged by the captured operands, so that a wrong cast does not make it wrong too.
-        part = sampled(record, arrays, self.outputs)
-        judge = self.judge(record)
+        for part, tensor, expected in replay_casts(self.step, record, arrays, recipe):
+            if isinstance(expected, str):
+                self.left(record, f"{part} ({tensor}): {expected}")
+            else:
+                self.compare(record, part, arrays[part], expected, tensor=tensor)
+        # 4. The product from the captured operands, so that a wrong cast does not make it wrong too.
+        sample, judge = sampled(record, arrays, self.outputs), self.judge(record)
         try:
-            expected = product_of(record, part, judge, record.split_k)
+            product = product_of(sample, judge, record.split_k)
         except (NotOffered, F8Error) as error:
-            self.found.not_replayed.append(f"{step.name}: {record.place} product: {error}")
-            return
-        wrong = different(part.product, expected)
-        cause = likely_cause(record, arrays, part, wrong, judge) if wrong.any() else ""
-        self.compare(step, record, "product", "", part.product, expected, cause=cause, wrong=wrong, sample=part)
+            return self.left(record, f"product: {error}")
+        observed = sample.product
+        wrong = different(observed, product)
+        cause = likely_cause(sample, wrong, judge) if wrong.any() else ""
+        self.compare(record, "product", observed, Expected(product, wrong), cause=cause, sample=sample)
+
+    def left(self, record: GemmRecord, why: str) -> None:
+        self.found.not_replayed.append(f"{self.step.name}: {record.place} {why}")
 
     def compare(
         self,
-        step: CapturedStep,
         record: GemmRecord,
         part: str,
-        tensor: str,
         observed: np.ndarray,
-        expected: np.ndarray,
+        expected: Expected,
         *,
-        cause: str,
-        wrong: np.ndarray,
+        tensor: str = "",
+        cause: str = "",
         sample: Sampled | None = None,
     ) -> None:
-        # 1. The counts of the kind: scales, codes, products. 2. A finding, with its first mismatches.
-        count = self.found.counts[part.rpartition(".")[2]]
+        # 1. The counts of the kind: scales, codes, products.
+        count, wrong = self.found.counts[part.rpartition(".")[2]], expected.wrong
         bad = int(np.count_nonzero(wrong))
         count.parts += 1
         count.parts_equal += not bad
@@ -211,29 +193,51 @@ class _Run:
         count.elements_equal += wrong.size - bad
         if not bad:
             return
-        case = f"{step.name}: {record.place}"
-        shown = np.where(wrong, expected, observed)  # an element that is equal under another inv_scale is equal
-        lines = islice(_placed(mismatches(case, part, observed, shown), sample), self.errors)
-        self.found.findings.append(
-            Finding(
-                step=step.name,
-                place=record.place,
-                part=part,
-                tensor=tensor,
-                elements=wrong.size,
-                elements_different=bad,
-                cause=cause,
-                mismatches=tuple(lines),
-            )
-        )
+        # 2. A finding. An element that is equal under another inv_scale is equal.
+        shown = np.where(wrong, expected.array, observed)
+        found = mismatches(f"{self.step.name}: {record.place}", part, observed, shown)
+        first = tuple(islice((one if sample is None else _placed(one, sample) for one in found), self.errors))
+        place: dict[str, Any] = {"step": self.step.name, "place": record.place, "part": part, "tensor": tensor}
+        place |= {"elements": wrong.size, "elements_different": bad, "cause": cause, "mismatches": first}
+        self.found.findings.append(Finding(**place))
 
 
-def _placed(found: Iterator[Mismatch], sample: Sampled | None) -> Iterator[Mismatch]:
+def _placed(one: Mismatch, sample: Sampled) -> Mismatch:
     """With the index in the whole product, and the operands that lead to it."""
-    for one in found:
-        if sample is None:
-            yield one
-            continue
-        i, j = one.index
-        inputs = f"{abbreviated(sample.a[i], 'a')} {abbreviated(sample.b[j], 'b')}"
-        yield replace(one, index=(int(sample.rows[i]), int(sample.columns[j])), inputs=inputs)
+    i, j = one.index
+    inputs = f"{abbreviated(sample.a[i], 'a')} {abbreviated(sample.b[j], 'b')}"
+    return replace(one, index=(int(sample.rows[i]), int(sample.columns[j])), inputs=inputs)
+
+
+def replay_page(found: Replay, errors: int) -> tuple[Page, str]:
+    """One row a kind of stage; findings, first to last, with mismatches of the first; then what was not judged."""
+    rows: list[Row] = []
+    for kind, count in found.counts.items():
+        share = f"{count.elements}" + (f" (of {found.outputs})" if kind == "product" != count.elements else "")
+        tone: Tone = "good" if count.parts == count.parts_equal > 0 else "bad" if count.parts else "quiet"
+        equal = Cell(text=f"{count.parts_equal}/{count.parts}", tone=tone)
+        rows.append([kind, equal, share, str(count.elements_equal)])
+    table = Table(
+        caption=f"replay of {', '.join(found.steps) or 'nothing'}",
+        columns=("stage", "equal", "bits of", "elements equal"),
+        rows=rows,
+        numeric=frozenset((1, 2, 3)),
+    )
+    lists = {"damaged": found.damaged, "not replayed": found.not_replayed, "missing": found.missing}
+    above = [table, *(f"captured because of {reason}" for reason in found.reasons)]
+    return findings_page("replay", above, found.findings, lists, errors), replay_verdict(found)
+
+
+def replay_verdict(found: Replay) -> str:
+    """The last line."""
+    count, undone = found.counts["product"], found.gemms - found.counts["product"].parts
+    first = found.findings[0] if found.findings else None
+    difference = f"DAMAGED: {counted(len(found.damaged), 'file')}" if found.damaged else ""
+    return found.verdict(
+        f"{count.elements_equal} of ",
+        f"{count.elements} of {counted(found.outputs, 'output')} of {counted(found.gemms, 'GEMM')}; judge: "
+        f"{', '.join(found.oracles)}",
+        difference=f"NOT EQUAL, first at {first.step}: {first.place} {first.part}" if first else difference,
+        nothing="" if count.elements else "nothing was computed again",
+        lacks=[counted(undone, "product was not computed again", "products were not computed again")] * bool(undone),
+    )

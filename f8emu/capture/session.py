@@ -49,9 +49,8 @@ class Session:
         try:
             make_directory(self.path)
         except OSError as error:
-            raise CaptureError(
-                f"{call}: cannot make the directory {self.path}: {error.strerror}; give another path"
-            ) from None
+            why = f"{error.strerror}; give another path"
+            raise CaptureError(f"{call}: cannot make the directory {self.path}: {why}") from None
         if any(self.path.glob(f"step-*-rank-{rank:05d}*")):
             raise CaptureError(f"{call}: {self.path} has captured steps of rank {rank} already; give another path")
         self.number = first_step
@@ -82,7 +81,7 @@ class Session:
     @property
     def looks(self) -> bool:
         """Whether a value that is not finite makes a difference."""
-        return self._steps is None and not self.reason and not self.is_over
+        return self.is_ring and not self.reason and not self.is_over
 
     def next(self, layer: str, what: str) -> dict[str, int]:
         """`order` and `turn` of the next record."""
@@ -114,8 +113,7 @@ class Session:
         self._turns = {}
         self.number += 1
         if self.reason or (self._steps is not None and self.number > max(self._steps)):
-            self.is_over = True
-            self._held.clear()
+            self._stop()
         if isinstance(current, StepWriter):
             self._finish(current)
         elif current is not None:
@@ -126,27 +124,18 @@ class Session:
         if not self.looks:
             return
         self.reason = reason[:LONGEST_REASON]
-        current = self._current
         # The steps that the ring holds are finished; the one in progress goes on as a file.
-        held = [*self._held, *([current] if isinstance(current, _Held) else [])]
-        self._held.clear()
-        self._current = None
-        for one in held:
-            writer = self._writer(one.number)
-            for record, arrays in one.records:
-                writer.add(record, arrays)
-            writer.left_out += one.left_out
-            if one is current:
-                self._current = writer
-            else:
-                self._finish(writer)
+        current, self._current = self._current, None
+        while self._held:
+            self._finish(self._moved(self._held.popleft()))
+        if isinstance(current, _Held):
+            self._current = self._moved(current)
 
     def close(self) -> None:
         """End the capture. A step in progress is written as far as it got."""
         if not self.is_over:
             self.end()
-            self.is_over = True
-            self._held.clear()
+            self._stop()
 
     def abandon(self, error: BaseException) -> None:
         """End the capture in the middle of a step. The steps of a ring are written; this step stays unfinished."""
@@ -155,25 +144,37 @@ class Session:
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
         self.write(reason)
         current, self._current = self._current, None
-        self.is_over = True
+        self._stop()
         if isinstance(current, StepWriter):
             current.close(interrupted_by=reason)
             self.left_out += current.left_out
 
+    def _stop(self) -> None:
+        self.is_over = True
+        self._held.clear()
+
     def _writer(self, number: int) -> StepWriter:
         return StepWriter(self.path, self._header(number, self.reason), self._budget)
 
+    def _moved(self, held: "_Held") -> StepWriter:
+        writer = self._writer(held.number)
+        for record, arrays in held.records:
+            writer.add(record, arrays)
+        writer.left_out += held.left_out
+        return writer
+
     def _refusal(self, current: "_Held", size: int) -> str:
         """Why a ring cannot hold a record of `size` bytes more; its oldest steps make room."""
-
-        def exceeds() -> bool:
-            held = sum(one.size for one in self._held) + current.size
-            return self._limit is not None and RESERVED + held + size + ROOM > self._limit
-
+        if self._limit is None:
+            return ""
         # the step in progress matters more than those before it
-        while self._held and exceeds():
+        while True:
+            held = sum(one.size for one in self._held) + current.size
+            if RESERVED + held + size + ROOM <= self._limit:
+                return ""
+            if not self._held:
+                return f"limit_bytes={self._limit} is reached in memory"
             self._held.popleft()
-        return f"limit_bytes={self._limit} is reached in memory" if exceeds() else ""
 
     def _finish(self, writer: StepWriter) -> None:
         final = writer.close()
@@ -182,22 +183,18 @@ class Session:
             self.written.append(final)
         if final is not None and not writer.left_out:
             return
-        # Where the limit left no room for one record, the next step would have none either.
-        is_last = writer.is_refused and not self.is_ring  # a ring is written once anyway
+        # Where the limit left no room for one record, the next step would have none either; a ring is written once.
+        is_last = writer.is_refused and not self.is_ring
         self.is_over = self.is_over or is_last
-        reason = writer.fault or writer.left_out[0].reason
         end = "is not finished" if final is None else f"lacks {len(writer.left_out)} records"
-        end += ", and the capture is over" if is_last else ""
-        self._warn(
-            f"{self._call}: {writer.name} {end}: {reason}; training goes on. Free some space, or capture fewer layers "
+        text = (
+            f"{self._call}: {writer.name} {end}{', and the capture is over' if is_last else ''}: "
+            f"{writer.fault or writer.left_out[0].reason}; training goes on. Free some space, or capture fewer layers "
             "or steps, or without tensors"
         )
-
-    def _warn(self, text: str) -> None:
-        """A warning, also where warnings are errors: nothing here ends training."""
         try:
             warnings.warn(text, stacklevel=3)
-        except Exception:
+        except Exception:  # where warnings are errors: nothing here ends training
             print(text, file=sys.stderr)
 
 
@@ -212,25 +209,3 @@ class _Held:
     def add(self, record: Record, arrays: Arrays) -> None:
         self.records.append((record, arrays))
         self.size += size_of(arrays) + ROOM
-
-
-class Handle:
-    """What both frameworks' captures show of their session."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    @property
-    def number(self) -> int:
-        """The number of the step in progress."""
-        return self._session.number
-
-    @property
-    def written(self) -> tuple[Path, ...]:
-        """The directories of the steps that were finished."""
-        return tuple(self._session.written)
-
-    @property
-    def left_out(self) -> tuple[LeftOut, ...]:
-        """Records that were not written, and why, of all steps that were finished or given up."""
-        return tuple(self._session.left_out)

@@ -81,9 +81,9 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _replay(path: Path, oracle: str | None, outputs: int | None, json_file: Path | None, errors: int) -> int:
-    from f8emu.capture.findings import replay_page
+    
     from f8emu.capture.read import read_capture
-    from f8emu.capture.replay import replay
+    from f8emu.capture.replay import replay, replay_page
 
     return run_and_show(
         "replay",
@@ -94,8 +94,7 @@ def _replay(path: Path, oracle: str | None, outputs: int | None, json_file: Path
 
 
 def _diff(a: Path, b: Path, json_file: Path | None, errors: int) -> int:
-    from f8emu.capture.diff import diff_captures
-    from f8emu.capture.findings import diff_page
+    from f8emu.capture.diff import diff_captures, diff_page
     from f8emu.capture.read import read_capture
 
     return run_and_show(

@@ -9,18 +9,18 @@ that a ring names, are therefore those in which the callbacks ran. Where a layer
 runs may number its calls differently.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from f8emu.capture.record import GemmRecord, StepHeader, TensorRecord
-from f8emu.capture.session import LIMIT_BYTES, Handle, Session
+from f8emu.capture.handle import Handle, arrays_of, facts_of
+from f8emu.capture.record import StepHeader
+from f8emu.capture.session import LIMIT_BYTES, Session
 from f8emu.capture.writer import Stored
 from f8emu.environment import versions
 from f8emu.jax.gemm.engine import engine_of
@@ -79,8 +79,8 @@ class Capture(Handle):
     """A running capture, returned by `capture`; a context manager."""
 
     def __init__(self, session: Session, recipes: dict[str, Recipe], tensors: bool) -> None:
-        super().__init__(session)
-        self._recipes, self._with_tensors = recipes, tensors
+        super().__init__(session, tensors, _stored, _fault)
+        self._recipes = recipes
 
     @property
     def is_done(self) -> bool:
@@ -99,105 +99,52 @@ class Capture(Handle):
             layers: Any = tuple(self.named(f"{name}.{part}", layer) for part, layer in parts)
             return dataclasses.replace(function, layers=layers)
         self._recipes[function.recipe.content_hash] = function.recipe
-        return dataclasses.replace(function, tap=_Layer(name, self._session, self._with_tensors))
+        return dataclasses.replace(function, tap=_Layer(name, self))
 
     def step(self) -> None:
         """End the current step, after waiting for the callbacks that still have something to show."""
-        jax.effects_barrier()
+        self._wait()
         with self._session.lock:
             if not self.is_done:
                 self._session.end()
 
-    def write(self, reason: str = "asked for") -> None:
-        """Write the steps that the ring holds, and the step in progress once it ends. Without a ring, do nothing."""
+    def _wait(self) -> None:
         jax.effects_barrier()
-        with self._session.lock:
-            self._session.write(reason)
-
-    def close(self) -> None:
-        """End the capture. A step in progress is written as far as it got. Safe to call twice."""
-        jax.effects_barrier()
-        with self._session.lock:
-            self._session.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an exception the steps of the ring are written, and the step in progress stays unfinished."""
-        if error is None:
-            return self.close()
-        with contextlib.suppress(Exception):  # a program that failed says so again
-            jax.effects_barrier()
-        with self._session.lock:
-            self._session.abandon(error)
 
 
 class _Layer:
     """The tap of one layer: equal to itself alone, so that programs of two layers are two."""
 
-    def __init__(self, name: str, session: Session, with_tensors: bool) -> None:
-        self.name, self.session, self.with_tensors = name, session, with_tensors
+    def __init__(self, name: str, capturing: Capture) -> None:
+        self.name, self.capturing = name, capturing
 
     def tensor(self, tensor: str, value: jax.Array) -> None:
         """A matrix before its casts; also where only a ring looks whether it is finite."""
-        if self.with_tensors or self.session.is_ring:
-            jax.debug.callback(functools.partial(self._tensor, tensor), value)
+        if self.capturing._with_tensors or self.capturing._session.is_ring:
+            jax.debug.callback(functools.partial(self.capturing._keep_tensor, self.name, tensor), value)
 
     def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: Plan) -> None:
         """A GEMM and its product."""
-        spec = plan.recipe.gemms[gemm]
+        spec, chip = plan.recipe.gemms[gemm], plan.recipe.chip
         sizes = product.shape[0], product.shape[1], a.codes.shape[1]
         dtypes = product.dtype.name, a.codes.dtype.name, b.codes.dtype.name
-        split = layer_split_k(spec, sizes, LAYOUTS[gemm], dtypes, chip=CHIPS[plan.recipe.chip])
+        split = layer_split_k(spec, sizes, LAYOUTS[gemm], dtypes, chip=CHIPS[chip])
         options: dict[str, Any] = {
-            "layer": self.name,
-            "gemm": gemm,
-            "m": sizes[0],
-            "n": sizes[1],
-            "k": sizes[2],
-            "a_format": dtypes[1],
-            "b_format": dtypes[2],
-            "granularity_a": spec.a.granularity.value,
-            "granularity_b": spec.b.granularity.value,
-            "out_dtype": dtypes[0],
-            "use_fast_accum": spec.use_fast_accum,
+            **facts_of(a, b, product, spec),
             "engine": "emulated" if engine_of(engine=plan.engine).startswith("emulated") else "hardware",
-            "chip": plan.recipe.chip,
+            "chip": chip,
             "split_k": split.split_k,
             "split_k_source": split.source.value,
             "recipe": plan.recipe.content_hash,
             "is_sharded": plan.divided != Divided(),
         }
-        arrays = {"a.codes": a.codes, "b.codes": b.codes, "product": product}
-        arrays |= {f"{side}.scale": one.scale for side, one in (("a", a), ("b", b)) if one.scale is not None}
-        jax.debug.callback(functools.partial(self._gemm, options), arrays)
+        keep = functools.partial(self.capturing._keep_gemm, self.name, gemm, options=options)
+        jax.debug.callback(keep, arrays_of(a, b, product))
 
-    def _tensor(self, tensor: str, value: Any) -> None:
-        with self.session.lock:
-            if self.session.is_wanted:
-                self._look(value, f"the {tensor} of {self.name}")
-                if not self.with_tensors:
-                    return
-                numbers = self.session.next(self.name, tensor)
-                record = TensorRecord(layer=self.name, tensor=tensor, dtype=value.dtype.name, **numbers)
-                self.session.add(record, value.nbytes, lambda: {"value": _stored(value)})
 
-    def _gemm(self, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        with self.session.lock:
-            if self.session.is_wanted:
-                self._look(arrays["product"], f"{options['gemm']} of {self.name}")
-                record = GemmRecord(**self.session.next(self.name, options["gemm"]), **options)
-                size = sum(array.nbytes for array in arrays.values())
-                self.session.add(record, size, lambda: {name: _stored(x) for name, x in arrays.items()})
-
-    def _look(self, x: Any, what: str) -> None:
-        """A ring is written when something is not finite."""
-        if self.session.looks:
-            values = np.asarray(x).astype(np.float32)
-            if not np.isfinite(values).all():
-                kind = "NaN" if np.isnan(values).any() else "infinity"
-                self.session.write(f"{kind} in {what} at step {self.session.number}")
+def _fault(x: Any) -> str:
+    values = np.asarray(x).astype(np.float32)
+    return "" if np.isfinite(values).all() else "NaN" if np.isnan(values).any() else "infinity"
 
 
 def _stored(x: Any) -> Stored:

@@ -9,21 +9,21 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from f8emu.capture.record import GemmRecord, StepHeader, TensorRecord
-from f8emu.capture.session import LIMIT_BYTES, Handle, Session
+from f8emu.capture.handle import Handle, arrays_of, facts_of
+from f8emu.capture.record import StepHeader
+from f8emu.capture.session import LIMIT_BYTES, Session
 from f8emu.capture.writer import Stored
 from f8emu.environment import versions
 from f8emu.spec.chips import CHIPS
 from f8emu.split_k.plan import plans_of
 from f8emu.torch.float8_layer import Float8Layer, float8_layers
 from f8emu.torch.layer.observers import GemmSeen, Observation, TensorSeen
-from f8emu.torch.layer.operands import Operand
 from f8emu.torch.torch_internals import is_dtensor, not_compiled, rank_of_process
 
 _CALL = "f8emu.torch.capture"
@@ -68,19 +68,27 @@ def capture(
         CaptureError: `path` cannot be created, or this rank has captured into it before.
     """
     chosen = float8_layers(model, layers, call=_CALL)
-    made = _header(chosen)
+    device = next((p.device for layer in chosen.values() for p in layer.parameters()), torch.device("cpu"))
+    rank, world_size = rank_of_process()
+    shared: dict[str, Any] = {
+        "rank": rank,
+        "world_size": world_size,
+        "framework": "torch",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": versions(),
+        "plan": plans_of(CHIPS[layer.recipe.chip] for layer in chosen.values()),
+        "recipes": {layer.recipe.content_hash: layer.recipe for layer in chosen.values()},
+    }
     options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
-    options |= {"rank": rank_of_process()[0], "header": lambda number, reason: made(step=number, reason=reason)}
-    session = Session(_CALL, path, **options)
-    return Capture(model, chosen, session, tensors)
+    options["header"] = lambda number, reason: StepHeader(step=number, reason=reason, **shared)
+    return Capture(model, chosen, Session(_CALL, path, rank=rank, **options), tensors)
 
 
 class Capture(Handle):
     """A running capture, returned by `capture`; a context manager. A failing capture never stops the training."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Float8Layer], session: Session, tensors: bool) -> None:
-        super().__init__(session)
-        self._with_tensors = tensors
+        super().__init__(session, tensors, _stored, _fault)
         self._sharded: dict[str, bool] = {}
         self._has_seen = False
         self._ended_by: Callable[[], object] = lambda: None
@@ -109,110 +117,39 @@ class Capture(Handle):
                 else:
                     self._observation.turn(self._session.is_wanted)
 
-    def write(self, reason: str = "asked for") -> None:
-        """Write the steps that the ring holds, and the step in progress once it ends. Without a ring, do nothing."""
-        with self._session.lock:
-            self._session.write(reason)
-
-    def close(self) -> None:
-        """End the capture. A step in progress is written as far as it got. Safe to call twice."""
-        with self._session.lock:
-            if not self.is_done:
-                self._observation.remove()
-                self._session.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an exception the steps of the ring are written, and the step in progress stays unfinished."""
-        if error is None:
-            return self.close()
-        with self._session.lock:
-            if not self.is_done:
-                self._observation.remove()
-                self._session.abandon(error)
+    def _detach(self) -> None:
+        self._observation.remove()
 
     def tensor(self, seen: TensorSeen) -> None:
         """Record a tensor before its casts; called by the layers' taps."""
-        with self._session.lock:
-            self._has_seen = True
-            if not self._session.is_wanted:
-                return
-            self._look(seen.value, f"the {seen.tensor} of {seen.layer}")
-            if not self._with_tensors:
-                return
-            numbers = self._session.next(seen.layer, seen.tensor)
-            record = TensorRecord(layer=seen.layer, tensor=seen.tensor, dtype=_name(seen.value.dtype), **numbers)
-            self._session.add(record, seen.value.nbytes, lambda: {"value": _stored(seen.value)})
+        self._has_seen = True
+        self._keep_tensor(seen.layer, seen.tensor, seen.value)
 
     def gemm(self, seen: GemmSeen) -> None:
         """Record a GEMM; called by the layers' taps."""
-        with self._session.lock:
-            self._has_seen = True
-            if not self._session.is_wanted:
-                return
-            self._look(seen.product, f"{seen.gemm} of {seen.layer}")
-            tensors = {**_operand("a", seen.a), **_operand("b", seen.b), "product": seen.product}
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            self._session.add(self._record(seen), size, lambda: {name: _stored(x) for name, x in tensors.items()})
-
-    def _record(self, seen: GemmSeen) -> GemmRecord:
-        (m, k), n = seen.a.codes.shape, seen.b.codes.shape[0]
-        return GemmRecord(
-            **self._session.next(seen.layer, seen.gemm),
-            layer=seen.layer,
-            gemm=seen.gemm,
-            m=m,
-            n=n,
-            k=k,
-            a_format=_name(seen.a.codes.dtype),
-            b_format=_name(seen.b.codes.dtype),
-            granularity_a=seen.spec.a.granularity.value,
-            granularity_b=seen.spec.b.granularity.value,
-            out_dtype=_name(seen.product.dtype),
-            use_fast_accum=seen.spec.use_fast_accum,
-            engine=seen.engine,
-            chip=seen.recipe.chip,
-            split_k=seen.split_k,
-            split_k_source=seen.split_source,
-            recipe=seen.recipe.content_hash,
-            is_sharded=self._is_sharded(seen),
-        )
-
-    def _is_sharded(self, seen: GemmSeen) -> bool:
-        """Tensor parallelism: asked in the forward pass, in which FSDP2 has whole weights."""
+        self._has_seen = True
+        # Tensor parallelism: told in the forward pass, in which FSDP2 has whole weights.
         if seen.gemm == "output":
             self._sharded[seen.layer] = is_dtensor(self._observation.layers[seen.layer].weight)
-        return self._sharded.get(seen.layer, True)
-
-    def _look(self, x: Tensor, what: str) -> None:
-        """A ring is written when something is not finite."""
-        if not self._session.looks or not x.numel():
-            return
-        try:
-            lowest, highest = (float(one) for one in torch.aminmax(x))  # NaN if one is; a mask would be as large as x
-        except RuntimeError:  # no memory: this one is not looked at
-            return
-        if not (math.isfinite(lowest) and math.isfinite(highest)):
-            kind = "NaN" if math.isnan(lowest) else "infinity"
-            self._session.write(f"{kind} in {what} at step {self.number}")
+        options: dict[str, Any] = {
+            **facts_of(seen.a, seen.b, seen.product, seen.spec),
+            "engine": seen.engine,
+            "chip": seen.recipe.chip,
+            "split_k": seen.split_k,
+            "split_k_source": seen.split_source,
+            "recipe": seen.recipe.content_hash,
+            "is_sharded": self._sharded.get(seen.layer, True),
+        }
+        self._keep_gemm(seen.layer, seen.gemm, arrays_of(seen.a, seen.b, seen.product), options)
 
 
-def _header(layers: Mapping[str, Float8Layer]) -> Any:
-    """What all steps share, as a function of the rest."""
-    device = next((p.device for layer in layers.values() for p in layer.parameters()), torch.device("cpu"))
-    rank, world_size = rank_of_process()
-    shared: dict[str, Any] = {
-        "rank": rank,
-        "world_size": world_size,
-        "framework": "torch",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": versions(),
-        "plan": plans_of(CHIPS[layer.recipe.chip] for layer in layers.values()),
-        "recipes": {layer.recipe.content_hash: layer.recipe for layer in layers.values()},
-    }
-    return lambda **own: StepHeader(**shared, **own)
+def _fault(x: Tensor) -> str:
+    try:
+        # NaN if one is; a mask would be as large as x
+        lowest, highest = (float(one) for one in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
+    except RuntimeError:  # no memory: this one is not looked at
+        return ""
+    return "" if math.isfinite(lowest) and math.isfinite(highest) else "NaN" if math.isnan(lowest) else "infinity"
 
 
 def _stored(x: Tensor) -> Stored:
@@ -223,12 +160,3 @@ def _stored(x: Tensor) -> Stored:
     except RuntimeError as error:  # torch has no other for memory of the host
         raise MemoryError(str(error)) from None
     return Stored(_DTYPES.get(x.dtype, "U8"), tuple(x.shape), copy.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _operand(side: str, operand: Operand) -> dict[str, Tensor]:
-    codes = {f"{side}.codes": operand.codes}
-    return codes if operand.scale is None else codes | {f"{side}.scale": operand.scale}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -27,11 +27,11 @@ from f8emu.capture import (
     TensorRecord,
     writer,
 )
-from f8emu.capture.diff import diff_captures, ulps
-from f8emu.capture.findings import diff_verdict, replay_verdict
+from f8emu.capture.diff import diff_captures, diff_verdict, ulps
+
 from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record
-from f8emu.capture.replay import Replay, replay
+from f8emu.capture.replay import Replay, replay, replay_verdict
 from f8emu.conformance.cases.distributions import draw, dtype_of
 from f8emu.spec import (
     BFLOAT16,
@@ -383,7 +383,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "same order": (in_record(order=0), "an 'order' of its own"),
     "huge tensor": (renamed(b"[40,272]", b"[9e9,27]"), "with a shape of sizes"),
     "other dtype": (renamed(b'"a.codes":{"dtype":"U8"', b'"a.codes":{"dtype":"I8"'), "of a dtype among"),
-    "no records": (edited(lambda index: index.pop("records")), "'records' must be a list"),
+    "no records": (edited(lambda index: index.pop("records")), "'records' must be of type list"),
     "other recipe": (in_record(a_format="float8_e5m2"), "expected a_format 'float8_e"),
     "hash": (edited(lambda index: index.update(recipes={"0" * 64: RECIPES["rowwise"].to_dict()})), "must be its hash"),
     "slices": (in_record(split_k=0), "'split_k' must be at least 1"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 import f8ref.numpy as f8ref
-from f8emu.capture.read import REMEDY, Arrays, CapturedRecord, CapturedStep
+from f8emu.capture.read import REMEDY, Arrays, CapturedStep
 from f8emu.capture.record import CaptureError, GemmRecord, TensorRecord
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.compare import different
@@ -22,44 +22,18 @@ _NEIGHBOURS = 2
 
 
 class Expected(NamedTuple):
-    """One part as the oracle computes it."""
+    """One part as the oracle computes it, and where the captured one differs."""
 
     array: np.ndarray
     wrong: np.ndarray
-    """Where the captured one differs."""
-
-
-class Tensors:
-    """The tensors of a step, by layer; only the few that an operand may be made of are read."""
-
-    def __init__(self, step: CapturedStep) -> None:
-        self._found: dict[tuple[str, str], list[CapturedRecord]] = {}
-        for captured in step.records:
-            record = captured.record
-            if isinstance(record, TensorRecord):
-                self._found.setdefault((record.layer, record.tensor), []).append(captured)
-
-    def values(self, record: GemmRecord, tensor: str) -> Iterator[np.ndarray]:
-        """The tensors that could be read: those before the GEMM, latest first, then those after it, next first.
-
-        Backward passes may come in another order than forward passes, and the callbacks of JAX in any order.
-        """
-        found = self._found.get((record.layer, tensor), [])
-        before = [one for one in reversed(found) if one.record.order < record.order]
-        for captured in (*before, *(one for one in found if one.record.order > record.order)):
-            try:
-                yield captured.load()["value"]
-            except CaptureError:  # whoever reads the records in turn says so
-                continue
 
 
 def require_of_recipe(record: GemmRecord, recipe: Recipe) -> None:
-    """Refuse a record that is not as its recipe has it.
+    """Refuse a record that is not as its recipe has it: it would be judged by the wrong rule.
 
     Raises:
         CaptureError: another format, granularity, accumulation or chip.
     """
-    # A record under another rule than its recipe's would be judged by the wrong one.
     gemm = recipe.gemms[record.gemm]
     expected = {
         "a_format": (gemm.a.format or BFLOAT16).name,
@@ -78,58 +52,65 @@ def require_of_recipe(record: GemmRecord, recipe: Recipe) -> None:
 
 
 def replay_casts(
-    record: GemmRecord, arrays: Arrays, recipe: Recipe | None, tensors: Tensors
+    step: CapturedStep, record: GemmRecord, arrays: Arrays, recipe: Recipe | None
 ) -> Iterator[tuple[str, str, Expected | str]]:
     """(part, tensor, what is expected, or why that is not known) of scales and codes, in the order of computation."""
     for side, tensor, is_transposed in zip("ab", OPERANDS[record.gemm], TRANSPOSED[record.gemm], strict=True):
-        part = f"{side}.codes"
+        codes, scale = arrays[f"{side}.codes"], arrays.get(f"{side}.scale")
         if recipe is None:
-            yield part, tensor, "the capture has no recipe"
+            yield f"{side}.codes", tensor, "the capture has no recipe"
             continue
-        gemm = recipe.gemms[record.gemm]
-        cast = gemm.a if side == "a" else gemm.b
+        cast: Cast = getattr(recipe.gemms[record.gemm], side)
         is_local = recipe.delayed_scaling_of(tensor) is None and not record.is_sharded
         # Several tensors of a layer may have been cast to this operand: the one that explains every bit, or the first.
-        best: list[tuple[str, Expected]] | None = None
-        for value in tensors.values(record, tensor):
+        best: dict[str, Expected] = {}
+        for value in _tensors(step, record, tensor):
             x = value.T if is_transposed else value
-            if x.shape != arrays[part].shape:
+            if x.shape != codes.shape:
                 continue
-            found = list(_operand(x, cast, recipe, side, arrays, is_local))
-            if best is None or not any(expected.wrong.any() for _, expected in found):
-                best = found
-            if not any(expected.wrong.any() for _, expected in best):
+            found = _operand(x, cast, recipe, codes, scale, is_local)
+            is_explained = not any(expected.wrong.any() for expected in found.values())
+            best = found if is_explained else best or found
+            if is_explained:
                 break
-        if best is None:
-            yield part, tensor, "the tensor before its cast was not captured"
+        if not best:
+            yield f"{side}.codes", tensor, "the tensor before its cast was not captured"
+        for part, expected in best.items():
+            yield f"{side}.{part}", tensor, expected
+
+
+def _tensors(step: CapturedStep, record: GemmRecord, tensor: str) -> Iterator[np.ndarray]:
+    """The tensors that could be read: those before the GEMM, latest first, then those after it, next first."""
+    # Backward passes may come in another order than forward passes, and the callbacks of JAX in any order.
+    place = record.layer, tensor
+    found = [one for one in step.records if isinstance(one.record, TensorRecord) and one.record.key[:2] == place]
+    found.sort(key=lambda one: (one.record.order > record.order, abs(one.record.order - record.order)))
+    for captured in found:
+        try:
+            yield captured.load()["value"]
+        except CaptureError:  # whoever reads the records in turn says so
             continue
-        for name, expected in best:
-            yield name, tensor, expected
 
 
 def _operand(
-    x: np.ndarray, cast: Cast, recipe: Recipe, side: str, arrays: Arrays, is_local: bool
-) -> Iterator[tuple[str, Expected]]:
-    codes = arrays[f"{side}.codes"]
+    x: np.ndarray, cast: Cast, recipe: Recipe, codes: np.ndarray, scale: np.ndarray | None, is_local: bool
+) -> dict[str, Expected]:
     # 1. An operand in high precision is bfloat16, without scales.
-    if cast.format is None:
+    if cast.format is None or scale is None:
         with np.errstate(over="ignore", invalid="ignore"):
             expected = x.astype(np.float32).astype(dtype_of(BFLOAT16))
-        yield f"{side}.codes", Expected(expected, different(codes, expected))
-        return
+        return {"codes": Expected(expected, different(codes, expected))}
     # 2. The scale, where this tensor alone decides it.
-    scale = arrays[f"{side}.scale"]
     scales = f8ref.scale_from_amax(f8ref.amax(x, cast.granularity), cast.format, recipe.scale_rule)
     foreign = different(scale, scales.scale)
-    if is_local:
-        yield f"{side}.scale", Expected(scales.scale, foreign)
+    found = {"scale": Expected(scales.scale, foreign)} if is_local else {}
     # 3. The codes. A scale that is its own has one inv_scale; any other is judged by those whose reciprocal it is.
     first, *others = _inverses(scale) if foreign.any() else iter((scales.inv_scale,))
     expected = f8ref.quantize(x, first, cast.format, cast.granularity)
     wrong = different(codes, expected)
     for inv_scale in others:
         wrong = wrong & different(codes, f8ref.quantize(x, inv_scale, cast.format, cast.granularity))
-    yield f"{side}.codes", Expected(expected, wrong)
+    return {**found, "codes": Expected(expected, wrong)}
 
 
 def _inverses(scale: np.ndarray) -> Iterator[np.ndarray]:
@@ -138,9 +119,8 @@ def _inverses(scale: np.ndarray) -> Iterator[np.ndarray]:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         nearest = np.float32(1) / scale
         yield nearest
-        for distance in range(1, _NEIGHBOURS + 1):
-            for sign in (-1, 1):
-                moved = (nearest.view(np.int32) + np.int32(sign * distance)).view(np.float32)
-                fits = np.float32(1) / moved == scale
-                if fits.any():
-                    yield np.where(fits, moved, nearest)
+        for distance in (sign * n for n in range(1, _NEIGHBOURS + 1) for sign in (-1, 1)):
+            moved = (nearest.view(np.int32) + np.int32(distance)).view(np.float32)
+            fits = np.float32(1) / moved == scale
+            if fits.any():
+                yield np.where(fits, moved, nearest)
