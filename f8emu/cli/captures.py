@@ -22,6 +22,9 @@ def add_to(app: "typer.Typer") -> None:
     """Add the commands."""
     import typer
 
+    json_option = typer.Option(None, "--json", metavar="OUT", help="Write the report.")
+    errors_option = typer.Option(20, min=0, help="How many lines of each kind to print.")
+
     @app.command()
     def inspect(
         log: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="The log that f8emu.torch.inspect wrote.")],
@@ -54,54 +57,43 @@ def add_to(app: "typer.Typer") -> None:
             int | None,
             typer.Option(min=1, help="Most outputs to compute of every product, rows and columns drawn at random."),
         ] = None,
-        json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the report.")] = None,
-        errors: Annotated[int, typer.Option(min=0, help="How many lines of each kind to print.")] = 20,
+        json_file: Path | None = json_option,
+        errors: int = errors_option,
     ) -> None:
         """Compute a captured training step again, without a GPU, and name the first stage whose bits differ.
 
         Scales and codes follow from the tensors before their casts, where they were captured; products from the
         captured operands. Ctrl-C ends it, and the findings so far are reported.
         """
-        judge = None if oracle is None else oracle.value
-        raise typer.Exit(guarded(_replay, path, judge, outputs, json_file, errors))
+        options = {"oracle": None if oracle is None else oracle.value, "outputs": outputs, "errors": errors}
+        raise typer.Exit(guarded(_run, "replay", [path], json_file, options))
 
     @app.command(epilog=STATUSES)
     def diff(
         a: Annotated[Path, typer.Argument(metavar="A", help="A capture, or one of its step-... directories.")],
         b: Annotated[Path, typer.Argument(metavar="B", help="Another: from a process, machine, framework or rank.")],
-        json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the report.")] = None,
-        errors: Annotated[int, typer.Option(min=0, help="How many lines of each kind to print.")] = 20,
+        json_file: Path | None = json_option,
+        errors: int = errors_option,
     ) -> None:
         """Name the first stage, in the order of execution, at which two captured runs have different bits.
 
         Steps are matched by number and rank; if each capture has one step, those two are compared. Ctrl-C ends it, and
         the findings so far are reported.
         """
-        raise typer.Exit(guarded(_diff, a, b, json_file, errors))
+        raise typer.Exit(guarded(_run, "diff", [a, b], json_file, {"errors": errors}))
 
 
-def _replay(path: Path, oracle: str | None, outputs: int | None, json_file: Path | None, errors: int) -> int:
-    
-    from f8emu.capture.read import read_capture
-    from f8emu.capture.replay import replay, replay_page
-
-    return run_and_show(
-        "replay",
-        json_file,
-        lambda progress: replay(read_capture(path), oracle=oracle, outputs=outputs, errors=errors, progress=progress),
-        lambda found: replay_page(found, errors),
-    )
-
-
-def _diff(a: Path, b: Path, json_file: Path | None, errors: int) -> int:
-    from f8emu.capture.diff import diff_captures, diff_page
+def _run(command: str, paths: list[Path], json_file: Path | None, options: dict[str, int | str | None]) -> int:
+    from f8emu.capture import diff, replay
     from f8emu.capture.read import read_capture
 
+    run = {"diff": diff.diff_captures, "replay": replay.replay}[command]
+    page = {"diff": diff.diff_page, "replay": replay.replay_page}[command]
     return run_and_show(
-        "diff",
+        command,
         json_file,
-        lambda progress: diff_captures(read_capture(a), read_capture(b), errors=errors, progress=progress),
-        lambda found: diff_page(found, errors),
+        lambda progress: run(*map(read_capture, paths), progress=progress, **options),
+        lambda found: page(found, options["errors"]),
     )
 
 

@@ -1,6 +1,6 @@
 """The figures of a report: how far outputs are off, and where in an output they are."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -21,10 +21,7 @@ _MAP = 320
 _LEAST_MAP = 60
 _SHARES = 44
 """Width or height of the bars beside a map."""
-_GAPS = 48
-"""Rows and columns of a map up to which lines are drawn between its cells."""
-_TITLED = 600
-"""Cells of a map up to which each has a title of its own; a larger one has a title for each distance."""
+_AXIS = "distance in units in the last place; a bin's far end"
 
 
 # 1 How far
@@ -32,66 +29,48 @@ _TITLED = 600
 
 def ulp_plot(breakdown: Breakdown) -> Plot:
     """One histogram for each dtype of output, under each other on one axis."""
-    # 1. The bins that any dtype has, so that all histograms stand under each other.
+    # 1. The bins that any dtype has, then, after a gap, what has no distance.
     found = dict(breakdown.ulps)
     indices = [index for histogram in found.values() for index in histogram.finite]
     first, last = min([*indices, -_LEAST]), max([*indices, _LEAST])
     apart = [name for name in (*APART, NOT_COMPARED) if any(name in histogram.apart for histogram in found.values())]
-    # the bins in order, then, after a gap, what has no distance
     places: dict[int | str, int] = {index: index for index in range(first, last + 1)}
     places |= {name: last + 2 * (i + 1) for i, name in enumerate(apart)}
-
-    # 2. The figure.
+    # 2. The figure: of fewer slots than fit, each is wider.
     left, top = 46, 44
-    below = 90 if apart else 50
     slots = max(places.values()) - first + 1
-    # Of fewer slots than fit, each is wider.
     slot = max(_SLOT, 380 / slots)
-    figure = Svg(left + slot * slots + 14, top + (_ROW + 34) * len(found) + below)
+    figure = Svg(left + slot * slots + 14, top + (_ROW + 34) * len(found) + (90 if apart else 50))
 
     def middle(place: float) -> float:
         return left + (place - first + 0.5) * slot
 
-    for end, sign, words, side in (
-        (first, -1, "\N{LEFTWARDS ARROW} nearer to zero", "end"),
-        (last, 1, "farther from zero \N{RIGHTWARDS ARROW}", "start"),
-    ):
-        if end * sign > 0:
-            figure.text(middle(0.5 * sign), 16, words, side, kind="below" if sign < 0 else "above")
+    figure.text(middle(-0.5), 16, "\N{LEFTWARDS ARROW} nearer to zero", "end", kind="below")
+    figure.text(middle(0.5), 16, "farther from zero \N{RIGHTWARDS ARROW}", kind="above")
     # 3. A histogram for each dtype, then the axis that they share.
     base = top
     for dtype, histogram in found.items():
-        base = _histogram(figure, histogram, dtype, places, middle, base, slot) + 34
-    base -= 34
+        base += _ROW
+        _histogram(figure, histogram, dtype, {key: middle(place) for key, place in places.items()}, base, slot)
+        base += 34
     for key, place in places.items():
         if apart or len(places) >= 18:
-            figure.text(middle(place) + 4, base + 14, _short(key), "end", turned=-50)
+            figure.text(middle(place) + 4, base - 20, _short(key), "end", turned=-50)
         else:
-            figure.text(middle(place), base + 16, _short(key), "middle")
-    # what the axis counts
+            figure.text(middle(place), base - 18, _short(key), "middle")
     figure.text(left, figure.height - 6, _AXIS, kind="quiet")
     alt = "; ".join(f"{dtype}: {histogram.words()}" for dtype, histogram in found.items()) + "."
     return Plot(svg=figure.html(alt), title="Distance of the outputs that differ", alt=alt, data=ulp_table(found))
 
 
-_AXIS = "distance in units in the last place; a bin's far end"
-
-
 def _histogram(
-    figure: Svg,
-    histogram: UlpHistogram,
-    dtype: str,
-    places: Mapping[int | str, int],
-    middle: Callable[[float], float],
-    top: float,
-    slot: float,
-) -> float:
-    """Draws one histogram, and gives the height of its base line."""
-    base = top + _ROW
-    left, right = middle(min(places.values())) - slot / 2, figure.width - 14
-    counts = {k: histogram.finite.get(k, 0) if isinstance(k, int) else histogram.apart.get(k, 0) for k in places}
+    figure: Svg, histogram: UlpHistogram, dtype: str, middles: Mapping[int | str, float], base: float, slot: float
+) -> None:
+    """Bars of shares on the line `base`; `middles` is where the bar of each bin stands."""
+    left, right = min(middles.values()) - slot / 2, figure.width - 14
+    counts = {k: histogram.finite.get(k, 0) if isinstance(k, int) else histogram.apart.get(k, 0) for k in middles}
     most = max(counts.values()) / max(histogram.total, 1) or 1
-    figure.text(left, top - 8, f"{dtype}, {histogram.total:,} outputs differ", kind="head")
+    figure.text(left, base - _ROW - 8, f"{dtype}, {histogram.total:,} outputs differ", kind="head")
     for share in ticks(0, 100 * most, 3):
         y = base - share / (100 * most) * (_ROW - 6)
         figure.line(left, y, right, y, "grid")
@@ -102,13 +81,12 @@ def _histogram(
             continue
         height = max(count / histogram.total / most * (_ROW - 6), 1.5)
         kind = "apart" if isinstance(key, str) else "middle" if key == 0 else "below" if key < 0 else "above"
-        x = middle(places[key])
-        title = f"{_name(key)}: {count:,} outputs, {100 * count / histogram.total:.2f} %, {dtype}"
+        name, x = key if isinstance(key, str) else bin_label(key), middles[key]
+        title = f"{name}: {count:,} outputs, {100 * count / histogram.total:.2f} %, {dtype}"
         figure.rect(x - width / 2, base - height, width, height, f"bar {kind}", title)
         if kind == "apart":  # told apart without colour, too
             figure.line(x, base, x, base - height, "hatch", f'stroke-width="{number(width)}" stroke-dasharray="1.5 4"')
     figure.line(left, base, right, base, "axis")
-    return base
 
 
 def ulp_table(ulps: Mapping[str, UlpHistogram]) -> Table:
@@ -125,10 +103,6 @@ def ulp_table(ulps: Mapping[str, UlpHistogram]) -> Table:
         rows=rows,
         numeric=frozenset(range(1, len(ulps) + 1)),
     )
-
-
-def _name(key: int | str) -> str:
-    return key if isinstance(key, str) else bin_label(key)
 
 
 def _short(key: int | str) -> str:
@@ -148,87 +122,63 @@ def _short(key: int | str) -> str:
 def map_plot(place: DifferenceMap) -> Plot:
     """Rows x columns of one output, and above and beside it the shares of each column and row."""
     index = bins(place.farthest)
-    without_distance = (place.differing > 0) & (place.apart | (index == 0))
     limit = max(int(np.abs(index).max()), 2)
     rows, columns = place.differing.shape
     named = ("row", "column") if is_matrix(place.shape) else ("output // 256", "output % 256")
     part = f" {place.part}" if place.part else ""
     alt = f"{place.summary()}. Bars: the share of each {named[1]} and {named[0]} that differs."
-
     left, top, width = 52, _SHARES + 18, _MAP
     height = min(max(_MAP * rows / columns, _LEAST_MAP), _MAP)
     figure = Svg(left + width + _SHARES + 44, top + height + 92)
     # 1. The cells.
     cells = Svg(columns, rows)
     cells.rect(0, 0, columns, rows, "equal")
-    if index.size <= _TITLED:
-        _titled_cells(cells, place, index, without_distance, limit, named)
-    else:
-        _cells(cells, index, without_distance, limit)
+    for d, kind, title, depth in _strokes(place, index, limit):
+        cells.path(d, f"cell {kind}", title, depth)
     figure.inset(cells, left, top, width, height)
-    if max(rows, columns) <= _GAPS:
-        for i in range(1, rows):
-            figure.line(left, top + height * i / rows, left + width, top + height * i / rows, "gap")
-        for i in range(1, columns):
-            figure.line(left + width * i / columns, top, left + width * i / columns, top + height, "gap")
     # 2. The shares.
     share = place.differing / (place.cell[0] * place.cell[1])
     for axis, (count, name) in enumerate(((rows, named[0]), (columns, named[1]))):
         for i, value in enumerate(share.mean(axis=1 - axis).tolist()):
             if not value:
                 continue
-            title = f"{name} {_spelled(i, place.cell[axis])}: {100 * value:.1f} % of the outputs differ"
+            cell = place.cell[axis]
+            spelled = str(i) if cell == 1 else f"{i * cell} to {(i + 1) * cell - 1}"
+            title = f"{name} {spelled}: {100 * value:.1f} % of the outputs differ"
             along, size, length = i / count, 1 / count, value * _SHARES
             if axis == 0:
                 figure.rect(left + width + 6, top + height * along, length, height * size, "share-bar", title)
             else:
                 figure.rect(left + width * along, top - 6 - length, width * size, length, "share-bar", title)
-    figure.text(left - 6, top - 2 - _SHARES, "100 %", "end", kind="quiet")
-    figure.text(left - 6, top - 6, "0", "end", kind="quiet")
-    figure.text(left + width + 6 + _SHARES, top + height + 16, "100 %", "middle", kind="quiet")
     # 3. The axes.
-    for i in ticks(0, rows - 1, 5):
-        if i == int(i):
-            words = str(int(i) * place.cell[0])
-            figure.text(left - 6, top + height * (i + 0.5) / rows + 4, words, "end", kind="quiet")
-    for i in ticks(0, columns - 1, 6):
-        if i == int(i):
-            words = str(int(i) * place.cell[1])
-            figure.text(left + width * (i + 0.5) / columns, top + height + 16, words, "middle", kind="quiet")
+    right, below = left + width + 6, top + height
+    for x, y, words, anchor in (
+        (left - 6, top - 2 - _SHARES, "100 %", "end"),
+        (left - 6, top - 6, "0", "end"),
+        (right + _SHARES, below + 16, "100 %", "middle"),
+        *((left - 6, top + height * (i + 0.5) / rows + 4, str(i * place.cell[0]), "end") for i in _whole(rows)),
+        *((left + width * (i + 0.5) / columns, below + 16, str(i * place.cell[1]), "middle") for i in _whole(columns)),
+    ):
+        figure.text(x, y, words, anchor, kind="quiet")
     figure.text(12, top + height / 2, named[0], "middle", turned=-90)
-    figure.text(left + width / 2, top + height + 32, named[1], "middle")
-    what = "ulps" if place.cell == (1, 1) else "most ulps of a cell"
-    _colour_bar(figure, left, top + height + 46, width, limit, what)
+    figure.text(left + width / 2, below + 32, named[1], "middle")
+    _colour_bar(figure, left, below + 46, limit, "ulps" if place.cell == (1, 1) else "most ulps of a cell")
     return Plot(svg=figure.html(alt), title=f"{place.case}{part}", alt=alt)
 
 
-def _titled_cells(
-    cells: Svg,
-    place: DifferenceMap,
-    index: np.ndarray,
-    without_distance: np.ndarray,
-    limit: int,
-    named: tuple[str, str],
-) -> None:
-    """Every cell that differs, with a title."""
-    for row, column in np.argwhere(place.differing > 0).tolist():
-        where = ", ".join(f"{n} {_spelled(i, c)}" for n, i, c in zip(named, (row, column), place.cell, strict=True))
-        if without_distance[row, column]:
-            what, kind, deep = "NaN, infinity or the sign of zero", "apart", 1.0
-        else:
-            what = f"{place.farthest[row, column]:+} ulps"
-            kind, deep = _look(int(index[row, column]), limit)
-        many = f"{place.differing[row, column]} differ, " if place.cell != (1, 1) else ""
-        cells.path(f"M{column} {row}.5h1", f"cell {kind}", f"{where}: {many}{what}", _depth(deep))
+def _whole(count: int) -> list[int]:
+    return [int(i) for i in ticks(0, count - 1, 6) if i == int(i)]
 
 
-def _cells(cells: Svg, index: np.ndarray, without_distance: np.ndarray, limit: int) -> None:
-    """One path for every bin: a stroke for each run of its cells in a row."""
-    looks = [("apart", 1.0, without_distance, "NaN, infinity or the sign of zero")]
-    for found in np.unique(index[~without_distance]).tolist():
+def _strokes(place: DifferenceMap, index: np.ndarray, limit: int) -> Iterator[tuple[str, str, str, str]]:
+    """(path, colour, title, depth) of every bin: a stroke for each run of its cells in a row."""
+    without = (place.differing > 0) & (place.apart | (index == 0))
+    looks = [(without, "apart", "NaN, infinity or the sign of zero", _depth(limit, limit))]
+    for found in np.unique(index[~without]).tolist():
         if found:
-            looks.append((*_look(found, limit), (index == found) & ~without_distance, f"{bin_label(found)} ulps"))
-    for kind, deep, where, title in looks:
+            kind = "below" if found < 0 else "above"
+            looks.append(((index == found) & ~without, kind, f"{bin_label(found)} ulps", _depth(found, limit)))
+    for where, kind, title, depth in looks:
         strokes: list[str] = []
         for row in np.flatnonzero(where.any(axis=1)).tolist():
             at = 0
@@ -236,34 +186,24 @@ def _cells(cells: Svg, index: np.ndarray, without_distance: np.ndarray, limit: i
                 strokes.append(f"m{start - at} 0h{length}" if i else f"M{start} {row}.5h{length}")
                 at = start + length
         if strokes:
-            cells.path("".join(strokes), f"cell {kind}", title, _depth(deep))
+            yield "".join(strokes), kind, title, depth
 
 
-def _look(found: int, limit: int) -> tuple[str, float]:
-    """The colour of a bin, and how deep it is: faint at one ulp, full at the limit."""
-    return "below" if found < 0 else "above", (abs(found) - 1) / max(limit - 1, 1)
+def _depth(found: int, limit: int) -> str:
+    """How deep the colour of a bin is: faint at one ulp, full at the limit."""
+    return f'style="--deep:{100 * (abs(found) - 1) / max(limit - 1, 1):.0f}%"'
 
 
-def _depth(deep: float) -> str:
-    return f'style="--deep:{100 * deep:.0f}%"'
-
-
-def _spelled(i: int, cell: int) -> str:
-    """The rows or columns of a cell."""
-    return str(i) if cell == 1 else f"{i * cell} to {(i + 1) * cell - 1}"
-
-
-def _colour_bar(figure: Svg, left: float, top: float, width: float, limit: int, what: str) -> None:
-    step, wide = -(-limit // 4), width / (2 * limit + 1)
+def _colour_bar(figure: Svg, left: float, top: float, limit: int, what: str) -> None:
+    step, wide = -(-limit // 4), _MAP / (2 * limit + 1)
     for i in range(-limit, limit + 1):
         x = left + (i + limit) * wide
         if i == 0:
             figure.rect(x, top, wide, 9, "equal")
         else:
-            kind, deep = _look(i, limit)
-            stroke = f'{_depth(deep)} stroke-width="9"'
-            figure.path(f"M{number(x)} {number(top + 4.5)}h{number(wide)}", f"cell-key {kind}", more=stroke)
+            look = f'{_depth(i, limit)} stroke-width="9"'
+            kind = f"cell-key {'below' if i < 0 else 'above'}"
+            figure.path(f"M{number(x)} {number(top + 4.5)}h{number(wide)}", kind, more=look)
         if i % step == 0:
             figure.text(x + wide / 2, top + 23, "equal" if i == 0 else _short(i), "middle", kind="quiet")
-    words = f"nearer to zero | {what} | farther from zero"
-    figure.text(left + width / 2, top + 40, words, "middle", kind="quiet")
+    figure.text(left + _MAP / 2, top + 40, f"nearer to zero | {what} | farther from zero", "middle", kind="quiet")
