@@ -3,12 +3,14 @@
 Everything is measured on each call; a library that is not installed is reported, not an error.
 """
 
+import json
 import platform
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TextIO, TypeVar
 
 from f8emu import interop
@@ -55,18 +57,26 @@ class Diagnosis:
         return [probe for probe in self.probes if probe.relied_on and not probe.agrees]
 
 
+def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
+    """Diagnose this machine and write the result to `stream` (standard output), as text or as JSON.
+
+    Returns the exit status: 1 if something deviates that f8emu relies on, 0 if not.
+    """
+    out: TextIO = sys.stdout if stream is None else stream
+    found = diagnose()
+    if as_json:
+        out.write(json.dumps(asdict(found), indent=1) + "\n")
+    else:
+        _write(found, out)
+    return 1 if found.faults else 0
+
+
 def diagnose() -> Diagnosis:
     """Measure everything that this machine has."""
     start = time.perf_counter()
-    found = Diagnosis(
-        system=platform.platform(),
-        versions={name: found or "not installed" for name, found in versions().items()},
-        devices=[],
-        engines={},
-        probes=[],
-        problems=[],
-        seconds=0.0,
-    )
+    installed = {name: found or "not installed" for name, found in versions().items()}
+    facts = {"system": platform.platform(), "versions": installed}
+    found = Diagnosis(**facts, devices=[], engines={}, probes=[], problems=[], seconds=0.0)
     # torch first: JAX then knows that it must leave the GPU's memory to others
     for library, find, probe in (("torch", _torch_devices, probe_torch), ("jax", _jax_devices, probe_jax)):
         for device in _tried(library, find, [], found.problems):
@@ -96,16 +106,10 @@ def _torch_devices() -> list[Device]:
 
     found = [Device(library="torch", kind="cpu", name=torch.backends.cpu.get_cpu_capability())]
     if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        found.append(
-            Device(
-                library="torch",
-                kind="cuda",
-                name=torch.cuda.get_device_name(),
-                capability=f"{major}.{minor}",
-                has_float8=has_float8_hardware(torch.device("cuda")),
-            )
-        )
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        has_float8 = has_float8_hardware(torch.device("cuda"))
+        cuda = Device(library="torch", kind="cuda", name=name, capability=f"{major}.{minor}", has_float8=has_float8)
+        found.append(cuda)
     return found
 
 
@@ -143,14 +147,12 @@ _NOT_MEASURED = (
 )
 
 
-def write(diagnosis: Diagnosis, stream: TextIO) -> None:
-    """Writes the whole diagnosis."""
+def _write(diagnosis: Diagnosis, stream: TextIO) -> None:
     stream.writelines(f"{line}\n" for line in _heading(diagnosis))
     if diagnosis.probes:
         _write_probes(diagnosis, stream)
-    stream.write("\n")
-    for i, line in enumerate(next_steps(diagnosis)):
-        stream.write(f"{'next: ' if i == 0 else '      '}{line}\n")
+    steps = "\n      ".join(next_steps(diagnosis))
+    stream.write(f"\nnext: {steps}\n")
 
 
 def _heading(diagnosis: Diagnosis) -> Iterator[str]:
@@ -175,8 +177,8 @@ def _write_probes(diagnosis: Diagnosis, stream: TextIO) -> None:
         table.add_row(probe.subject, probe.name, probe.observed, probe.expected, remedy, style=style)
     Console(file=stream, width=shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns).print(table)
     deviating = sum(not probe.agrees for probe in diagnosis.probes)
-    stream.write(f"{deviating} of {len(diagnosis.probes)} probes deviate; ")
-    stream.write(f"f8emu relies on {len(diagnosis.faults) or 'none'} of them.\n")
+    relied_on = len(diagnosis.faults) or "none"
+    stream.write(f"{deviating} of {len(diagnosis.probes)} probes deviate; f8emu relies on {relied_on} of them.\n")
     for probe in diagnosis.faults:
         stream.write(f"FAULT {probe.subject}: {probe.name}: {probe.observed}. f8emu {probe.f8emu}\n")
     stream.write(f"{_NOT_MEASURED}\n{diagnosis.seconds:.1f} s\n")

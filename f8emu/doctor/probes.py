@@ -3,14 +3,14 @@
 A trap is a row of a table: a call on arrays of the library, the IEEE values that it should give, and what f8emu does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from f8emu.spec.formats import E4M3FN, E5M2, Format
+from f8emu.spec.formats import E4M3FN, E5M2
 
 if TYPE_CHECKING:
     import torch
@@ -45,22 +45,6 @@ class Trap(NamedTuple):
     is_compiled: bool = False
     """Whether `jax.jit` may rewrite the expression: contraction to a fused multiply-add, reassociation."""
 
-    def probe(self, subject: str, found: np.ndarray) -> Probe:
-        """What the library gave, beside what it should."""
-        is_code = self.expected.dtype == np.uint8
-        if is_code:
-            observed, expected = (" ".join(f"0x{code:02x}" for code in codes) for codes in (found, self.expected))
-        else:
-            same = (found.view(np.uint32) == self.expected.view(np.uint32)) | (
-                np.isnan(found) & np.isnan(self.expected)
-            )
-            wrong = int(np.count_nonzero(~same))
-            share = f" ({100 * wrong / same.size:.3g} %)" if wrong else ""
-            observed, expected = f"{wrong} of {same.size} wrong{share}", "0 wrong"
-        agrees = observed == expected if is_code else observed.startswith("0 ")
-        told = {"observed": observed, "expected": expected, "agrees": agrees}
-        return Probe(subject=subject, name=self.name, f8emu=self.f8emu, relied_on=self.relied_on, **told)
-
 
 def probe_torch(device: str) -> list[Probe]:
     """All probes of torch on `device` (`cpu` or `cuda`); raises what torch raises."""
@@ -70,9 +54,9 @@ def probe_torch(device: str) -> list[Probe]:
         found = trap.call(torch, *(torch.from_numpy(x).to(device) for x in trap.given))
         return (found.view(torch.uint8) if found.dtype.itemsize == 1 else found).cpu().numpy()
 
+    subject = f"torch {device}"
     with torch.no_grad():
-        found = _probed(f"torch {device}", [*_casts(_TORCH_CLAMPS), *_torch_traps()], run)
-        return [*found, *_scaled_mm(f"torch {device}", torch.device(device))]
+        return [*_probed(subject, [*_casts(_TORCH_CLAMPS), *_torch_traps()], run), *_scaled_mm(subject, device)]
 
 
 def probe_jax(platform: str) -> list[Probe]:
@@ -92,8 +76,21 @@ def probe_jax(platform: str) -> list[Probe]:
         return _probed(f"jax {platform}", [*_casts(_JAX_CLAMPS), *_jax_traps()], run)
 
 
-def _probed(subject: str, traps: list[Trap], run: Callable[[Trap], np.ndarray]) -> list[Probe]:
-    return [trap.probe(subject, run(trap)) for trap in traps]
+def _probed(subject: str, traps: Iterable[Trap], run: Callable[[Trap], np.ndarray]) -> list[Probe]:
+    probes: list[Probe] = []
+    for trap in traps:
+        found, wanted = run(trap), trap.expected
+        if wanted.dtype == np.uint8:
+            observed, expected = (" ".join(f"0x{code:02x}" for code in codes) for codes in (found, wanted))
+            agrees = observed == expected
+        else:
+            same = (found.view(np.uint32) == wanted.view(np.uint32)) | (np.isnan(found) & np.isnan(wanted))
+            wrong = int(np.count_nonzero(~same))
+            share = f" ({100 * wrong / same.size:.3g} %)" if wrong else ""
+            observed, expected, agrees = f"{wrong} of {same.size} wrong{share}", "0 wrong", wrong == 0
+        told = {"observed": observed, "expected": expected, "agrees": agrees}
+        probes.append(Probe(subject=subject, name=trap.name, f8emu=trap.f8emu, relied_on=trap.relied_on, **told))
+    return probes
 
 
 # 1 The tables
@@ -114,78 +111,6 @@ _SUBNORMAL = _STRIDED[1:].view(np.float32)  # all below 2^-126
 _HALVES, _DOUBLES = (x.view(np.float32) for x in ((_STRIDED >> 1) + (_STRIDED & _STRIDED >> 1 & 1), _STRIDED << 1))
 _POWERS = (np.arange(1, 255, dtype=np.uint32) << np.uint32(23)).view(np.float32)  # 2^-126 to 2^127
 _BELOW = (_POWERS[1:].view(np.uint32) - np.uint32(1)).view(np.float32)  # their floors are all powers but the last
-
-
-def _casts(clamps: str) -> Iterator[Trap]:
-    def to(format: Format) -> Callable[..., Any]:
-        return lambda xp, x: x.to(getattr(xp, format.name)) if hasattr(x, "to") else x.astype(format.name)
-
-    for values, name, format, code, how in (
-        ([500, np.inf], "500, inf", E4M3FN, E4M3FN.max_code, clamps),
-        ([1e6, np.inf], "1e6, inf", E5M2, E5M2.max_code, clamps),
-        ([np.nan, -np.nan], "NaN, -NaN", E4M3FN, E4M3FN.nan_code, _CANONICAL),
-        ([np.nan, -np.nan], "NaN, -NaN", E5M2, E5M2.nan_code, _CANONICAL),
-    ):
-        given = np.array(values, np.float32)
-        yield Trap(f"cast {name} to {format.name}", to(format), (given,), np.full(2, code, np.uint8), how)
-
-
-def _torch_traps() -> list[Trap]:
-    no_tie = np.array([1 + 2**-4 + 2**-40])
-    just_above = np.array([0x39], np.uint8)  # the tie is between 0x38 (1.0) and 0x39 (1.125); by float32 it is one
-    quotient, powers = np.float32(_MAX) / _ONES, _POWERS[:-1]
-    halves = "multiplies in float32: undo torch.set_flush_denormal(True)"
-    return [
-        Trap(
-            "cast float64 1 + 2^-4 + 2^-40 (no tie)",
-            lambda xp, x: x.to(xp.float8_e4m3fn),
-            (no_tie,),
-            just_above,
-            "refuses float64",
-        ),
-        Trap("448.0 / t, python scalar by tensor", lambda xp, x: _MAX / x, (_ONES,), quotient, _DIVIDES),
-        Trap("torch.div of two tensors", lambda xp, x: xp.div(xp.full_like(x, _MAX), x), (_ONES,), quotient, _DIVIDES),
-        Trap("t.reciprocal()", lambda xp, x: x.reciprocal(), (_ONES,), np.float32(1) / _ONES, _DIVIDES),
-        Trap(
-            "448 / t in float64, then float32",
-            lambda xp, x: (_MAX / x.double()).float(),
-            (_ONES,),
-            quotient,
-            "takes its scales from it",
-            relied_on=True,
-        ),
-        Trap(_LOG2, _floored_power, (_BELOW,), powers, "clears the fraction bits of the integer pattern"),
-        Trap("subnormal * 0.5", lambda xp, x: x * 0.5, (_SUBNORMAL,), _HALVES[1:], halves, relied_on=True),
-    ]
-
-
-def _jax_traps() -> list[Trap]:
-    exponents = np.arange(-126, 128, dtype=np.float32)
-    with_nan = np.ones(_NAN_LENGTH, np.float32)
-    with_nan[_NAN_LENGTH // 2] = np.nan
-    nan, largest = np.array([np.nan], np.float32), lambda xp, x: xp.max(x)[None]
-    y, z = _ONES[::-1].copy(), np.roll(_ONES, 12345)
-    c1, c2 = np.float32(1.1), np.float32(0.3)
-    plain: list[tuple[str, Callable[..., Any], np.ndarray, np.ndarray]] = [
-        ("subnormal * 2", lambda xp, x: x * 2, _SUBNORMAL, _DOUBLES[1:]),
-        ("x / 448, array by scalar", lambda xp, x: x / _MAX, _ONES, _ONES / np.float32(_MAX)),
-        ("448 / x, scalar by array", lambda xp, x: _MAX / x, _ONES, np.float32(_MAX) / _ONES),
-        ("exp2(k), k from -126 to 127", lambda xp, x: xp.exp2(x), exponents, _POWERS),
-        (_LOG2, _floored_power, _BELOW, _POWERS[:-1]),
-        (f"max of {_NAN_LENGTH - 1} float32 with a NaN", largest, with_nan[1:], nan),
-        (f"max of {_NAN_LENGTH} float32 with a NaN", largest, with_nan, nan),
-    ]
-    found = [Trap(name, call, (x,), expected, _INTEGERS) for name, call, x, expected in plain]
-    add, scale = (lambda xp, a, b, c: a * b + c), (lambda xp, a: (a * c1) * c2)
-    compiled = [
-        Trap("a * b + c under jit, two roundings", add, (_ONES, y, z), _ONES * y + z, _INTEGERS, is_compiled=True),
-        Trap(
-            "(x * 1.1) * 0.3 under jit, in that order", scale, (_ONES,), (_ONES * c1) * c2, _INTEGERS, is_compiled=True
-        ),
-    ]
-    return found + compiled
-
-
 _LOG2 = "exp2(floor(log2(s))), s just below 2^k"
 
 
@@ -193,19 +118,86 @@ def _floored_power(xp: Any, x: Any) -> Any:
     return xp.exp2(xp.floor(xp.log2(x)))
 
 
+def _casts(clamps: str) -> Iterator[Trap]:
+    for values, name, format, code, how in (
+        ([500, np.inf], "500, inf", E4M3FN, E4M3FN.max_code, clamps),
+        ([1e6, np.inf], "1e6, inf", E5M2, E5M2.max_code, clamps),
+        ([np.nan, -np.nan], "NaN, -NaN", E4M3FN, E4M3FN.nan_code, _CANONICAL),
+        ([np.nan, -np.nan], "NaN, -NaN", E5M2, E5M2.nan_code, _CANONICAL),
+    ):
+
+        def cast(xp: Any, x: Any, to: str = format.name) -> Any:
+            return x.to(getattr(xp, to)) if hasattr(x, "to") else x.astype(to)
+
+        given, expected = np.array(values, np.float32), np.full(2, code, np.uint8)
+        yield Trap(f"cast {name} to {format.name}", cast, (given,), expected, how)
+
+
+def _torch_traps() -> Iterator[Trap]:
+    no_tie = np.array([1 + 2**-4 + 2**-40])
+    just_above = np.array([0x39], np.uint8)  # the tie is between 0x38 (1.0) and 0x39 (1.125); by float32 it is one
+    halves = "multiplies in float32: undo torch.set_flush_denormal(True)"
+    quotient, inverse = np.float32(_MAX) / _ONES, np.float32(1) / _ONES
+    rows: list[tuple[str, Callable[..., Any], np.ndarray, np.ndarray, str, bool]] = [
+        (
+            "cast float64 1 + 2^-4 + 2^-40 (no tie)",
+            lambda xp, x: x.to(xp.float8_e4m3fn),
+            *(no_tie, just_above, "refuses float64", False),
+        ),
+        ("448.0 / t, python scalar by tensor", lambda _, x: _MAX / x, _ONES, quotient, _DIVIDES, False),
+        (
+            "torch.div of two tensors",
+            lambda xp, x: xp.div(xp.full_like(x, _MAX), x),
+            *(_ONES, quotient, _DIVIDES, False),
+        ),
+        ("t.reciprocal()", lambda _, x: x.reciprocal(), _ONES, inverse, _DIVIDES, False),
+        (
+            "448 / t in float64, then float32",
+            lambda _, x: (_MAX / x.double()).float(),
+            *(_ONES, quotient, "takes its scales from it", True),
+        ),
+        (_LOG2, _floored_power, _BELOW, _POWERS[:-1], "clears the fraction bits of the integer pattern", False),
+        ("subnormal * 0.5", lambda _, x: x * 0.5, _SUBNORMAL, _HALVES[1:], halves, True),
+    ]
+    return (Trap(name, call, (x,), expected, how, relied_on) for name, call, x, expected, how, relied_on in rows)
+
+
+def _jax_traps() -> Iterator[Trap]:
+    exponents = np.arange(-126, 128, dtype=np.float32)
+    with_nan = np.ones(_NAN_LENGTH, np.float32)
+    with_nan[_NAN_LENGTH // 2] = np.nan
+    nan, largest = np.array([np.nan], np.float32), lambda xp, x: xp.max(x)[None]
+    y, z = _ONES[::-1].copy(), np.roll(_ONES, 12345)
+    c1, c2 = np.float32(1.1), np.float32(0.3)
+    rows: list[tuple[str, Callable[..., Any], tuple[np.ndarray, ...], np.ndarray, bool]] = [
+        ("subnormal * 2", lambda _, x: x * 2, (_SUBNORMAL,), _DOUBLES[1:], False),
+        ("x / 448, array by scalar", lambda _, x: x / _MAX, (_ONES,), _ONES / np.float32(_MAX), False),
+        ("448 / x, scalar by array", lambda _, x: _MAX / x, (_ONES,), np.float32(_MAX) / _ONES, False),
+        ("exp2(k), k from -126 to 127", lambda xp, x: xp.exp2(x), (exponents,), _POWERS, False),
+        (_LOG2, _floored_power, (_BELOW,), _POWERS[:-1], False),
+        (f"max of {_NAN_LENGTH - 1} float32 with a NaN", largest, (with_nan[1:],), nan, False),
+        (f"max of {_NAN_LENGTH} float32 with a NaN", largest, (with_nan,), nan, False),
+        ("a * b + c under jit, two roundings", lambda _, a, b, c: a * b + c, (_ONES, y, z), _ONES * y + z, True),
+        ("(x * 1.1) * 0.3 under jit, in that order", lambda _, x: (x * c1) * c2, (_ONES,), (_ONES * c1) * c2, True),
+    ]
+    return (
+        Trap(name, call, given, expected, _INTEGERS, is_compiled=is_compiled)
+        for name, call, given, expected, is_compiled in rows
+    )
+
+
 # 2 The GEMM
 
 
-def _scaled_mm(subject: str, device: "torch.device") -> list[Probe]:
+def _scaled_mm(subject: str, device: str) -> list[Probe]:
     """What `torch._scaled_mm` adds up: where the scales go [EPI-1], and how many bits a step keeps [ACC-3]."""
     import torch
 
     emulates = "emulates it where there is no float8 hardware"
     # Codes of finite numbers and both signs: a NaN would hide where the scales go.
     generator = np.random.default_rng(0)
-    codes = generator.integers(0, 0x7F, (2, 16, 32), dtype=np.uint8) | generator.integers(
-        0, 2, (2, 16, 32), dtype=np.uint8
-    ) << np.uint8(7)
+    magnitudes = generator.integers(0, 0x7F, (2, 16, 32), dtype=np.uint8)
+    codes = magnitudes | generator.integers(0, 2, (2, 16, 32), dtype=np.uint8) << np.uint8(7)
     a, b = (torch.from_numpy(c).view(torch.float8_e4m3fn) for c in codes)
     scale_a, scale_b = (torch.tensor(s, dtype=torch.float32) for s in (0.0137, 0.0071))
     # 256 * 256 beside 31 ones: on Hopper each 1 lies below 2^(16 - 13) and is cut [ACC-3]; float32 gives 65567
@@ -231,4 +223,4 @@ def _scaled_mm(subject: str, device: "torch.device") -> list[Probe]:
     expected = (bare * (scale_a * scale_b)).numpy()
     after = Trap("_scaled_mm: scales after the sum [EPI-1]", product, (), expected, emulates)
     cut_name = "_scaled_mm: 256*256 + 31 ones [ACC-3]"
-    return [after.probe(subject, scaled.numpy()), told(cut_name, f"{cut_sum:.0f}", "65536")]
+    return [*_probed(subject, [after], lambda _: scaled.numpy()), told(cut_name, f"{cut_sum:.0f}", "65536")]

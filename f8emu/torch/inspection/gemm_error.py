@@ -17,7 +17,7 @@ from torch import Tensor
 
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.inspection.statistics import Statistics, exact_values, named
+from f8emu.torch.inspection.statistics import Statistics, exact_values, stacked
 from f8emu.torch.layer.gemm import gemm
 from f8emu.torch.layer.observers import GemmSeen
 from f8emu.torch.layer.operands import Operand
@@ -60,20 +60,19 @@ def gemm_error(seen: GemmSeen, a: Sample, b: Sample) -> Statistics:
     dequantised = _exact(sampled_a, seen.spec.a) @ _exact(sampled_b, seen.spec.b).t()
     # 2. The tensor core, up to float32.
     float32 = gemm(sampled_a, sampled_b, seen.spec, torch.float32, "emulated", seen.recipe.chip, split_k=seen.split_k)
-    # 3. The parts.
-    size = torch.linalg.vector_norm(high_precision)
     accumulated, product = float32.double(), found.double()
+    # 3. The parts, and whether the output has the emulated bits.
     parts = {
         "quantisation": dequantised - high_precision,
         "accumulation": accumulated - dequantised,
         "rounding": product - accumulated,
         "total": product - high_precision,
     }
-    result = {f"error_{name}": torch.linalg.vector_norm(part) / size for name, part in parts.items()}
+    size, norm = torch.linalg.vector_norm(high_precision), torch.linalg.vector_norm
+    result = {f"error_{name}": norm(part) / size for name, part in parts.items()}
     rounded = float32.to(found.dtype)
-    is_equal = (rounded == found) | (rounded.isnan() & found.isnan())
-    result["error_bits"] = is_equal.double().mean()
-    return named(result)
+    result["error_bits"] = ((rounded == found) | (rounded.isnan() & found.isnan())).double().mean()
+    return stacked(result, result)
 
 
 def _exact(operand: Operand, cast: Cast) -> Tensor:

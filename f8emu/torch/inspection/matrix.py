@@ -4,9 +4,8 @@ On a GPU the values are read once for their own statistics and once for each cas
 plain torch there too.
 """
 
-import math
 from collections.abc import Collection
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -15,28 +14,25 @@ from torch import Tensor
 from f8emu.spec.formats import Format
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.torch import scale as verbs
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import is_known_set
 from f8emu.torch.inspection.statistics import (
-    NOISE_STATISTICS,
+    CAST,
+    CODES,
+    COUNTED,
+    SUMMED,
     Found,
     Statistics,
-    block_statistics,
-    by_name,
-    cast_statistics,
-    code_statistics,
-    of_cast,
-    value_statistics,
+    block_range,
+    cast_numbers,
+    code_numbers,
+    needed,
+    stacked,
+    value_numbers,
 )
 from f8emu.torch.layer.operands import Delayed, Operand
 from f8emu.torch.library import kernels_for
-from f8emu.torch.scale import scale_from_amax
-
-_COUNTED = ("amax", "nan", "inf", "zero")
-_SUMMED = ("mean", "l1_norm", "l2_norm")
-_CAST = ("underflow", "saturation", "signal", "noise")
-_CODES = ("nan_codes", "zero_codes", "saturated_codes")
+from f8emu.torch.scale import amax, scale_from_amax
 
 
 class Matrix:
@@ -48,18 +44,17 @@ class Matrix:
 
     def values(self, wanted: Collection[str]) -> Statistics:
         """The requested statistics of `VALUE_STATISTICS`."""
-        x, wanted = self.x, set(wanted)
+        x, numbers, found = self.x, needed(wanted), list[Found]()
         if x.numel() == 0:
             return []
         launch = launches_for(x)
-        if launch is None:
-            return value_statistics(x, wanted)
-        has_sums = not wanted.isdisjoint(_SUMMED)
-        numbers = launch.values(x, has_sums)
-        self._amaxes[Granularity.TENSORWISE, False] = numbers[:1]
-        found = [Found(numbers, partial(_of_values, wanted, x.numel()))]
-        rest = wanted.difference(_COUNTED, _SUMMED)
-        return found + value_statistics(x, rest)
+        if launch is not None:
+            has_sums = not numbers.isdisjoint(SUMMED)
+            read = launch.values(x, has_sums)
+            self._amaxes[Granularity.TENSORWISE, False] = read[:1]
+            found = [Found(read, COUNTED + SUMMED * has_sums, wanted, x.numel())]
+            numbers -= {*COUNTED, *SUMMED}
+        return found + stacked(value_numbers(x, numbers), wanted, x.numel())
 
     def cast(
         self, cast: Cast, is_transposed: bool, rule: ScaleRule, wanted: Collection[str], delayed: Delayed | None
@@ -74,25 +69,26 @@ class Matrix:
         x = self.x.t() if is_transposed else self.x
         if cast.format is None or x.numel() == 0:
             return []
-        found = block_statistics(x) if "dynamic_range_block" in wanted else []
-        if set(wanted).isdisjoint(NOISE_STATISTICS):
+        found = stacked({"dynamic_range_block": block_range(x)}, wanted) if "dynamic_range_block" in wanted else []
+        numbers = needed(wanted)
+        if numbers.isdisjoint(CAST):
             return found
         source, is_amax = self._amax(cast.granularity, is_transposed), True
         if delayed is not None:
             source, is_amax = self._delayed(delayed, cast.format, rule), False
         launch = launches_for(x, cast.format)
         if launch is not None:
-            numbers = launch.cast(x, source, is_amax, cast.granularity, cast.format, rule)
-            return [*found, Found(numbers, partial(of_cast, _CAST, wanted, x.numel()))]
+            read = launch.cast(x, source, is_amax, cast.granularity, cast.format, rule)
+            return [*found, Found(read, CAST, wanted, x.numel())]
         inv_scale = scale_from_amax(source, cast.format, rule).inv_scale if is_amax else source
-        return found + cast_statistics(x, inv_scale, cast.format, cast.granularity, wanted)
+        return found + stacked(cast_numbers(x, inv_scale, cast.format, cast.granularity, numbers), wanted, x.numel())
 
     def _delayed(self, delayed: Delayed, format: Format, rule: ScaleRule) -> Tensor:
         """The inv_scale of a cast under delayed scaling [1, 1]: it takes its own amax while none is set."""
         if is_known_set(delayed.inv_scale):
             return delayed.inv_scale
-        amax = self._amax(Granularity.TENSORWISE, False).float().reshape(1, 1)
-        own = scale_from_amax(amax, format, rule, margin=delayed.margin).inv_scale
+        found = self._amax(Granularity.TENSORWISE, False).float().reshape(1, 1)
+        own = scale_from_amax(found, format, rule, margin=delayed.margin).inv_scale
         return torch.where(delayed.inv_scale > 0, delayed.inv_scale, own)
 
     def _amax(self, granularity: Granularity, is_transposed: bool) -> Tensor:
@@ -104,7 +100,7 @@ class Matrix:
                 self._amaxes[granularity, False] = amaxes[:rows].unsqueeze(1)
                 self._amaxes[granularity, True] = amaxes[rows:].unsqueeze(1)
             else:
-                self._amaxes[key] = verbs.amax(self.x.t() if key[1] else self.x, granularity)
+                self._amaxes[key] = amax(self.x.t() if key[1] else self.x, granularity)
         return self._amaxes[key]
 
 
@@ -116,16 +112,13 @@ def operand_statistics(operand: Operand, cast: Cast, wanted: Collection[str]) ->
     found: Statistics = []
     if "scale_min" in wanted or "scale_max" in wanted:
         smallest, largest = torch.aminmax(scale)
-        found = [
-            Found(smallest, partial(by_name, ("scale_min",))),
-            Found(largest, partial(by_name, ("scale_max",))),
-        ]
-    if set(wanted).isdisjoint(_CODES):
+        found = [Found(smallest, ("scale_min",), wanted), Found(largest, ("scale_max",), wanted)]
+    if set(wanted).isdisjoint(CODES):
         return found
     launch = launches_for(scale, cast.format)
     if launch is None:
-        return found + code_statistics(codes, cast, wanted)
-    return [*found, Found(launch.codes(codes, cast.format), partial(_of_codes, wanted))]
+        return found + stacked(code_numbers(codes, cast.format, wanted), wanted)
+    return [*found, Found(launch.codes(codes, cast.format), CODES, wanted)]
 
 
 def launches_for(x: Tensor, *formats: Format) -> ModuleType | None:
@@ -141,17 +134,3 @@ def _launches() -> ModuleType:
     from f8emu.torch.inspection import launch  # needs Triton
 
     return launch
-
-
-def _of_values(wanted: Collection[str], count: int, numbers: list[float]) -> dict[str, float]:
-    """What the numbers of `values_kernel` mean, of `count` values."""
-    found = dict(zip(_COUNTED, numbers, strict=False))
-    if len(numbers) > len(_COUNTED):
-        total, magnitudes, squares = numbers[len(_COUNTED) :]
-        found |= {"mean": total / count, "l1_norm": magnitudes, "l2_norm": math.sqrt(squares)}
-    return {name: number for name, number in found.items() if name in wanted}
-
-
-def _of_codes(wanted: Collection[str], numbers: list[float]) -> dict[str, float]:
-    """What the numbers of `codes_kernel` mean."""
-    return {name: number for name, number in by_name(_CODES, numbers).items() if name in wanted}

@@ -58,35 +58,6 @@ class _Prepared(NamedTuple):
     before: Tensor | None
 
 
-class _Waiting:
-    """What is known of the operands whose GEMM has not come.
-
-    A backward pass may come after other forward passes than its own: pipelines run several first, a teacher or an
-    evaluation has none. So operands are found by the id of their forward pass; where that is unknown, by their order.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, str, str], dict[int, _Prepared]] = {}
-
-    def add(self, layer: str, gemm: str, side: str, call: int, prepared: _Prepared) -> None:
-        """Another one of a layer, GEMM and side (a or b)."""
-        waiting = self._found.setdefault((layer, gemm, side), {})
-        waiting[call] = prepared
-        if len(waiting) > _MOST_WAITING:
-            del waiting[next(iter(waiting))]
-
-    def take(self, layer: str, gemm: str, side: str, call: int) -> _Prepared | None:
-        """What is known of an operand; None if nothing is, as in a step that began after its forward pass."""
-        waiting = self._found.get((layer, gemm, side), {})
-        if call == UNKNOWN_CALL and call not in waiting:
-            call = next(iter(waiting), call)
-        return waiting.pop(call, None)
-
-    def clear(self) -> None:
-        """Forget all: the step is over."""
-        self._found.clear()
-
-
 class Recorder:
     """Takes statistics; `pending` has the records of the step so far."""
 
@@ -101,7 +72,8 @@ class Recorder:
         self.number, self.pending = step, list[Pending]()
         self._config, self._layers, self._rank, self._on_full = config, layers, rank, on_full
         self._what_if = {name: recipe_by_name(name) for name in config.what_if}
-        self._waiting = _Waiting()
+        self._waiting: dict[tuple[str, str, str], dict[int, _Prepared]] = {}
+        """Layer, GEMM and side (a or b) -> call -> an operand whose GEMM has not come."""
         self._passes: Counter[tuple[str, str]] = Counter()
 
     def next_step(self) -> None:
@@ -137,12 +109,13 @@ class Recorder:
                     for name, recipe in self._what_if.items()
                     if recipe is not seen.recipe
                 }
-                x = seen.value.t() if transposed else seen.value
-                has_sample, count = "error" in config.statistics, config.first_values
-                sample = sample_of(x, cast, config.sample, self.number) if has_sample else None
+                x, count = seen.value.t() if transposed else seen.value, config.first_values
+                sample = sample_of(x, cast, config.sample, self.number) if "error" in config.statistics else None
                 before = x.flatten()[:count].clone() if count else None
-                known = _Prepared(tuple(x.shape), statistics, what_if, sample, before)
-                self._waiting.add(seen.layer, gemm, side, seen.call, known)
+                waiting = self._waiting.setdefault((seen.layer, gemm, side), {})
+                waiting[seen.call] = _Prepared(tuple(x.shape), statistics, what_if, sample, before)
+                if len(waiting) > _MOST_WAITING:
+                    del waiting[next(iter(waiting))]
 
     def gemm(self, seen: GemmSeen) -> None:
         """An observer's part: a GEMM that was computed."""
@@ -153,7 +126,7 @@ class Recorder:
         # 1. The operands, by what is known of their values.
         samples: list[Sample] = []
         for side, operand, tensor in zip(_SIDES, (seen.a, seen.b), OPERANDS[name], strict=True):
-            known = self._waiting.take(seen.layer, name, side, seen.call)
+            known = self._known(seen, side)
             if tensor in config.tensors:
                 self._operand(seen, side, operand, tensor, known)
             # Under tensor parallelism an operand may have been gathered, and the sample be of this rank's part.
@@ -161,33 +134,36 @@ class Recorder:
                 samples.append(known.sample)
         # 2. The product; its error where the values of both operands were seen.
         if "product" in config.tensors:
-            record = self._record(seen, "product", "product", split_k=seen.split_k, engine=seen.engine)
             statistics = Matrix(seen.product).values({*_EVENT_STATISTICS, *config.statistics})
-            error = gemm_error(seen, *samples) if len(samples) == len(_SIDES) else []
-            self._add(Pending(record, [*statistics, *error], {}))
+            statistics += gemm_error(seen, *samples) if len(samples) == len(_SIDES) else []
+            self._add(seen, "product", "product", statistics, split_k=seen.split_k, engine=seen.engine)
+
+    def _known(self, seen: GemmSeen, side: str) -> _Prepared | None:
+        """What is known of an operand; None if nothing is, as in a step that began after its forward pass."""
+        # A backward pass may come after other forward passes than its own: pipelines run several first, a teacher or
+        # an evaluation has none. So the id of the forward pass finds it; where that is unknown, its order.
+        waiting = self._waiting.get((seen.layer, seen.gemm, side), {})
+        call = seen.call
+        if call == UNKNOWN_CALL and call not in waiting:
+            call = next(iter(waiting), call)
+        return waiting.pop(call, None)
 
     def _operand(self, seen: GemmSeen, side: str, operand: Operand, tensor: str, known: _Prepared | None) -> None:
-        """The records of an operand."""
+        """The records of an operand: as its recipe casts it, and as others would."""
         count, wanted = self._config.first_values, self._config.statistics
         cast: Cast = getattr(seen.spec, side)
-        record = self._record(seen, side, tensor, cast=str(cast))
         values = _first_values(operand, cast, count) if count else {}
-        if known is None:
-            self._add(Pending(record, self._alone(operand, cast), values))
-            return
-        before = {} if known.before is None else {"before": known.before}
-        statistics = [*known.statistics, *operand_statistics(operand, cast, wanted)]
-        self._add(Pending(record, statistics, {**before, **values}))
-        for recipe, found in known.what_if.items():
+        if known is not None:
+            statistics = [*known.statistics, *operand_statistics(operand, cast, wanted)]
+            values = values if known.before is None else {"before": known.before, **values}
+        elif operand.scale is None:  # the values themselves
+            statistics = Matrix(operand.codes).values({*_EVENT_STATISTICS, *wanted})
+        else:
+            statistics = operand_statistics(operand, cast, {*_CODE_EVENT_STATISTICS, *wanted})
+        self._add(seen, side, tensor, statistics, values, cast=str(cast))
+        for recipe, found in ({} if known is None else known.what_if).items():
             what_if = getattr(self._what_if[recipe].gemms[seen.gemm], side)
-            self._add(Pending(self._record(seen, side, tensor, cast=str(what_if), recipe=recipe), found, {}))
-
-    def _alone(self, operand: Operand, cast: Cast) -> Statistics:
-        """What an operand tells of itself."""
-        wanted = self._config.statistics
-        if operand.scale is None:  # the values themselves
-            return Matrix(operand.codes).values({*_EVENT_STATISTICS, *wanted})
-        return operand_statistics(operand, cast, {*_CODE_EVENT_STATISTICS, *wanted})
+            self._add(seen, side, tensor, found, cast=str(what_if), recipe=recipe)
 
     def _delayed(self, seen: TensorSeen) -> Delayed | None:
         buffers = self._layers[seen.layer].delayed
@@ -195,20 +171,18 @@ class Recorder:
             return None
         return buffers.of_tensors()[TENSORS.index(seen.tensor)]
 
-    def _record(self, seen: GemmSeen, operand: str, tensor: str, **more: Any) -> dict[str, Any]:
-        return {
-            "step": self.number,
-            "rank": self._rank,
-            "layer": seen.layer,
-            "gemm": seen.gemm,
-            "operand": operand,
-            "tensor": tensor,
-            "pass": self._passes[seen.layer, seen.gemm],
-            **more,
-        }
-
-    def _add(self, item: Pending) -> None:
-        self.pending.append(item)
+    def _add(
+        self,
+        seen: GemmSeen,
+        operand: str,
+        tensor: str,
+        statistics: Statistics,
+        values: dict[str, Tensor] | None = None,
+        **more: Any,
+    ) -> None:
+        record = {"step": self.number, "rank": self._rank, "layer": seen.layer, "gemm": seen.gemm, "operand": operand}
+        record |= {"tensor": tensor, "pass": self._passes[seen.layer, seen.gemm], **more}
+        self.pending.append(Pending(record, statistics, values or {}))
         if len(self.pending) >= MOST_PENDING:
             self._on_full()
 

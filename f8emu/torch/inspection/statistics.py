@@ -5,55 +5,75 @@ are made of them on the host, when they are read.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from f8emu.spec.formats import Format
-from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.cast import decode, dequantize, quantize
 from f8emu.torch.scale import reciprocal, spread_scale
 
-NOISE_STATISTICS = ("underflow", "saturation", "sqnr", "mse")
-"""The statistics of a cast that need its codes."""
+COUNTED = ("amax", "nan", "inf", "zero")
+SUMMED = ("total", "magnitudes", "squares")
+CAST = ("underflows", "saturations", "signal", "noise")
+CODES = ("nan_codes", "zero_codes", "saturated_codes")
+"""Numbers, in the order in which the kernels have them."""
+
+
+def _decibels(signal: float, noise: float) -> float:
+    ratio = signal / noise if noise else math.inf if signal > 0 else math.nan
+    return 10 * math.log10(ratio) if ratio else -math.inf
+
+
+_MADE_OF: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
+    "mean": (("total",), lambda count, total: total / count),
+    "l1_norm": (("magnitudes",), lambda _, magnitudes: magnitudes),
+    "l2_norm": (("squares",), lambda _, squares: math.sqrt(squares)),
+    "underflow": (("underflows",), lambda count, underflows: underflows / count),
+    "saturation": (("saturations",), lambda count, saturations: saturations / count),
+    "sqnr": (("signal", "noise"), lambda _, signal, noise: _decibels(signal, noise)),
+    "mse": (("noise",), lambda count, noise: noise / count),
+}
+"""Statistic -> its numbers, and the formula of them and of how many values there are. Any other is a number itself."""
 
 
 class Found(NamedTuple):
-    """Numbers on their device, and the statistics that the host makes of them."""
+    """Numbers on their device, and what the host makes of them."""
 
     numbers: Tensor
     """Any shape and dtype; memory that nobody writes to again."""
-    meaning: Callable[[list[float]], dict[str, float]]
+    names: tuple[str, ...]
+    wanted: Collection[str]
+    """Statistics."""
+    elements: int = 1
+    """How many values there are."""
+
+    def meaning(self, numbers: Sequence[float]) -> dict[str, float]:
+        """The requested statistics."""
+        number = dict(zip(self.names, numbers, strict=True))
+        found = {name: value for name, value in number.items() if name in self.wanted}
+        for name, (needs, formula) in _MADE_OF.items():
+            if name in self.wanted and number.keys() >= set(needs):
+                found[name] = formula(self.elements, *(number[need] for need in needs))
+        return found
 
 
 Statistics = list[Found]
 
 
-def named(values: Mapping[str, Tensor]) -> Statistics:
-    """Statistics that are numbers as they are, each without dimensions."""
+def needed(wanted: Collection[str]) -> set[str]:
+    """The numbers of these statistics."""
+    return {need for name in wanted for need in _MADE_OF.get(name, ((name,),))[0]}
+
+
+def stacked(values: Mapping[str, Tensor], wanted: Collection[str], count: int = 1) -> Statistics:
+    """Numbers without dimensions, as one tensor."""
     if not values:
         return []
-    return [Found(torch.stack([value.double() for value in values.values()]), partial(by_name, tuple(values)))]
-
-
-def by_name(names: tuple[str, ...], numbers: list[float]) -> dict[str, float]:
-    """The numbers by their names."""
-    return dict(zip(names, numbers, strict=True))
-
-
-def of_cast(names: tuple[str, ...], wanted: Collection[str], count: int, numbers: list[float]) -> dict[str, float]:
-    """The requested NOISE_STATISTICS of `count` values, from the numbers that `cast_numbers` names."""
-    number = dict(zip(names, numbers, strict=True))
-    found = {name: number[name] / count for name in ("underflow", "saturation") if name in wanted}
-    if "mse" in wanted:
-        found["mse"] = number["noise"] / count
-    if "sqnr" in wanted:
-        found["sqnr"] = _decibels(number["signal"], number["noise"])
-    return found
+    return [Found(torch.stack([value.double() for value in values.values()]), tuple(values), wanted, count)]
 
 
 _OF_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -61,44 +81,54 @@ _OF_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "nan": lambda x: x.isnan().sum(),
     "inf": lambda x: x.isinf().sum(),
     "zero": lambda x: (x == 0).sum(),
-    "mean": lambda x: x.mean(dtype=torch.float64),
+    "total": lambda x: x.sum(dtype=torch.float64),
     # torch gives NaN for one element too, with a warning.
     "std": lambda x: x.double().std() if x.numel() > 1 else x.new_full((), math.nan, dtype=torch.float64),
-    "l1_norm": lambda x: x.abs().sum(dtype=torch.float64),
-    "l2_norm": lambda x: _norm(x),
+    "magnitudes": lambda x: x.abs().sum(dtype=torch.float64),
+    "squares": lambda x: _norm(x).square(),
     "dynamic_range": lambda x: _range(x.abs().reshape(1, -1)).max(),
 }
 
 
-def value_statistics(x: Tensor, wanted: Collection[str]) -> Statistics:
-    """The requested statistics of `VALUE_STATISTICS`, for a matrix in high precision.
+def value_numbers(x: Tensor, numbers: Collection[str]) -> dict[str, Tensor]:
+    """Numbers of a matrix in high precision.
 
     NaN and infinity take no part in dynamic_range; in the others they do as torch has it.
     """
-    return named({name: statistic(x.detach()) for name, statistic in _OF_VALUES.items() if name in wanted})
+    return {name: number(x) for name, number in _OF_VALUES.items() if name in numbers}
 
 
-def cast_statistics(
-    x: Tensor, inv_scale: Tensor, format: Format, granularity: Granularity, wanted: Collection[str]
-) -> Statistics:
-    """The requested NOISE_STATISTICS of the cast of `x` [rows, K].
+def cast_numbers(
+    x: Tensor, inv_scale: Tensor, format: Format, granularity: Granularity, numbers: Collection[str]
+) -> dict[str, Tensor]:
+    """Numbers of the cast of `x` [rows, K].
 
     Shapes:
         inv_scale: `granularity.scale_shape(rows, K)`.
     """
     found: dict[str, Tensor] = {}
     codes = quantize(x, inv_scale, format, granularity)
-    if "underflow" in wanted:
-        found["underflow"] = (((codes.view(torch.uint8) & 0x7F) == 0) & (x != 0)).sum()
-    if "saturation" in wanted:
+    if "underflows" in numbers:
+        found["underflows"] = (((codes.view(torch.uint8) & 0x7F) == 0) & (x != 0)).sum()
+    if "saturations" in numbers:
         scaled = x.float() * spread_scale("inspect", "inv_scale", inv_scale, x, granularity)
-        found["saturation"] = (scaled.abs() > tie_of(format)).sum()
-    if "sqnr" in wanted or "mse" in wanted:
+        found["saturations"] = (scaled.abs() > tie_of(format)).sum()
+    if "noise" in numbers:
         # [rows, K] float64: of a value that was clamped, the difference is not a float32.
         decoded = dequantize(codes, reciprocal(inv_scale), granularity).double()
         found["signal"], found["noise"] = _norm(x).square(), _norm(decoded.sub_(x)).square()
-    meaning = partial(of_cast, tuple(found), wanted, x.numel())
-    return [Found(torch.stack([value.double() for value in found.values()]), meaning)]
+    return found
+
+
+def code_numbers(codes: Tensor, format: Format, numbers: Collection[str]) -> dict[str, Tensor]:
+    """How many codes are NaN, zero, and that of the format's largest value."""
+    magnitude = codes.view(torch.uint8) & 0x7F
+    found = {
+        "nan_codes": decode(codes).isnan().sum(),
+        "zero_codes": (magnitude == 0).sum(),
+        "saturated_codes": (magnitude == format.max_code).sum(),
+    }
+    return {name: number for name, number in found.items() if name in numbers}
 
 
 def tie_of(format: Format) -> float:
@@ -106,24 +136,10 @@ def tie_of(format: Format) -> float:
     return format.max + 2.0 ** (format.max_exponent - format.fraction_bits - 1)
 
 
-def block_statistics(x: Tensor) -> Statistics:
+def block_range(x: Tensor) -> Tensor:
     """The largest dynamic range within 128 neighbours of a row of `x` [rows, K]."""
     k = x.shape[1] // 128 * 128
-    blocks = x[:, :k].reshape(-1, 128) if k else x
-    return named({"dynamic_range_block": _range(blocks.detach().abs()).max()})
-
-
-def code_statistics(codes: Tensor, cast: Cast, wanted: Collection[str]) -> Statistics:
-    """How many codes are NaN, zero, and that of the format's largest value, where it is wanted."""
-    found: dict[str, Tensor] = {}
-    magnitude = codes.view(torch.uint8) & 0x7F
-    if "nan_codes" in wanted:
-        found["nan_codes"] = decode(codes).isnan().sum()
-    if "zero_codes" in wanted:
-        found["zero_codes"] = (magnitude == 0).sum()
-    if "saturated_codes" in wanted and cast.format is not None:
-        found["saturated_codes"] = (magnitude == cast.format.max_code).sum()
-    return named(found)
+    return _range((x[:, :k].reshape(-1, 128) if k else x).abs()).max()
 
 
 def exact_values(codes: Tensor, scale: Tensor | None, granularity: Granularity) -> Tensor:
@@ -131,11 +147,6 @@ def exact_values(codes: Tensor, scale: Tensor | None, granularity: Granularity) 
     if scale is None:
         return codes.double()
     return decode(codes).double() * spread_scale("inspect", "scale", scale, codes, granularity).double()
-
-
-def _decibels(signal: float, noise: float) -> float:
-    ratio = signal / noise if noise else math.inf if signal > 0 else math.nan
-    return 10 * math.log10(ratio) if ratio else -math.inf
 
 
 def _range(magnitude: Tensor) -> Tensor:
@@ -147,4 +158,4 @@ def _range(magnitude: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.detach(), dtype=torch.float64)
+    return torch.linalg.vector_norm(x, dtype=torch.float64)
