@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from f8emu.spec import F8Error, SpecError
 from f8emu.untrusted import printable, read_regular
@@ -65,19 +65,8 @@ def guarded(command: Callable[..., int], *args: object) -> int:
         return BAD_USAGE
 
 
-class Outcome(Protocol):
-    """What a run found."""
-
-    @property
-    def is_interrupted(self) -> bool: ...
-    @property
-    def has_difference(self) -> bool: ...
-    @property
-    def is_equal(self) -> bool: ...
-
-
-def status_of(found: Outcome) -> int:
-    """The exit status of a run that was reported."""
+def status_of(found: Any) -> int:
+    """The exit status of a run that was reported: of a Result, a Replay or a CaptureDiff."""
     # Ctrl-C has a status of its own, also where a difference was found before it.
     if found.is_interrupted:
         return INTERRUPTED
@@ -170,7 +159,7 @@ def show(page: "Page") -> None:
 def run_and_show(
     command: str,
     json_file: Path | None,
-    run: "Callable[[Progress], Outcome]",
+    run: "Callable[[Progress], Any]",
     shown: "Callable[[Any], tuple[Page, str]]",
 ) -> int:
     """The exit status of a command, after its page, its verdict in the last line, and its JSON; `run` is told of Ctrl-C
@@ -179,7 +168,7 @@ def run_and_show(
     start = time.perf_counter()
     with opened(command, json_file) as out:
         with progress_bar() as progress:
-            found: Any = run(progress)
+            found = run(progress)
         page, verdict = shown(found)
         show(page)
         seconds = time.perf_counter() - start

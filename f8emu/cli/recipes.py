@@ -103,25 +103,21 @@ def _doctor(as_json: bool) -> int:
 
 
 def _record(out: Path, seed: int | None, check: bool, plans: Path | None) -> int:
-    if plans is not None:
-        if seed is not None or check:
-            raise SpecError("record: --seed and --verify go with a golden file, not with --plans; leave them out")
-        return _record_plans(out, plans)
-    from f8emu.conformance.record.record import SEED, record
+    if plans is None:
+        from f8emu.conformance.record.record import SEED, record
 
-    recording = record(out, seed=SEED if seed is None else seed, verify=check)
+        recording = record(out, seed=SEED if seed is None else seed, verify=check)
+        is_bad = recording.has_difference
+    elif seed is not None or check:
+        raise SpecError("record: --seed and --verify go with a golden file, not with --plans; leave them out")
+    else:
+        from f8emu.conformance.record.plans import record_plans
+        from f8emu.split_k.plan import gemms_from_json
+
+        recording = record_plans(out, [gemm for _, gemm in gemms_from_json(text_of("record", plans), str(plans))])
+        is_bad = bool(recording.not_found)
     print("\n".join(recording.lines()))
-    return DIFFERENT if recording.has_difference else 0
-
-
-def _record_plans(out: Path, plans: Path) -> int:
-    from f8emu.conformance.record.plans import record_plans
-    from f8emu.split_k.plan import gemms_from_json
-
-    gemms = [gemm for _, gemm in gemms_from_json(text_of("record", plans), str(plans))]
-    recording = record_plans(out, gemms)
-    print("\n".join(recording.lines()))
-    return DIFFERENT if recording.not_found else 0
+    return DIFFERENT if is_bad else 0
 
 
 def _plan(shapes: Path, json_file: Path | None, plan_file: Path | None, chip: str) -> int:

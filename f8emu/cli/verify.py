@@ -3,27 +3,13 @@
 import functools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from f8emu.cli.frame import (
-    ISOLATE,
-    SECONDS,
-    STATUSES,
-    TIMEOUT,
-    Arrays,
-    Report,
-    command_line,
-    find_modules_here,
-    guarded,
-    opened,
-    progress_bar,
-    say,
-    show,
-    status_of,
-)
+from f8emu.cli import frame
+from f8emu.cli.frame import Arrays, Report, guarded, opened, say
 from f8emu.spec import Evidence, MissingExtraError, SpecError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -36,21 +22,27 @@ if TYPE_CHECKING:
 JOBS = "Processes. By default one per core if a subject is on a GPU, 2 for a whole run on a CPU, 1 in other cases."
 
 
-class Files(NamedTuple):
-    """Where reports go; None: nowhere."""
+class _Options(NamedTuple):
+    """What was asked for; of subjects, stages and cases all where there are no names."""
 
+    subjects: list[str]
+    golden: Path | None
     json: Path | None
     html: Path | None
-
-
-Outputs = tuple[Report | None, Report | None]  # the same, opened
+    stages: list[str]
+    cases: list[str]
+    errors: int
+    arrays: str
+    timeout: float | None
+    jobs: int | None
+    diagnose: bool
 
 
 def add_to(app: "typer.Typer") -> None:
     """Add the command."""
     import typer
 
-    @app.command(epilog=STATUSES)
+    @app.command(epilog=frame.STATUSES)
     def verify(
         subjects: Annotated[
             list[str] | None,
@@ -85,8 +77,8 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Option(metavar="NAME=PROFILE", help="The profile for a chip in --recordings; may be repeated."),
         ] = None,
-        isolate: Annotated[bool, typer.Option("--isolate", help=ISOLATE)] = False,
-        timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=SECONDS)] = None,
+        isolate: Annotated[bool, typer.Option("--isolate", help=frame.ISOLATE)] = False,
+        timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=frame.SECONDS)] = None,
         kernels: Annotated[
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
         ] = False,
@@ -100,26 +92,18 @@ def add_to(app: "typer.Typer") -> None:
 
         Ctrl-C ends the run, and the finished stages are reported.
         """
+        seconds = frame.TIMEOUT if isolate and timeout is None else timeout
+        files, chosen = (golden, json_file, html_file), (stage or [], case or [])
+        options = _Options(subjects or [], *files, *chosen, errors, arrays.value, seconds, jobs, diagnose)
         if kernels or contract:
             raise typer.Exit(guarded(_list_kernels if kernels else _show_contract))
-        files = Files(json_file, html_file)
-        if recordings is not None or chip:
-            if recordings is None or golden is not None or stage or case or isolate or timeout is not None:
-                raise typer.BadParameter(
-                    "--chip needs --recordings; neither goes with --golden, --stage, --case, --isolate or --timeout"
-                )
-            raise typer.Exit(guarded(_verify_recordings, subjects or [], recordings, chip or [], files, errors))
-        seconds = TIMEOUT if isolate and timeout is None else timeout
-        chosen = _Chosen(stage or [], case or [])
-        options = subjects or [], golden, files, chosen, errors, arrays.value, seconds, diagnose, jobs
-        raise typer.Exit(guarded(_verify, *options))
-
-
-class _Chosen(NamedTuple):
-    """What of the suite runs; all of it where there are no names."""
-
-    stages: list[str]
-    cases: list[str]
+        if recordings is None and not chip:
+            raise typer.Exit(guarded(_verify, options))
+        if recordings is None or golden is not None or stage or case or seconds is not None:
+            raise typer.BadParameter(
+                "--chip needs --recordings; neither goes with --golden, --stage, --case, --isolate or --timeout"
+            )
+        raise typer.Exit(guarded(_verify_recordings, options, recordings, chip or []))
 
 
 def _list_kernels() -> int:
@@ -140,17 +124,7 @@ def _show_contract() -> int:
     return 0
 
 
-def _verify(
-    names: list[str],
-    golden: Path | None,
-    files: Files,
-    chosen: _Chosen,
-    errors: int,
-    arrays: str,
-    timeout: float | None,
-    diagnose: bool,
-    jobs: int | None,
-) -> int:
+def _verify(options: _Options) -> int:
     from f8emu.conformance.cases.golden import read_golden, shipped_golden
     from f8emu.conformance.diagnosis.report import diagnosed
     from f8emu.conformance.run.processes import Workers, parts_of, processes_for
@@ -158,67 +132,63 @@ def _verify(
     from f8emu.conformance.run.subject import SUBJECTS
     from f8emu.conformance.run.verify import stages_by_name, stages_with, verify
 
-    start = time.perf_counter()
-    named = stages_by_name(chosen.stages)  # a misspelt name is told before anything is loaded
-    is_whole = not (names or chosen.stages or chosen.cases)
-    with _opened_files(files) as outputs, ExitStack() as stack:
-        recorded = shipped_golden() if golden is None else read_golden(golden)
+    # 1. Bad usage is told before anything is loaded: a misspelt stage, files that cannot be read or written.
+    named = stages_by_name(options.stages)
+    is_whole = not (options.subjects or options.stages or options.cases)
+    with _concluding(options) as conclude, ExitStack() as stack:
+        recorded = shipped_golden() if options.golden is None else read_golden(options.golden)
         workers = None
-        if is_whole and jobs is None and (os.cpu_count() or 1) > 1:
+        if is_whole and options.jobs is None and (os.cpu_count() or 1) > 1:
             # They import torch and JAX while this process does.
             workers = stack.enter_context(Workers(2, parts_of(list(STAGES), list(SUBJECTS))))
-        loaded, not_run = _load(names, arrays, timeout)
+        # 2. The subjects, and how many processes they are worth.
+        loaded, not_run = _load(options)
         subjects = list(loaded.values())
-        if not names:  # the engine has GEMMs and layers alone
+        if not options.subjects:  # the engine has GEMMs and layers alone
             subjects = [one for one in subjects if any(stage.is_offered_by(one) for stage in named)]
-        only = stages_with(chosen.cases, named, subjects, recorded) if chosen.cases else None
-        processes = jobs or (processes_for(subjects, is_whole=is_whole) if only is None else 1)
+        only = stages_with(options.cases, named, subjects, recorded) if options.cases else None
+        processes = options.jobs or (processes_for(subjects, is_whole=is_whole) if only is None else 1)
         if workers and processes != 2:
             workers.close()
             workers = None
-        with progress_bar() as progress:
+        # 3. The run, and what the subjects do that differ.
+        with frame.progress_bar() as progress:
             result = verify(
                 subjects,
-                stages=chosen.stages,
+                stages=options.stages,
                 only=only,
                 golden=recorded,
-                errors=errors,
+                errors=options.errors,
                 progress=progress,
                 processes=processes,
                 workers=workers,
             )
-            result, diagnoses = diagnosed(result, subjects if diagnose and only is None else [], progress)
-        return _conclude(
-            result,
-            outputs,
-            source=f"{recorded.path.name} {recorded.sha256[:12]}",
-            start=start,
-            errors=errors,
-            not_run=not_run,
-            diagnoses=diagnoses,
-            asked=_asked(loaded, golden, arrays, timeout),
-        )
+            probed = subjects if options.diagnose and only is None else []
+            result, diagnoses = diagnosed(result, probed, progress)
+        source = f"{recorded.path.name} {recorded.sha256[:12]}"
+        asked = {one.name: _words_of(name, options) for name, one in loaded.items()}
+        return conclude(result, source, not_run=not_run, diagnoses=diagnoses, asked=asked)
 
 
-def _asked(
-    subjects: "Mapping[str, Subject]", golden: Path | None, arrays: str, timeout: float | None
-) -> dict[str, list[str]]:
-    """Name of a subject -> the words that name it on the command line, and what its cases depend on."""
+def _words_of(name: str, options: _Options) -> list[str]:
+    """The words that name a subject on the command line, and what its cases depend on."""
     from f8emu.conformance.run.subject import SUBJECTS
 
-    shared = [] if golden is None else ["--golden", str(golden)]
-    own = [] if arrays == Arrays.TORCH.value else ["--arrays", arrays]
-    own += [] if timeout is None else ["--timeout", f"{timeout:g}"]
-    return {one.name: [name, *shared, *([] if name in SUBJECTS else own)] for name, one in subjects.items()}
+    words = [name] + ([] if options.golden is None else ["--golden", str(options.golden)])
+    if name not in SUBJECTS:
+        words += [] if options.arrays == Arrays.TORCH.value else ["--arrays", options.arrays]
+        words += [] if options.timeout is None else ["--timeout", f"{options.timeout:g}"]
+    return words
 
 
-def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[str, Subject], dict[str, str]]":
-    """The subjects by name, in the order of `names`; and, of the default ones, why a missing one cannot run."""
+def _load(options: _Options) -> "tuple[dict[str, Subject], dict[str, str]]":
+    """The subjects by name, in the order in which they were named; and why a default one cannot run."""
     from f8emu.conformance.run.runner import load_and_call
     from f8emu.conformance.run.subject import SUBJECTS
 
+    names = options.subjects
     if any(":" in name for name in names):
-        find_modules_here()
+        frame.find_modules_here()
     # The engine's name stands for all its widths.
     several = {name: [one for one in SUBJECTS if one == name or one.startswith(f"{name}:")] for name in names}
     chosen = [one for name in names for one in several[name] or [name]] or list(SUBJECTS)
@@ -229,8 +199,8 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[s
     for name in sorted(chosen, key=lambda name: name != "torch"):
         try:
             # beside kernels the others run as ever; without any, a timeout is refused
-            seconds = None if has_kernels and name in SUBJECTS else timeout
-            loaded[name] = load_and_call(name, arrays=arrays, timeout=seconds)
+            seconds = None if has_kernels and name in SUBJECTS else options.timeout
+            loaded[name] = load_and_call(name, arrays=options.arrays, timeout=seconds)
             if loaded[name].is_idle and not names:
                 not_run[name] = f"{name}, which emulates on GPUs, and here is none; f8emu verify {name} runs it"
         except (MissingExtraError, UnsupportedError) as error:
@@ -240,24 +210,22 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[s
     return {name: loaded[name] for name in chosen if name in loaded and name not in not_run}, not_run
 
 
-def _verify_recordings(names: Sequence[str], path: Path, chips: Sequence[str], files: Files, errors: int) -> int:
+def _verify_recordings(options: _Options, path: Path, chips: Sequence[str]) -> int:
     from f8emu.conformance.record.instructions import SUBJECTS, instruction_subject, read_recordings, replay
 
-    start = time.perf_counter()
-    with _opened_files(files) as outputs:
+    with _concluding(options) as conclude:
         file = read_recordings(path, dict(_named(chip) for chip in chips))
         subjects, not_run = [], {}
-        for name in names or SUBJECTS:
+        for name in options.subjects or SUBJECTS:
             try:
                 subjects.append(instruction_subject(name))
             except MissingExtraError as error:
-                if names:
+                if options.subjects:
                     raise
                 not_run[name] = str(error)
-        with progress_bar() as progress:
-            result = replay(subjects, file, errors=errors, progress=progress)
-        source = f"{file.path.name} {file.sha256[:12]}"
-        status = _conclude(result, outputs, source=source, start=start, errors=errors, not_run=not_run)
+        with frame.progress_bar() as progress:
+            result = replay(subjects, file, errors=options.errors, progress=progress)
+        status = conclude(result, f"{file.path.name} {file.sha256[:12]}", not_run=not_run)
         for name, chip in dict((recording.chip_name, recording.chip) for recording in file.recordings).items():
             evidence = "" if chip.evidence is Evidence.LITERATURE else f" ({chip.evidence.value})"
             say(f"{name}: profile {chip}{evidence}")
@@ -272,13 +240,16 @@ def _named(chip: str) -> tuple[str, str]:
 
 
 @contextmanager
-def _opened_files(files: Files) -> Iterator[Outputs]:
-    """Both files, opened before any work; a SpecError says which cannot be written."""
-    with opened("verify", files.json) as out, opened("verify", files.html) as page:
-        yield out, page
+def _concluding(options: _Options) -> "Iterator[functools.partial[int]]":
+    """`_conclude` with its files, opened before any work; a SpecError says which cannot be written."""
+    start = time.perf_counter()
+    with opened("verify", options.json) as out, opened("verify", options.html) as page:
+        yield functools.partial(_conclude, out, page, start, options.errors)
 
 
-def _conclude(result: "Result", outputs: Outputs, *, source: str, start: float, **facts: Any) -> int:
+def _conclude(
+    out: Report | None, html: Report | None, start: float, errors: int, result: "Result", source: str, **facts: Any
+) -> int:
     """The exit status, after everything was printed and written; `source` names the recording.
 
     Every output is written, even if another one fails. `facts` are fields of `report.verdict.Run`.
@@ -286,15 +257,15 @@ def _conclude(result: "Result", outputs: Outputs, *, source: str, start: float, 
     from f8emu.report import verdict, verify
     from f8emu.report.html import render
 
-    seconds, (json, html) = time.perf_counter() - start, outputs
+    seconds = time.perf_counter() - start
+    run = verdict.Run(command=frame.command_line(), seconds=seconds, errors=errors, **facts)
     page = functools.cache(lambda: verify.page(result, run))
-    run = verdict.Run(command=command_line(), seconds=seconds, **facts)
     say(f"{verdict.verdict(result)}; {source}; {seconds:.1f} s")
     print()
     with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
         if html is not None:
             afterwards.callback(lambda: html.write(render(verify.COMMAND, page())))
-        if json is not None:
-            afterwards.callback(lambda: json.write_json(verdict.to_json(result, run)))
-        show(page())
-    return status_of(result)
+        if out is not None:
+            afterwards.callback(lambda: out.write_json(verdict.to_json(result, run)))
+        frame.show(page())
+    return frame.status_of(result)

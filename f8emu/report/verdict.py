@@ -13,10 +13,8 @@ from f8emu.environment import devices, versions
 
 SCHEMA = 1
 """Version of the JSON layout."""
-_STAGE = (
-    "cases_total cases_equal cases_not_offered own_splits outputs_total outputs_equal seconds reason first_differences"
-).split()
-"""Fields of a stage that its JSON has as they are, or nearly."""
+_STAGE = ("cases_total cases_equal cases_not_offered outputs_total outputs_equal reason first_differences").split()
+"""Fields of a stage that its JSON has as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +64,7 @@ def verdict(result: Result) -> str:
 def to_json(result: Result, run: Run) -> dict[str, Any]:
     """The whole run as plain data."""
     golden = result.golden
+    source = {"file": golden.path.name, "sha256": golden.sha256, "cases": len(golden.cases)}
     return {
         "schema": SCHEMA,
         "equal": result.is_equal,
@@ -75,12 +74,7 @@ def to_json(result: Result, run: Run) -> dict[str, Any]:
         "seconds": round(run.seconds, 3),
         "versions": versions(),
         "devices": devices(),
-        "golden": {
-            "file": golden.path.name,
-            "sha256": golden.sha256,
-            "cases": len(golden.cases),
-            "metadata": golden.metadata,
-        },
+        "golden": {**source, "metadata": golden.metadata},
         "subjects": [
             {
                 "name": subject.name,
@@ -96,9 +90,11 @@ def to_json(result: Result, run: Run) -> dict[str, Any]:
 
 
 def _stage_json(stage: StageResult, errors: int) -> dict[str, Any]:
-    found = {name: getattr(stage, name) for name in _STAGE}
-    return {"stage": stage.stage, "status": stage.status.value, "oracle": stage.oracle} | {
-        **found,
+    return {
+        "stage": stage.stage,
+        "status": stage.status.value,
+        "oracle": stage.oracle,
+        **{name: getattr(stage, name) for name in _STAGE},
         "own_splits": {str(slices): tally.cases for slices, tally in stage.own_splits.items()},
         "seconds": round(stage.seconds, 3),
         "mismatches": [_mismatch_json(mismatch) for mismatch in stage.mismatches[:errors]],
@@ -114,16 +110,10 @@ def _mismatch_json(mismatch: Mismatch) -> dict[str, Any]:
 
 def _breakdown_json(breakdown: Breakdown) -> dict[str, Any]:
     """With the whole histograms."""
-    return {
-        "stages": list(breakdown.stages),
-        "whole": asdict(breakdown.whole),
-        "by": {
-            trait: {value: asdict(tally) for value, tally in values.items()}
-            for trait, values in breakdown.tallies.items()
-        },
-        "sentences": list(breakdown.sentences()),
-        "ulps": {
-            dtype: {"total": one.total, "lowest": one.lowest, "highest": one.highest, "histogram": one.labelled()}
-            for dtype, one in breakdown.ulps.items()
-        },
+    by = {trait: {value: asdict(t) for value, t in values.items()} for trait, values in breakdown.tallies.items()}
+    ulps = {
+        dtype: {"total": one.total, "lowest": one.lowest, "highest": one.highest, "histogram": one.labelled()}
+        for dtype, one in breakdown.ulps.items()
     }
+    whole, sentences = asdict(breakdown.whole), list(breakdown.sentences())
+    return {"stages": list(breakdown.stages), "whole": whole, "by": by, "sentences": sentences, "ulps": ulps}

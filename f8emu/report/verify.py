@@ -4,10 +4,10 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
-from f8emu.conformance.compare import Mismatch, counted
+from f8emu.conformance.compare import counted
 from f8emu.conformance.diagnosis.report import diagnosis_lines
 from f8emu.conformance.diagnosis.search import Diagnosis
-from f8emu.conformance.run.breakdown import Breakdown, Tally, breakdowns
+from f8emu.conformance.run.breakdown import Breakdown, breakdowns
 from f8emu.conformance.run.result import Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
 from f8emu.report.figures import map_plot, ulp_plot
@@ -28,8 +28,7 @@ _TONES: dict[Status, Tone] = {
 def page(result: Result, run: Run) -> Page:
     """The whole run."""
     sections = [_diagnosis(name, found) for name, found in run.diagnoses.items()]
-    sections += [_overview(result)] if len(result.subjects) > 1 else []
-    sections += [_subject(subject, run.errors) for subject in result.subjects]
+    sections += [_overview(result), *(_subject(subject, run.errors) for subject in result.subjects)]
     if run.not_run:
         reasons = [f"not run: {reason}" for reason in run.not_run.values()]
         sections.append(Section(title="What did not run", blocks=[Text(points=reasons)]))
@@ -46,14 +45,10 @@ def _overview(result: Result) -> Section:
     titles = list(dict.fromkeys(stage.title for subject in result.subjects for stage in subject.stages))
     rows: list[Row] = []
     for subject in result.subjects:
-        status = {stage.title: _status(stage) for stage in subject.stages}
+        status = {s.title: Cell(text=s.status.value, tone=_TONES[s.status]) for s in subject.stages}
         rows.append([subject.name, *(status.get(title, "") for title in titles)])
     table = Table(caption="Who agrees, stage by stage", columns=("subject", *titles), rows=rows, only="html")
     return Section(title="Overview", blocks=[table])
-
-
-def _status(stage: StageResult) -> Cell:
-    return Cell(text=stage.status.value, tone=_TONES[stage.status])
 
 
 def _subject(subject: SubjectResult, errors: int) -> Section:
@@ -62,25 +57,23 @@ def _subject(subject: SubjectResult, errors: int) -> Section:
     if head:
         shown: list[Block] = [Text(points=lines, only="terminal"), *_mismatches(subject, errors)]
         parts.append(Section(title="One output of each case that differs", lead=head, blocks=shown))
-    ran: list[Block] = [Text(points=list(_stage_lines(subject)), only="terminal"), _stages(subject)]
+    ran = [Text(points=list(_stage_lines(subject)))]
     parts.append(Section(title="What ran", lead=f"{subject.name}   engine: {subject.engine}", blocks=ran))
     parts += [_breakdown(breakdown, subject.name) for breakdown in breakdowns(subject.stages)]
     # the worst of every stage before the second worst of one
-    ranked = sorted(
-        ((rank, place) for stage in subject.stages for rank, place in enumerate(stage.places)), key=lambda one: one[0]
-    )
+    ranked = [(rank, place) for stage in subject.stages for rank, place in enumerate(stage.places)]
+    ranked.sort(key=lambda one: one[0])
     if ranked:
-        explained = Text(
-            points=[
-                "The outputs of the worst cases, row by column: grey is equal, blue is nearer to zero than expected, "
-                "orange is farther, purple is a NaN, an infinity or a zero of the other sign on one side only. "
-                "The deeper the colour, the more ulps."
-            ],
-            only="html",
-        )
         maps = Plots(plots=[map_plot(place) for _, place in ranked[:_MAPS]])
-        parts.append(Section(title="Where the bits differ", blocks=[explained, maps]))
+        parts.append(Section(title="Where the bits differ", blocks=[Text(points=[_EXPLAINED], only="html"), maps]))
     return Section(title=subject.name, sections=parts)
+
+
+_EXPLAINED = (
+    "The outputs of the worst cases, row by column: grey is equal, blue is nearer to zero than expected, orange is "
+    "farther, purple is a NaN, an infinity or a zero of the other sign on one side only. The deeper the colour, the "
+    "more ulps."
+)
 
 
 # 1 Why, and one output of each case
@@ -120,17 +113,14 @@ def mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:
 
 def _mismatches(subject: SubjectResult, errors: int) -> Iterator[Table]:
     """The same as a table, which a page has room for."""
-    found = [mismatch for stage in subject.stages for mismatch in stage.mismatches][:errors]
-    if found:
+    rows: list[Row] = []
+    for one in [mismatch for stage in subject.stages for mismatch in stage.mismatches][:errors]:
+        codes = (", ".join(map(str, one.index)), one.expected, one.observed or one.error, one.inputs)
+        share = Share(value=one.differing / one.outputs) if one.outputs else ""
+        rows.append([f"{one.case} {one.part}".strip(), *(Cell(text=text, is_code=True) for text in codes), share])
+    if rows:
         columns = ("case", "output", "expected", "found", "inputs (codes in hex)", "outputs of the case that differ")
-        caption = "In the order in which the suite runs"
-        yield Table(caption=caption, columns=columns, rows=list(map(_mismatch, found)), only="html")
-
-
-def _mismatch(one: Mismatch) -> Row:
-    codes = (", ".join(map(str, one.index)), one.expected, one.observed or one.error, one.inputs)
-    share = Share(value=one.differing / one.outputs) if one.outputs else ""
-    return [" ".join(filter(None, (one.case, one.part))), *(Cell(text=text, is_code=True) for text in codes), share]
+        yield Table(caption="In the order in which the suite runs", columns=columns, rows=rows, only="html")
 
 
 # 2 What ran
@@ -160,44 +150,19 @@ def _stage_lines(subject: SubjectResult) -> Iterator[str]:
 
 
 def _counts(stage: StageResult) -> str:
-    is_whole = stage.cases_equal == stage.cases_total
-    cases = f"{stage.cases_equal}/{stage.cases_total} cases" + ("" if is_whole else " equal")
-    outputs = f"{stage.outputs_equal}/{stage.outputs_total} outputs"
-    return ", ".join([f"{stage.title} {cases}", outputs, f"{stage.seconds:.1f} s", *_own_splits(stage)])
-
-
-def _own_splits(stage: StageResult) -> list[str]:
-    """`1 equal under an S of its own [CHAIN-3] (S = 5: 1)`, or nothing."""
+    """`recorded GEMMs 3/4 cases equal, 90/96 outputs, 0.1 s, 1 equal under an S of its own [CHAIN-3] (S = 5: 1)`."""
+    cases = f"{stage.cases_equal}/{stage.cases_total} cases" + " equal" * (stage.cases_equal != stage.cases_total)
+    found = f"{stage.title} {cases}, {stage.outputs_equal}/{stage.outputs_total} outputs, {stage.seconds:.1f} s"
     if not stage.own_splits:
-        return []
-    cases = sum(tally.cases for tally in stage.own_splits.values())
+        return found
     counts = ", ".join(f"S = {slices}: {tally.cases}" for slices, tally in stage.own_splits.items())
-    return [f"{cases} equal under an S of its own [CHAIN-3] ({counts})"]
+    own = sum(tally.cases for tally in stage.own_splits.values())
+    return f"{found}, {own} equal under an S of its own [CHAIN-3] ({counts})"
 
 
 def _first_parts(stage: StageResult) -> list[str]:
     parts = [f"{part} ({count})" for part, count in stage.first_differences.items() if part]
     return [f"first in {', '.join(parts)}"] if parts else []
-
-
-def _stages(subject: SubjectResult) -> Table:
-    rows: list[Row] = []
-    for stage in subject.stages:
-        offered = [f"{stage.cases_not_offered} not offered: {stage.reason}"] if stage.cases_not_offered else []
-        remarks = "; ".join([*_own_splits(stage), *offered, *_first_parts(stage)])
-        figures: Row = [
-            f"{stage.cases_equal:,} of {stage.cases_total:,}",
-            f"{stage.outputs_equal:,} of {stage.outputs_total:,}",
-            stage.oracle,
-            f"{stage.seconds:.1f}",
-            remarks,
-        ]
-        if stage.status is Status.NOT_OFFERED:
-            figures = ["", "", "", "", stage.reason]
-        rows.append([stage.title, _status(stage), *figures])
-    columns = ("stage", "status", "cases equal", "outputs equal", "judged by", "seconds", "remarks")
-    caption = "What ran, and what of it was equal"
-    return Table(caption=caption, columns=columns, rows=rows, numeric=frozenset((2, 3, 5)), only="html")
 
 
 # 3 How far
@@ -209,7 +174,9 @@ def _breakdown(breakdown: Breakdown, name: str) -> Section:
     for trait, values in breakdown.telling().items():
         starts.add(len(rows))
         for value, tally in values.items():
-            rows.append([trait if len(rows) in starts else "", value, *_counted(tally)])
+            cases = f"{tally.cases_differing}/{tally.cases}", Share(value=tally.share_of_cases)
+            outputs = f"{tally.outputs_differing}/{tally.outputs}", Share(value=tally.share_of_outputs)
+            rows.append([trait if len(rows) in starts else "", value, *cases, *outputs])
     table = Table(
         caption=f"{name}: what differs in {breakdown.title}",
         columns=("by", "", "cases differ", "share", "outputs differ", "share"),
@@ -224,15 +191,6 @@ def _breakdown(breakdown: Breakdown, name: str) -> Section:
     if any(histogram.total > histogram.not_compared for histogram in breakdown.ulps.values()):
         blocks.append(ulp_plot(breakdown))
     return Section(title=f"What differs: {breakdown.title}", blocks=blocks)
-
-
-def _counted(tally: Tally) -> Row:
-    return [
-        f"{tally.cases_differing}/{tally.cases}",
-        Share(value=tally.share_of_cases),
-        f"{tally.outputs_differing}/{tally.outputs}",
-        Share(value=tally.share_of_outputs),
-    ]
 
 
 # 4 One case again, and on which machine
