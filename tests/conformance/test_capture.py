@@ -28,7 +28,6 @@ from f8emu.capture import (
     writer,
 )
 from f8emu.capture.diff import diff_captures, diff_verdict, ulps
-
 from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record
 from f8emu.capture.replay import Replay, replay, replay_verdict
