@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import pickle
 import re
-import warnings
 from collections.abc import Mapping
 from enum import Enum
 from types import SimpleNamespace
