@@ -19,14 +19,12 @@ from f8emu.spec import E4M3FN, Granularity, ScaleRule
 from f8emu.torch.fused import delayed, eager
 from f8emu.torch.fused import operators as fused
 
-ROWS = 8192
 COLS = (4096, 14336)
 """Activations of Llama-3 8B's feed-forward block, 8,192 tokens."""
 DTYPES = ("bfloat16", "float32")
 _RULE = ScaleRule()
 _SETTINGS = (_RULE.power_of_two, _RULE.amax_floor)
 _NAME = E4M3FN.name
-
 Results = tuple[Tensor, ...]
 
 
@@ -42,14 +40,10 @@ def casts(x: Tensor) -> dict[str, Pair]:
     """What the recipes do with a matrix."""
     m, n = x.shape
     one, rows, cols = (100 * torch.rand(size, 1, device=x.device) + 400 for size in (1, m, n))
-    inv_scale = torch.full((1, 1), 0.9, device=x.device)
-    state = torch.zeros(1, 1, device=x.device)
+    inv_scale, state = torch.full((1, 1), 0.9, device=x.device), torch.zeros(1, 1, device=x.device)
 
     def both(x: Tensor, of_rows: Tensor, of_cols: Tensor) -> Results:
-        return (
-            *eager.cast_rows_by(x, E4M3FN, of_rows, _RULE),
-            *eager.cast_rows_by(x.t(), E4M3FN, of_cols, _RULE),
-        )
+        return *eager.cast_rows_by(x, E4M3FN, of_rows, _RULE), *eager.cast_rows_by(x.t(), E4M3FN, of_cols, _RULE)
 
     def given(x: Tensor) -> Results:
         return eager.cast_by(x, E4M3FN, inv_scale), eager.cast_by(x.t(), E4M3FN, inv_scale)
@@ -98,10 +92,11 @@ def measure(name: str, pair: Pair, x: Tensor, bandwidth: float) -> Entry:
     found, plain, wanted = pair.operator(), compiled(x), pair.plain(x)
     moved = x.nbytes + sum(result.nbytes for result in found)
     times = {"f8emu": alone(pair.operator, x.device), "compiler": alone(lambda: compiled(x), x.device)}
+    dtype = str(x.dtype).removeprefix("torch.")
     return {
         "cast": name,
         "shape": list(x.shape),
-        "dtype": str(x.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "bytes": moved,
         "differing": _differing(found, wanted),
         "compiler_differing": _differing(plain, wanted),
@@ -112,16 +107,14 @@ def measure(name: str, pair: Pair, x: Tensor, bandwidth: float) -> Entry:
 
 
 def _differing(found: Results, wanted: Results) -> int:
-    return sum(
-        int((a.flatten().view(torch.uint8) != b.flatten().view(torch.uint8)).sum())
-        for a, b in zip(found, wanted, strict=True)
-    )
+    pairs = ([x.flatten().view(torch.uint8) for x in pair] for pair in zip(found, wanted, strict=True))
+    return sum(int((a != b).sum()) for a, b in pairs)
 
 
 BENCH = Bench(
     "benchmarks.casts",
-    "The fused casts, the compiler's.",
-    option("rows", ROWS, "of the matrices"),
+    __doc__,
+    option("rows", 8192, "of the matrices"),
     option("cols", COLS, "of the matrices"),
     option("dtypes", DTYPES, choices=DTYPES),
     DEVICE,
@@ -139,13 +132,12 @@ _COLUMNS: Columns = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a table, records; exit status 1 if an operator's bits differ from plain torch, eager."""
     run = BENCH.parse(argv)
-    arguments = run.arguments
     bandwidth = copy_bandwidth(run.device)
     run.announce(f", copy {bandwidth / 1e12:.3f} TB/s")
     found: list[Entry] = []
-    for dtype in arguments.dtypes:
-        for n in arguments.cols:
-            x = torch.randn(arguments.rows, n, device=run.device).to(getattr(torch, dtype))
+    for dtype in run.arguments.dtypes:
+        for n in run.arguments.cols:
+            x = torch.randn(run.arguments.rows, n, device=run.device).to(getattr(torch, dtype))
             found += [measure(name, pair, x, bandwidth) for name, pair in casts(x).items()]
     shown = [{**e, "name": f"{e['cast']}, {e['dtype']} {e['shape'][0]} x {e['shape'][1]}"} for e in found]
     draw_entries("fused casts, and torch.compile of the same in plain torch", shown, _COLUMNS, of="name")

@@ -13,87 +13,70 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 import f8emu.torch
 from benchmarks.runner import Bench, Columns, Entry, draw_entries, option, scaled, turns_of
-from benchmarks.timing import synchronize
+from benchmarks.timing import Step, synchronize
 from f8emu.native import gemm, library
 from f8emu.spec import E4M3FN, Granularity
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.torch.gemm import emulation
 
-SIZES = (64, 128, 512, 2048)
 BASELINE = "torch.mm float32"
-TENSORWISE = (Granularity.TENSORWISE, Granularity.TENSORWISE)
 _MOST_SECONDS = 5
 
-Call = Callable[[], object]
 
-
-def subjects(size: int, use_fast_accum: bool, device: torch.device) -> dict[str, Call]:
-    """Name -> a call that waits for its result."""
+def subjects(size: int, use_fast_accum: bool, device: torch.device) -> dict[str, Step]:
+    """Name -> a call; the engine's are of the operands as the emulation describes them."""
     generator = torch.Generator().manual_seed(size)
     a, b = (torch.randn(size, size, generator=generator) for _ in range(2))
     scale = torch.ones((), device=device)
     a_8, b_8 = (x.to(torch.float8_e4m3fn).to(device) for x in (a, b))
     b_8 = b_8.t().contiguous().t()  # column-major, as torch._scaled_mm wants it
     a, b = a.to(device), b.to(device)
-
-    def product() -> None:
-        torch.mm(a, b)
-        synchronize(device)
-
-    def of_torch() -> None:
-        f8emu.torch.scaled_mm(
-            a_8, b_8, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=use_fast_accum, engine="emulated"
-        )
-        synchronize(device)
-
-    calls: dict[str, Call] = {BASELINE: product, "f8emu.torch": of_torch}
+    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": use_fast_accum, "engine": "emulated"}
+    calls: dict[str, Step] = {
+        BASELINE: lambda: torch.mm(a, b),
+        "f8emu.torch": lambda: f8emu.torch.scaled_mm(a_8, b_8, scale, scale, **options),
+    }
     if device.type == "cpu":
-        for width in library.widths():
-            calls[f"f8emu.native {width}"] = _engine(a_8, b_8, scale, use_fast_accum, width)
+        tensorwise = (Granularity.TENSORWISE, Granularity.TENSORWISE)
+        shared: dict[str, Any] = {"granularities": tensorwise, "use_fast_accum": use_fast_accum}
+        called = GemmCall(call="scaled_mm", sizes=(size, size, size), formats=(E4M3FN, E4M3FN), **shared)
+        one = emulation.described(called, a_8, b_8, scale, scale)
+        assert one is not None, library.unavailable()
+
+        def run(width: str) -> None:
+            out = torch.empty(size, size, dtype=torch.bfloat16)
+            one.out = out.data_ptr()
+            gemm.run(one, threads=torch.get_num_threads(), width=width)
+
+        calls |= {f"f8emu.native {width}": lambda width=width: run(width) for width in library.widths()}
     return calls
 
 
-def _engine(a: Tensor, b: Tensor, scale: Tensor, use_fast_accum: bool, width: str) -> Call:
-    """The same GEMM by the engine alone, on the operands as the emulation describes them."""
-    (m, k), n = a.shape, b.shape[1]
-    options = {"granularities": TENSORWISE, "use_fast_accum": use_fast_accum}
-    called = GemmCall(call="scaled_mm", sizes=(m, n, k), formats=(E4M3FN, E4M3FN), **options)
-    one = emulation.described(called, a, b, scale, scale)
-    assert one is not None, library.unavailable()
-
-    def call() -> None:
-        out = a.new_empty((m, n), dtype=torch.bfloat16)
-        one.out = out.data_ptr()
-        gemm.run(one, threads=torch.get_num_threads(), width=width)
-
-    return call
-
-
-def shortest(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+def shortest(calls: dict[str, Step], rounds: int, wait: Callable[[], None]) -> dict[str, float]:
     """Seconds of each call at its fastest; the first of all is not timed. A slow one takes fewer turns."""
     times, spent = dict.fromkeys(calls, float("inf")), dict.fromkeys(calls, 0.0)
     for call in calls.values():
         call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            for _ in range(3):
-                if spent[name] < _MOST_SECONDS:
-                    start = time.perf_counter()
-                    call()
-                    taken = time.perf_counter() - start
-                    times[name], spent[name] = min(times[name], taken), spent[name] + taken
+        wait()
+    for name in [name for _ in range(rounds) for name in calls for _ in range(3)]:
+        if spent[name] < _MOST_SECONDS:
+            start = time.perf_counter()
+            calls[name]()
+            wait()
+            taken = time.perf_counter() - start
+            times[name], spent[name] = min(times[name], taken), spent[name] + taken
     return times
 
 
 def measure(size: int, use_fast_accum: bool, device: torch.device, rounds: int) -> list[Entry]:
     """An emulated GEMM of `size` x `size` x `size` for each way to the emulator, beside `torch.mm`."""
-    times = shortest(subjects(size, use_fast_accum, device), rounds)
+    times = shortest(subjects(size, use_fast_accum, device), rounds, lambda: synchronize(device))
     baseline = times.pop(BASELINE)
     return [
         {
@@ -118,9 +101,9 @@ def cpu_name() -> str:
 
 BENCH = Bench(
     "benchmarks.emulator",
-    "Emulated GEMMs against mm.",
+    __doc__,
     option("device", "cpu", choices=("cpu", "cuda")),
-    option("sizes", SIZES, "M = N = K, a multiple of 16"),
+    option("sizes", (64, 128, 512, 2048), "M = N = K, a multiple of 16"),
     *turns_of(20),
 )
 _COLUMNS: Columns = {

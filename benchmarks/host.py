@@ -17,9 +17,9 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from benchmarks import runner, workloads
-from benchmarks.equality import compared, equal_compiled, is_altered
-from benchmarks.measure import forget, is_wrong, measure
-from benchmarks.subjects import BASELINE, SUBJECTS
+from benchmarks.measure import compared, equal_compiled, forget, is_altered, measure
+from benchmarks.runner import BASELINE, Entry
+from benchmarks.subjects import SUBJECTS
 from benchmarks.timing import copy_bandwidth
 from benchmarks.workloads import Floor
 
@@ -39,16 +39,14 @@ class Size(NamedTuple):
         return cls(*map(int, text.split(",")))
 
 
-SIZES = (Size(512, 2048, 512), Size(2048, 8192, 4096))
-_TINY = Size(64, 128, 32)
-SMALL_SUBJECTS = tuple(name for name in SUBJECTS if name != "torchao/rowwise_with_gw_hp")
-
 BENCH = runner.Bench(
     "benchmarks.host",
-    "Host time of float8 layers.",
-    runner.option("subjects", SMALL_SUBJECTS, choices=SUBJECTS),
+    __doc__,
+    runner.option("subjects", tuple(s for s in SUBJECTS if s != "torchao/rowwise_with_gw_hp"), choices=SUBJECTS),
     runner.option("modes", MODES, choices=MODES),
-    runner.option("sizes", SIZES, "of blocks and input", type=Size.parse, metavar="DIM,HIDDEN,TOKENS"),
+    runner.option(
+        "sizes", (Size(512, 2048, 512), Size(2048, 8192, 4096)), type=Size.parse, metavar="DIM,HIDDEN,TOKENS"
+    ),
     runner.option("blocks", 4, "of three layers each"),
     *runner.turns_of(7, 20),
     runner.option("tiny", False, "one block of tiny layers, one step: for tests"),
@@ -67,52 +65,41 @@ _COLUMNS: runner.Columns = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints tables, records, and gives the exit status."""
     run = BENCH.parse(argv)
-    arguments, device, report = run.arguments, run.device, run.report
+    arguments, device = run.arguments, run.device
     runner.compile_without_limits()
-    sizes, blocks = ((_TINY,), 1) if arguments.tiny else (arguments.sizes, arguments.blocks)
-    rounds, steps = (1, 1) if arguments.tiny else (arguments.rounds, arguments.steps)
-    modes = list(arguments.modes)
-    if "graph" in modes and device.type != "cuda":
-        modes.remove("graph")
-        runner.say("mode graph: left out, CUDA graphs need a GPU")
-    report |= {"blocks": blocks, "rounds": rounds, "steps": steps, "compiled_against_eager": [], "measured": []}
+    sizes, blocks, rounds, steps = arguments.sizes, arguments.blocks, arguments.rounds, arguments.steps
+    if arguments.tiny:
+        sizes, blocks, rounds, steps = (Size(64, 128, 32),), 1, 1, 1
+    modes = [mode for mode in arguments.modes if mode != "graph" or device.type == "cuda"]  # a CPU has no CUDA graphs
+    equality, measured = list[Entry](), list[Entry]()
+    run.report |= {"blocks": blocks, "rounds": rounds, "steps": steps}
+    run.report |= {"compiled_against_eager": equality, "measured": measured}
     run.announce()
     floor = Floor(device, copy_bandwidth(device))
     for size in sizes:
+        of = size._asdict()
         if "compiled" in modes:
-            of = size._asdict()
             what = f"layers {size.dim} -> {size.hidden} -> {size.dim}, compiled against eager"
-            count = partial(equal_compiled, **of, device=device)
-            report["compiled_against_eager"] += compared(arguments.subjects, what, count, **of)
+            equality += compared(arguments.subjects, what, partial(equal_compiled, **of, device=device), **of)
         workload = workloads.feed_forwards(size.tokens, size.dim, size.hidden, blocks)
         for mode in modes:
-            entries = measure(
-                workload,
-                [(name, "eager" if mode == "eager" else "compiled") for name in arguments.subjects],
-                device,
-                rounds=rounds,
-                steps=steps,
-                floor=floor,
-                is_graph=mode == "graph",
-            )
+            wanted = [(name, "eager" if mode == "eager" else "compiled") for name in arguments.subjects]
+            options = {"rounds": rounds, "steps": steps, "floor": floor, "is_graph": mode == "graph"}
+            entries = measure(workload, wanted, device, **options)
             add_host(entries, len(workload.layers))
-            report["measured"].append({**size._asdict(), "mode": mode, "subjects": entries})
+            measured.append({**of, "mode": mode, "subjects": entries})
             title = f"{workload.title}, {workload.tokens} tokens, {mode}, forward + backward"
             runner.draw_entries(title, entries, _COLUMNS)
             run.record()
         forget()  # not after each mode: the graphs replay what was compiled before
-    is_broken = any(is_wrong(e) for m in report["measured"] for e in m["subjects"])
-    return int(is_broken or is_altered(report["compiled_against_eager"]))
+    return int(is_altered(equality) or any(runner.is_wrong(e) for m in measured for e in m["subjects"]))
 
 
-def add_host(entries: Sequence[runner.Entry], layers: int) -> None:
+def add_host(entries: Sequence[Entry], layers: int) -> None:
     """Adds the milliseconds of host time that one layer costs more than bfloat16's."""
-    plain = next((e["enqueue_ms"] for e in entries if e["subject"] == BASELINE and "enqueue_ms" in e), None)
-    if plain is None:
-        return
-    for entry in entries:
-        if "enqueue_ms" in entry:
-            entry["host_ms_added_a_layer"] = (entry["enqueue_ms"] - plain) / layers
+    timed = {e["subject"]: e for e in entries if "enqueue_ms" in e}
+    for entry in timed.values() if BASELINE in timed else ():
+        entry["host_ms_added_a_layer"] = (entry["enqueue_ms"] - timed[BASELINE]["enqueue_ms"]) / layers
 
 
 if __name__ == "__main__":

@@ -8,37 +8,32 @@ the figure is the median over rounds. `off` is an inspection that waits for a st
 most 1 %, every 10 steps at most 10 %. On a CPU the emulation takes most of the time, so the figures say little there.
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.models import TransformerBlock
-from benchmarks.runner import Bench, Columns, draw_entries, option, say, spread, turns_of
+from benchmarks.runner import Bench, Columns, Entry, draw_entries, option, spread, turns_of
 from benchmarks.timing import back_to_back
 from f8emu.torch import InspectConfig, convert_to_float8_training, inspect
 
 FULL = {"dim": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8, "length": 8192}
 TINY = {"dim": 128, "hidden": 128, "heads": 2, "kv_heads": 2, "length": 128}
-NEVER = 1 << 40
 SUBJECTS = {
     "not inspected": None,
-    "off": InspectConfig(start=NEVER),
+    "off": InspectConfig(start=1 << 40),
     "every 10 steps": InspectConfig(every=10),
     "every step": InspectConfig(),
 }
 """Those that look write a file, as users do: fsynced after each inspected step."""
-
-
 BENCH = Bench(
     "benchmarks.inspection",
-    "What inspection costs a step.",
+    __doc__,
     option("device", "cuda"),
     option("tiny", False, "small blocks: for tests"),
     option("recipe", "tensorwise"),
@@ -52,41 +47,8 @@ _COLUMNS: Columns = {"ms": "ms:.3f", "overhead": "overhead:+.2%"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a table, records; `--steps` is a multiple of 10."""
     run = BENCH.parse(argv)
-    arguments, device = run.arguments, run.device
-    step, model = _training(arguments, device)
-    times: dict[str, list[float]] = {name: [] for name in SUBJECTS}
-    for turn in range(arguments.rounds + 1):
-        for name, config in SUBJECTS.items():
-            with ExitStack() as stack:
-                if config is not None:
-                    folder = stack.enter_context(TemporaryDirectory())
-                    config = replace(config, path=f"{folder}/run.jsonl")
-                inspector = None if config is None else stack.enter_context(inspect(model, config))
-
-                def timed(inspector: Any = inspector) -> None:
-                    step()
-                    if inspector is not None:
-                        inspector.step()
-
-                # The step before the timed ones, and the first round, compile; step 1 is inspected then.
-                ms = back_to_back(timed, arguments.steps, device).ms
-            say(f"round {turn} of {arguments.rounds}: {name} {ms:.1f} ms")
-            if turn:
-                times[name].append(ms)
-    rows = [{"subject": name, "ms": spread(of)["ms"], "rounds": of} for name, of in times.items()]
-    for row in rows:
-        row["overhead"] = row["ms"] / rows[0]["ms"] - 1
-    title = f"{arguments.recipe}{', compiled' if arguments.compile else ''}: a step, forward and backward"
-    draw_entries(title, rows, _COLUMNS)
-    run.record(subjects=rows)
-    return 0
-
-
-def _training(arguments: argparse.Namespace, device: torch.device) -> tuple[Callable[[], None], nn.Module]:
-    """A step, forward and backward, and the model."""
-    size = TINY if arguments.tiny else FULL
-    torch.manual_seed(0)
-    with device:
+    arguments, size = run.arguments, TINY if run.arguments.tiny else FULL
+    with run.device:
         model = nn.Sequential(*(TransformerBlock(**size) for _ in range(arguments.layers))).to(torch.bfloat16)
         x = torch.randn(1, size["length"], size["dim"], dtype=torch.bfloat16).requires_grad_()
     convert_to_float8_training(model, config=arguments.recipe)
@@ -94,11 +56,33 @@ def _training(arguments: argparse.Namespace, device: torch.device) -> tuple[Call
         for block in model:
             block.compile(fullgraph=True)
 
-    def step() -> None:
-        model(x).sum().backward()
-        model.zero_grad()
+    def turn(config: InspectConfig | None) -> float:
+        with ExitStack() as stack:
+            inspector = None
+            if config is not None:
+                config = replace(config, path=f"{stack.enter_context(TemporaryDirectory())}/run.jsonl")
+                inspector = stack.enter_context(inspect(model, config))
 
-    return step, model
+            def step() -> None:
+                model(x).sum().backward()
+                model.zero_grad()
+                if inspector is not None:
+                    inspector.step()
+
+            return back_to_back(step, arguments.steps, run.device).ms
+
+    # The step before the timed ones, and the first round, compile; step 1 is inspected then.
+    times = [[turn(config) for config in SUBJECTS.values()] for _ in range(arguments.rounds + 1)]
+    entries: list[Entry] = [
+        {"subject": name, "ms": spread(of)["ms"], "rounds": list(of)}
+        for name, of in zip(SUBJECTS, zip(*times[1:], strict=True), strict=True)
+    ]
+    for entry in entries:
+        entry["overhead"] = entry["ms"] / entries[0]["ms"] - 1
+    title = f"{arguments.recipe}{', compiled' if arguments.compile else ''}: a step, forward and backward"
+    draw_entries(title, entries, _COLUMNS)
+    run.record(subjects=entries)
+    return 0
 
 
 if __name__ == "__main__":

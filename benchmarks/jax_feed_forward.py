@@ -15,6 +15,7 @@ import functools
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,33 +26,17 @@ from jax import lax
 
 import f8emu.jax
 from benchmarks import runner
-from benchmarks.kernels import draw_kernels
+from benchmarks.runner import BASELINE, Entry
+from benchmarks.timing import draw_kernels
 from f8emu.spec import RECIPES
 
-BF16 = "bf16"
 FLAX = ("flax/Fp8DirectDotGeneralOp", "flax/Fp8DotGeneralOp")
-SUBJECTS = (BF16, *FLAX, *(f"f8emu/{name}" for name in RECIPES))
+SUBJECTS = (BASELINE, *FLAX, *(f"f8emu/{name}" for name in RECIPES))
 FLOAT8_GEMM = "__cublas$lt$matmul$f8"
 """XLA's name for cuBLASLt's float8 GEMM."""
-
-Linear = Callable[[jax.Array, jax.Array], jax.Array]
-
-
-class Layers(NamedTuple):
-    """How a subject multiplies; most have no states."""
-
-    linears: Callable[[Sequence[Any]], Sequence[Linear]]
-    """Of the states, one each."""
-    states: list[Any]
-    updated: Callable[[Any, Any], Any]
-    """(states, their gradients) -> those of the next step."""
-    settled: Callable[[Any], Any] | None = None
-    """What a state becomes after the first step, before the program is compiled."""
-
-
 BENCH = runner.Bench(
     "benchmarks.jax_feed_forward",
-    "Llama's feed-forward block in JAX: bfloat16, flax's float8 and f8emu.",
+    __doc__,
     runner.option("subjects", SUBJECTS, choices=SUBJECTS),
     runner.option("kernels", (), "list its kernels", choices=SUBJECTS, metavar="SUBJECT"),
     runner.option("blocks", 1, "in a row"),
@@ -78,92 +63,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = run.arguments
     sizes = {name: getattr(arguments, name) for name in ("blocks", "tokens", "dim", "hidden", "rounds", "steps")}
     tensors = _tensors(arguments.tokens, arguments.dim, arguments.hidden, arguments.blocks)
-    entries: list[runner.Entry] = [{"subject": name} for name in arguments.subjects]
-    calls: dict[str, Callable[[], Any]] = {}
-    for entry in entries:
-        with runner.attempt(entry):
-            calls[entry["subject"]] = _prepared(entry["subject"], tensors, arguments.kernels, entry)
-        runner.say(f"{entry['subject']}: {runner.figure(entry, 'compile_s', '.1f')} s to compile")
-    turns = {name: functools.partial(_back_to_back, call, arguments.steps) for name, call in calls.items()}
-    times = runner.take_turns(turns, arguments.rounds)
-    for entry in (e for e in entries if e["subject"] in times):
-        entry |= runner.spread(times[entry["subject"]])
+    entries: list[Entry] = [{"subject": name} for name in arguments.subjects]
+    turn = functools.partial(_back_to_back, steps=arguments.steps)
+    for entry, call in runner.race(entries, lambda entry: _prepared(entry, tensors), turn, arguments.rounds):
+        if entry["subject"] in arguments.kernels:
+            entry["kernels"] = _kernels(call)
+            draw_kernels(f"{entry['subject']}: the kernels of a step of {entry['ms']:.3f} ms", entry["kernels"])
     runner.add_ratios(entries, {"memory": "bytes"})
-    for entry in (e for e in entries if "kernels" in e):
-        draw_kernels(f"{entry['subject']}: the kernels of a step of {entry['ms']:.3f} ms", entry["kernels"])
-    what = "feed-forward block" if arguments.blocks == 1 else f"{arguments.blocks} feed-forward blocks"
-    title = f"{what}, {arguments.dim} -> {arguments.hidden} -> {arguments.dim}, {arguments.tokens} tokens"
-    runner.draw_entries(f"{title}, forward + backward; speed and memory: times bf16's", entries, _COLUMNS)
+    blocks = f"{arguments.blocks} feed-forward block(s), {arguments.dim} -> {arguments.hidden} -> {arguments.dim}"
+    title = f"{blocks}, {arguments.tokens} tokens, forward + backward; speed and memory: times bf16's"
+    runner.draw_entries(title, entries, _COLUMNS)
     run.record(**sizes, subjects=entries)
-    own = (entry for entry in entries if entry["subject"].startswith("f8emu/"))
-    return int(any(_is_wrong(entry, is_gpu, arguments.blocks) for entry in own))
+    return int(any(runner.is_wrong(e) or (is_gpu and _lacks_gemms(e, arguments.blocks)) for e in entries))
 
 
-def _prepared(
-    subject: str, tensors: tuple[jax.Array, ...], profiled: Sequence[str], entry: runner.Entry
-) -> Callable[[], Any]:
-    """The compiled step; what is known of it goes into `entry`."""
-    layers = _layers(subject, [w for w in tensors[2:] if w.ndim == 2])  # without those of norms
-    step, states = functools.partial(_step, layers), layers.states
-    if layers.settled is not None:
-        *_, states = f8emu.jax.jit(step)(states, *tensors)  # scales of an earlier step
-        states = [layers.settled(state) for state in states]
-    arguments = (states, *tensors)
-    start = time.perf_counter()
-    compiled = f8emu.jax.jit(step).lower(*arguments).compile()
-    entry["compile_s"] = time.perf_counter() - start
-    text = compiled.as_text()
-    entry["float8_gemms"] = text.count(f'custom_call_target="{FLOAT8_GEMM}"')
-    entry["triton_kernels"] = text.count('custom_call_target="__gpu$xla.gpu.triton"')
-    memory = compiled.memory_analysis()
-    entry["bytes"] = memory.output_size_in_bytes + memory.temp_size_in_bytes
-    entry["peak_bytes"] = getattr(memory, "peak_memory_in_bytes", None)  # with the arguments, of later versions of JAX
-    results = jax.block_until_ready(compiled(*arguments))
-    if subject in profiled:
-        entry["kernels"] = _kernels(functools.partial(compiled, *arguments))
-    entry["is_finite"] = all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in jax.tree.leaves(results[:2]))
-    return functools.partial(compiled, *arguments)
+# 1 How a subject multiplies
+
+Linear = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def _kernels(call: Callable[[], Any], steps: int = 3) -> list[dict[str, Any]]:
-    """Calls and microseconds a step of every kernel, the longest first."""
-    found: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            for _ in range(steps):
-                jax.block_until_ready(call())
-        for file in Path(directory).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                for line in plane.lines if "GPU" in plane.name else ():
-                    for event in line.events if "Stream" in line.name else ():
-                        found.setdefault(event.name, []).append(event.duration_ns / 1e3)
-    kernels = [{"name": name, "calls": len(us) / steps, "us": sum(us) / steps} for name, us in found.items()]
-    return sorted(kernels, key=lambda kernel: -kernel["us"])
+class Layers(NamedTuple):
+    """The layers of a subject; most have no states."""
+
+    linears: Callable[[Sequence[Any]], Sequence[Linear]]
+    """Of the states, one each."""
+    states: list[Any]
+    updated: Callable[[Any, Any], Any]
+    """(states, their gradients) -> those of the next step."""
+    settled: Callable[[Any], Any] | None = None
+    """What a state becomes after the first step, before the program is compiled."""
 
 
 def _layers(subject: str, matrices: Sequence[jax.Array]) -> Layers:
     library, _, name = subject.partition("/")
     if library == "flax":
         return _of_flax(name, matrices)
-    if subject != BF16 and RECIPES[name].delayed is not None:
-        return _of_delayed(name, matrices)
-    bf16 = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
-    product: Any = bf16 if subject == BF16 else f8emu.jax.dot_general(name)
-    linear = functools.partial(_linear, product)
-    return Layers(lambda states: [linear for _ in states], [() for _ in matrices], lambda states, _: states)
-
-
-def _of_delayed(name: str, matrices: Sequence[jax.Array]) -> Layers:
+    if subject == BASELINE or RECIPES[name].delayed is None:
+        bf16 = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
+        product: Any = bf16 if subject == BASELINE else f8emu.jax.dot_general(name)
+        linear = lambda x, w: product(x, w, _last_by_first(x))  # noqa: E731
+        return Layers(lambda states: [linear for _ in states], [() for _ in matrices], lambda states, _: states)
     delayed: Any = f8emu.jax.delayed_dot_general(name)
 
     def linears(states: Sequence[Any]) -> list[Linear]:
-        return [lambda x, w, s=s: delayed(x, w, s, (((x.ndim - 1,), (0,)), ((), ()))) for s in states]
+        return [lambda x, w, s=s: delayed(x, w, s, _last_by_first(x)) for s in states]
 
     def updated(states: Sequence[Any], amaxes: Sequence[Any]) -> list[Any]:
         return [f8emu.jax.linear_delayed_update(*both, name) for both in zip(states, amaxes, strict=True)]
 
     states = [f8emu.jax.linear_delayed_state(name) for _ in matrices]
     return Layers(linears, states, updated, f8emu.jax.linear_delayed_settled)
+
+
+def _last_by_first(x: jax.Array) -> Any:
+    """The dimension numbers of `x @ w`."""
+    return ((x.ndim - 1,), (0,)), ((), ())
 
 
 def _of_flax(name: str, matrices: Sequence[jax.Array]) -> Layers:
@@ -195,6 +149,9 @@ def _of_flax(name: str, matrices: Sequence[jax.Array]) -> Layers:
     return Layers(linears, states, lambda _, overwritten: overwritten)  # by their gradients
 
 
+# 2 The program
+
+
 def _step(layers: Layers, states: Any, x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
     """Output, gradients of input and weights, and the next states."""
 
@@ -202,17 +159,9 @@ def _step(layers: Layers, states: Any, x: jax.Array, grad: jax.Array, *weights: 
         return _blocks(layers.linears(states), x, weights)
 
     output, backward = jax.vjp(blocks, x, weights, states)
-    *grads, of_states = backward(_after(output, grad))
+    # The gradient comes once the output is there, as a loss has it; else XLA computes parts of both passes at once.
+    *grads, of_states = backward(lax.optimization_barrier((output, grad))[1])
     return output, grads, layers.updated(states, of_states)
-
-
-def _after(output: jax.Array, grad: jax.Array) -> jax.Array:
-    """The gradient once the output is there, as a loss has it; else XLA computes parts of both passes at once."""
-    return lax.optimization_barrier((output, grad))[1]
-
-
-def _linear(product: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    return product(x, w, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def _blocks(linears: Sequence[Linear], x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
@@ -227,21 +176,42 @@ def _blocks(linears: Sequence[Linear], x: jax.Array, weights: Sequence[jax.Array
     return x
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _tensors(tokens: int, dim: int, hidden: int, blocks: int) -> tuple[jax.Array, ...]:
     """Input, gradient; of each block the weight of the norm, w1, w3, w2."""
+    shapes = ((tokens, dim), (tokens, dim), *((dim,), (dim, hidden), (dim, hidden), (hidden, dim)) * blocks)
+    factors = (1.0, 0.01, *(0.1, dim**-0.5, dim**-0.5, hidden**-0.5) * blocks)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    drawn = (
+        jax.random.normal(key, shape, jnp.float32) * factor
+        for key, shape, factor in zip(keys, shapes, factors, strict=True)
+    )
+    return tuple((x + 1 if x.ndim == 1 else x).astype(jnp.bfloat16) for x in drawn)
 
-    @jax.jit
-    def made() -> tuple[jax.Array, ...]:
-        shapes = ((tokens, dim), (tokens, dim), *((dim,), (dim, hidden), (dim, hidden), (hidden, dim)) * blocks)
-        factors = (1.0, 0.01, *(0.1, dim**-0.5, dim**-0.5, hidden**-0.5) * blocks)
-        keys = jax.random.split(jax.random.key(0), len(shapes))
-        drawn = (
-            (jax.random.normal(key, shape, jnp.float32) * factor)
-            for key, shape, factor in zip(keys, shapes, factors, strict=True)
-        )
-        return tuple((x + 1 if x.ndim == 1 else x).astype(jnp.bfloat16) for x in drawn)
 
-    return jax.block_until_ready(made())
+def _prepared(entry: Entry, tensors: tuple[jax.Array, ...]) -> Callable[[], Any]:
+    """The compiled step; what is known of it goes into `entry`."""
+    layers = _layers(entry["subject"], [w for w in tensors[2:] if w.ndim == 2])  # without those of norms
+    step, states = functools.partial(_step, layers), layers.states
+    if layers.settled is not None:
+        *_, states = f8emu.jax.jit(step)(states, *tensors)  # scales of an earlier step
+        states = [layers.settled(state) for state in states]
+    arguments = (states, *tensors)
+    start = time.perf_counter()
+    compiled = f8emu.jax.jit(step).lower(*arguments).compile()
+    entry["compile_s"] = time.perf_counter() - start
+    text = compiled.as_text()
+    entry["float8_gemms"] = text.count(f'custom_call_target="{FLOAT8_GEMM}"')
+    entry["triton_kernels"] = text.count('custom_call_target="__gpu$xla.gpu.triton"')
+    memory = compiled.memory_analysis()
+    entry["bytes"] = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    entry["peak_bytes"] = getattr(memory, "peak_memory_in_bytes", None)  # with the arguments, of later versions of JAX
+    results = jax.block_until_ready(compiled(*arguments))
+    entry["is_finite"] = all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in jax.tree.leaves(results[:2]))
+    return functools.partial(compiled, *arguments)
+
+
+# 3 Its figures
 
 
 def _back_to_back(call: Callable[[], Any], steps: int) -> float:
@@ -255,13 +225,29 @@ def _back_to_back(call: Callable[[], Any], steps: int) -> float:
     return 1e3 * (time.perf_counter() - start) / steps
 
 
-def _is_wrong(entry: runner.Entry, is_gpu: bool, blocks: int) -> bool:
-    if "failed" in entry or not entry.get("is_finite"):
-        return True
-    recipe = RECIPES[entry["subject"].partition("/")[2]]
-    is_blockwise = recipe.output.a.granularity.is_blockwise
-    gemms = sum(3 for gemm in recipe.gemms.values() if not gemm.is_high_precision)
-    return is_gpu and not is_blockwise and entry["float8_gemms"] != gemms * blocks
+def _kernels(call: Callable[[], Any], steps: int = 3) -> list[Entry]:
+    """Calls and microseconds a step of every kernel, the longest first."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(steps):
+                jax.block_until_ready(call())
+        for file in Path(directory).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+                for line in plane.lines if "GPU" in plane.name else ():
+                    for event in line.events if "Stream" in line.name else ():
+                        found[event.name].append(event.duration_ns / 1e3)
+    kernels = [{"name": name, "calls": len(us) / steps, "us": sum(us) / steps} for name, us in found.items()]
+    return sorted(kernels, key=lambda kernel: -kernel["us"])
+
+
+def _lacks_gemms(entry: Entry, blocks: int) -> bool:
+    """Whether a GEMM of codes is no call of cuBLASLt, which has none of blocks."""
+    library, _, name = entry["subject"].partition("/")
+    if library != "f8emu" or RECIPES[name].output.a.granularity.is_blockwise:
+        return False
+    gemms = sum(3 for gemm in RECIPES[name].gemms.values() if not gemm.is_high_precision)
+    return entry["float8_gemms"] != gemms * blocks
 
 
 if __name__ == "__main__":

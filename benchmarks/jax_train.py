@@ -26,9 +26,9 @@ from flax.training.train_state import TrainState
 from torch import nn
 
 import f8emu.jax
-from benchmarks.corpus import Corpus, read_corpus
-from benchmarks.runner import Bench, draw, option, say
-from benchmarks.train import BF16, FIGURES, HEAD, WARMUP, Batches, followed, in_range, judge, of_torch, rate
+from benchmarks.models import Corpus, read_corpus
+from benchmarks.runner import BASELINE, Bench, draw, option, say
+from benchmarks.train import FIGURES, HEAD, WARMUP, Batches, Model, followed, judge, of_torch, rate, rows_of
 from f8emu import interop
 from f8emu.interop import DEFAULT_RULES, ParameterRule
 from f8emu.jax.hosts.flax_linen import Float8DotGeneral
@@ -144,7 +144,7 @@ def params_of(model: SameTransformer) -> dict[str, Any]:
 @functools.cache
 def _programs(name: str, steps: int, lr: float) -> tuple[Transformer, Any, Callable[..., Any], Callable[..., Any]]:
     """Model, optimizer, and the compiled step and loss, which all seeds share."""
-    model = Transformer(**SIZE, recipe=None if name == BF16 else name)
+    model = Transformer(**SIZE, recipe=None if name == BASELINE else name)
     rates = jnp.array([lr * rate(step, steps) for step in range(steps)])
     adamw = optax.adamw(lambda step: rates[step], b1=0.9, b2=0.95, weight_decay=0.1)
 
@@ -156,12 +156,11 @@ def _programs(name: str, steps: int, lr: float) -> tuple[Transformer, Any, Calla
     return model, optax.chain(optax.clip_by_global_norm(1.0), adamw), step, f8emu.jax.jit(model.apply)
 
 
-def train_jax(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One run of flax's model."""
+def flax_model(name: str, weights: SameTransformer, arguments: argparse.Namespace) -> Model:
+    """flax's model for a run, with the weights of torch's."""
     model, optimizer, step, evaluate = _programs(name, arguments.steps, arguments.lr)
     example = jax.random.key(0), jnp.zeros((1, SIZE["length"] + 1), jnp.int32)
-    torch.manual_seed(seed)
-    params = params_of(SameTransformer(**SIZE))
+    params = params_of(weights)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, jax.eval_shape(model.init, *example)["params"])
     # without the parameters XLA has little to compile
     states = jax.jit(lambda *given: {name: x for name, x in model.init(*given).items() if name != "params"})(*example)
@@ -175,24 +174,26 @@ def train_jax(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespac
         state, loss = step(state, _array(tokens))
         return loss
 
-    def held_out(tokens: torch.Tensor) -> jax.Array:
-        return evaluate(state.params, _array(tokens))
-
-    run = {"library": "jax", "name": name, "seed": seed}
-    return run | followed(f"jax {name}", seed, corpus, arguments, BATCHES, one, held_out)
+    return Model(one, lambda tokens: evaluate(state.params, _array(tokens)))
 
 
-def train_torch(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same run of torch's model, on the CPU."""
+def train(library: str, name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One run of flax's model, or of torch's on the CPU."""
     torch.manual_seed(seed)
-    calls = of_torch(name, SameTransformer(**SIZE), torch.device("cpu"))
-    run = {"library": "torch", "name": name, "seed": seed}
-    return run | followed(f"torch {name}", seed, corpus, arguments, BATCHES, *calls)
+    weights = SameTransformer(**SIZE)
+    is_jax = library == "jax"
+    model = flax_model(name, weights, arguments) if is_jax else of_torch(name, weights, torch.device("cpu"))
+    found = followed(f"{library} {name}", seed, corpus, arguments, BATCHES, model)
+    return {"library": library, "name": name, "seed": seed, **found}
+
+
+def _array(tokens: torch.Tensor) -> jax.Array:
+    return interop.to_jax(tokens.to(torch.int32))
 
 
 BENCH = Bench(
     "benchmarks.jax_train",
-    "A small flax transformer trained under every recipe, beside bfloat16 and beside the same model in torch.",
+    __doc__,
     option("recipes", tuple(RECIPES), choices=tuple(RECIPES), nargs="*"),
     option("steps", 200),
     option("seeds", 3, "of bfloat16 and of every recipe in JAX"),
@@ -206,20 +207,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = BENCH.parse(argv, device="cpu")
     arguments, report = run.arguments, run.report
     corpus = read_corpus()
-    report |= {
-        "jax_device": jax.devices()[0].device_kind,
-        "corpus": corpus.description,
-        "model": SIZE,
-        "rows": BATCHES.rows,
-    }
-    report |= {"steps": arguments.steps, "warmup": WARMUP, "learning_rate": arguments.lr}
+    report |= {"jax_device": jax.devices()[0].device_kind, "corpus": corpus.description, "model": SIZE}
+    report |= {"rows": BATCHES.rows, "steps": arguments.steps, "warmup": WARMUP, "learning_rate": arguments.lr}
     say(f"JAX on {report['jax_device']}, {report['versions']['jax']}; torch on the CPU")
     runs: list[dict[str, Any]] = []
-    for name in (BF16, *arguments.recipes):
+    for name in (BASELINE, *arguments.recipes):
         for seed in range(arguments.seeds):
-            runs.append(train_jax(name, seed, corpus, arguments))
-            if seed < arguments.torch_seeds:
-                runs.append(train_torch(name, seed, corpus, arguments))
+            for library in ("jax", "torch") if seed < arguments.torch_seeds else ("jax",):
+                runs.append(train(library, name, seed, corpus, arguments))
             run.record(runs=runs, verdicts=judge([one for one in runs if one["library"] == "jax"]))
     columns = ("recipe", "loss", "bf16 seeds", "in range", "seed 0: jax", "torch", "first step: jax", "torch")
     draw(f"loss after {arguments.steps} steps, mean of {arguments.seeds} seeds", columns, _rows(report))
@@ -228,23 +223,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _rows(report: dict[str, Any]) -> list[list[str]]:
     """A row for every recipe and figure, and bfloat16's beside torch's."""
+    judged = {verdict["name"]: rows_of(verdict) for verdict in report["verdicts"]}
+    of_bf16 = {figure: [f"{BASELINE}, {figure.replace('_', ' ')}", "", "", ""] for figure in FIGURES}
     first = {(run["library"], run["name"]): run for run in report["runs"] if run["seed"] == 0}
-    of_recipe = {verdict["name"]: verdict for verdict in report["verdicts"]}
     rows: list[list[str]] = []
-    for name in dict.fromkeys(run["name"] for run in report["runs"]):
-        for figure in FIGURES:
-            cells = ["", "", ""]
-            if name in of_recipe:
-                cells = in_range(of_recipe[name][figure])
-            pair = [first.get((library, name)) for library in ("jax", "torch")]
-            beside = ["-" if run is None else f"{run[figure]:.4f}" for run in pair]
-            begun = ["-" if run is None else f"{run['losses'][0]:.6f}" for run in pair]
-            rows.append([f"{name}, {figure.replace('_', ' ')}", *cells, *beside, *begun])
+    for name in dict.fromkeys(name for _, name in first):
+        pair = [first.get((library, name)) for library in ("jax", "torch")]
+        begun = ["-" if run is None else f"{run['losses'][0]:.6f}" for run in pair]
+        for figure, row in judged.get(name, of_bf16).items():
+            rows.append([*row, *("-" if run is None else f"{run[figure]:.4f}" for run in pair), *begun])
     return rows
-
-
-def _array(tokens: torch.Tensor) -> jax.Array:
-    return interop.to_jax(tokens.to(torch.int32))
 
 
 if __name__ == "__main__":

@@ -12,24 +12,29 @@ differs from torchao or from itself without checkpointing where it must not.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import torch
 
 from benchmarks import runner, workloads
-from benchmarks.equality import compared, equal_to_no_checkpointing, equal_to_torchao, is_altered, verdict
-from benchmarks.kernels import draw_kernels
-from benchmarks.measure import forget, is_wrong, measure
+from benchmarks.measure import (
+    compared,
+    equal_to_no_checkpointing,
+    equal_to_torchao,
+    forget,
+    is_altered,
+    measure,
+    verdict,
+)
+from benchmarks.runner import Entry, figure, is_wrong
 from benchmarks.subjects import CHECKPOINTING, MODES, SUBJECTS
-from benchmarks.timing import copy_bandwidth
+from benchmarks.timing import copy_bandwidth, draw_kernels
 from benchmarks.workloads import Floor
 
 WORKLOADS = {"linear": workloads.linear, "feed_forward": workloads.feed_forward, "block": workloads.transformer_block}
 BENCH = runner.Bench(
     "benchmarks.linear",
-    "Forward and backward of linear layers and Llama blocks: bfloat16, torchao and f8emu.",
+    __doc__,
     runner.option("workloads", tuple(WORKLOADS), choices=WORKLOADS),
     runner.option("subjects", SUBJECTS, choices=SUBJECTS),
     runner.option("kernels", (), "list the kernels of a step", choices=SUBJECTS, metavar="SUBJECT"),
@@ -37,7 +42,7 @@ BENCH = runner.Bench(
     runner.option("mode", "both", choices=(*MODES, "both")),
     runner.option("tokens", 8192),
     runner.option("dim", 4096),
-    runner.option("hidden", int, "default 3.5 * dim, as in Llama-3 8B"),
+    runner.option("hidden", int, "3.5 * dim, as in Llama-3 8B, unless given"),
     *runner.turns_of(7, 10),
     runner.DEVICE,
 )
@@ -50,37 +55,35 @@ _COLUMNS: runner.Columns = {
     "peak MB": runner.scaled("peak_bytes", 1e6, ".0f"),
     "memory": "memory:.3f",
     "host ms": "enqueue_ms:.3f",
+    "kept MB": runner.scaled("kept_bytes", 1e6, ".0f"),
+    "kept": "kept:.3f",
 }
-_KEPT: runner.Columns = {"kept MB": runner.scaled("kept_bytes", 1e6, ".0f"), "kept": "kept:.3f"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints tables, records, and gives the exit status."""
     run = BENCH.parse(argv)
-    arguments, device, report = run.arguments, run.device, run.report
+    arguments, device = run.arguments, run.device
     runner.compile_without_limits()
-    dim, tokens = arguments.dim, arguments.tokens
-    hidden = arguments.hidden or dim * 7 // 2
+    tokens, dim, hidden = arguments.tokens, arguments.dim, arguments.hidden or arguments.dim * 7 // 2
     bandwidth = copy_bandwidth(device)
     run.announce(f", copy {bandwidth / 1e12:.3f} TB/s")
-    report |= {"tokens": tokens, "rounds": arguments.rounds, "steps": arguments.steps}
-    report |= {"copy_bytes_per_second": round(bandwidth)}
-    floor = Floor(device, bandwidth)
-    report["equal_to_torchao"] = _equality([(256, 512, 384), (tokens, dim, hidden)], device)
-    report["workloads"] = []
+    floor, found = Floor(device, bandwidth), list[Entry]()
+    equality = _equality([(256, 512, 384), (tokens, dim, hidden)], device)
+    run.report |= {"tokens": tokens, "rounds": arguments.rounds, "steps": arguments.steps}
+    run.report |= {"copy_bytes_per_second": round(bandwidth), "equal_to_torchao": equality, "workloads": found}
     modes = MODES if arguments.mode == "both" else (arguments.mode,)
-    wanted = [(subject, mode) for mode in modes for subject in arguments.subjects]
     for name, checkpointing in ((name, c) for name in arguments.workloads for c in arguments.checkpointing):
         workload = WORKLOADS[name](tokens, dim, hidden)
         is_plain = checkpointing == "none"
-        entry: runner.Entry = {"name": name, "title": workload.title, "checkpointing": checkpointing}
+        entry: Entry = {"name": name, "title": workload.title, "checkpointing": checkpointing}
         if not is_plain:
             what = f"{name}, checkpointing {checkpointing} against none, eager"
             count = partial(equal_to_no_checkpointing, workload=workload, checkpointing=checkpointing, device=device)
             entry["equal_to_no_checkpointing"] = compared(arguments.subjects, what, count)
         entry["subjects"] = measure(
             workload,
-            wanted,
+            [(subject, mode) for mode in modes for subject in arguments.subjects],
             device,
             rounds=arguments.rounds,
             steps=arguments.steps,
@@ -88,18 +91,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             checkpointing=checkpointing,
             profiled=arguments.kernels,
         )
-        report["workloads"].append(entry)
-        title = workload.title if is_plain else f"{workload.title}, checkpointing {checkpointing}"
-        title += f"; {workload.tokens} tokens, forward + backward; speed and memory: times bf16's"
-        runner.draw_entries(title, entry["subjects"], _COLUMNS if is_plain else {**_COLUMNS, **_KEPT})
+        found.append(entry)
+        title = f"{workload.title}, checkpointing {checkpointing}; {tokens} tokens, forward + backward"
+        runner.draw_entries(f"{title}; speed and memory: times bf16's", entry["subjects"], _COLUMNS)
         for timed in (e for e in entry["subjects"] if "kernels" in e):
-            _draw_kernels(timed)
+            parts = "".join(
+                f", {p} {figure(timed, f'{p}_ms:.3f')} ms" for p in ("floor", "gemms", "attention", "bytes")
+            )
+            draw_kernels(f"{timed['subject']} {timed['mode']}: a step of {timed['ms']:.3f} ms{parts}", timed["kernels"])
         run.record(gemms=_gemm_entries(floor))
         forget()
-    return _status(report)
+    altered = not isinstance(equality, str) and is_altered(equality)
+    altered |= any(is_altered(workload.get("equal_to_no_checkpointing", ())) for workload in found)
+    return int(altered or any(is_wrong(e) for workload in found for e in workload["subjects"]))
 
 
-def _equality(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> list[dict[str, Any]] | str:
+def _equality(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> list[Entry] | str:
     try:
         found = equal_to_torchao(shapes, device)
     except runner.AbsentError as error:
@@ -112,29 +119,16 @@ def _equality(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> l
     return found
 
 
-def _gemm_entries(floor: Floor) -> list[dict[str, Any]]:
-    found = []
-    for (gemm, shape), ms in floor.gemms_ms.items():
-        kind = f"{gemm.a} x {gemm.b}{', fast' if gemm.use_fast_accum else ''}"
-        found.append({"gemm": kind, **asdict(shape), "ms": ms, "tflops": shape.flops / ms / 1e9})
-    return found
-
-
-def _draw_kernels(timed: dict[str, Any]) -> None:
-    """The kernels of a step, under the step's time and the parts of its floor."""
-    floor = "".join(
-        f", {part} {runner.figure(timed, f'{part}_ms', '.3f')} ms" for part in ("gemms", "attention", "bytes")
-    )
-    title = f"{timed['subject']} {timed['mode']}: a step of {timed['ms']:.3f} ms"
-    draw_kernels(f"{title}; floor: {runner.figure(timed, 'floor_ms', '.3f')} ms{floor}", timed["kernels"])
-
-
-def _status(report: dict[str, Any]) -> int:
-    equality = report["equal_to_torchao"]
-    differs = not isinstance(equality, str) and any(any(e["numbers_differing"].values()) for e in equality)
-    failed = any(is_wrong(e) for w in report["workloads"] for e in w["subjects"])
-    checkpointed = [e for w in report["workloads"] for e in w.get("equal_to_no_checkpointing", [])]
-    return int(differs or failed or is_altered(checkpointed))
+def _gemm_entries(floor: Floor) -> list[Entry]:
+    return [
+        {
+            "gemm": f"{gemm.a} x {gemm.b}{', fast' if gemm.use_fast_accum else ''}",
+            **shape._asdict(),
+            "ms": ms,
+            "tflops": shape.flops / ms / 1e9,
+        }
+        for (gemm, shape), ms in floor.gemms_ms.items()
+    ]
 
 
 if __name__ == "__main__":

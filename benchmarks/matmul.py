@@ -11,23 +11,26 @@ zeros of the original, on which a GPU draws less power and runs faster. Peaks ar
 import sys
 from collections.abc import Sequence
 
-import torch
-
-from benchmarks.gemms import Shape, launcher
-from benchmarks.runner import DEVICE, Bench, Columns, Entry, draw_entries, option, spread, take_turns, turns_of
+from benchmarks.runner import (
+    BASELINE,
+    DEVICE,
+    Bench,
+    Columns,
+    Entry,
+    add_ratios,
+    draw_entries,
+    is_wrong,
+    option,
+    race,
+    turns_of,
+)
 from benchmarks.timing import alone
-from benchmarks.workloads import HIGH_PRECISION_GEMM
+from benchmarks.workloads import HIGH_PRECISION_GEMM, Shape, launcher
 from f8emu.spec import E4M3FN, Cast, Gemm, Granularity
 
-SHAPES = {
-    "attn.wqkv": (8192, 1280),
-    "attn.w0": (1024, 8192),
-    "ffn.w13": (8192, 7168),
-    "ffn.w2": (3584, 8192),
-}
+SHAPES = {"attn.wqkv": (8192, 1280), "attn.w0": (1024, 8192), "ffn.w13": (8192, 7168), "ffn.w2": (3584, 8192)}
 """Name -> (K, N)."""
-TOKENS = 4 * 4096
-PEAK_TFLOPS = {"bf16": 989, "float8": 1979}
+PEAK_TFLOPS = {BASELINE: 989, "float8": 1979}
 """H200 SXM, dense."""
 
 
@@ -36,7 +39,7 @@ def _float8(a: Granularity, b: Granularity, *, fast: bool = False) -> Gemm:
 
 
 KINDS = {
-    "bf16": HIGH_PRECISION_GEMM,
+    BASELINE: HIGH_PRECISION_GEMM,
     "tensorwise, fast": _float8(Granularity.TENSORWISE, Granularity.TENSORWISE, fast=True),
     "tensorwise": _float8(Granularity.TENSORWISE, Granularity.TENSORWISE),
     "rowwise, fast": _float8(Granularity.ROWWISE, Granularity.ROWWISE, fast=True),
@@ -44,12 +47,10 @@ KINDS = {
     "blockwise 1x128 x 128x128": _float8(Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128),
     "blockwise 1x128 x 1x128": _float8(Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128),
 }
-
-
 BENCH = Bench(
     "benchmarks.matmul",
-    "GEMMs over Llama-2 70B's shapes.",
-    option("tokens", TOKENS, "M"),
+    __doc__,
+    option("tokens", 4 * 4096, "M"),
     option("dim", 8192, "of the model; the shapes shrink with it"),
     *turns_of(3),
     DEVICE,
@@ -63,33 +64,30 @@ _COLUMNS: Columns = {
 }
 
 
-def measure(name: str, shape: Shape, rounds: int, device: torch.device) -> list[Entry]:
-    """One entry for each kind: the median over rounds in which the kinds take turns."""
-    calls = {kind: launcher(gemm, shape, device) for kind, gemm in KINDS.items()}
-    times = take_turns({kind: lambda call=call: alone(call, device) for kind, call in calls.items()}, rounds)
-    found: list[Entry] = []
-    for kind, of in times.items():
-        entry = {"name": name, "m": shape.m, "k": shape.k, "n": shape.n, "kind": kind, **spread(of)}
-        entry["tflops"] = shape.flops / entry["ms"] / 1e9
-        entry["speed"] = spread(times["bf16"])["ms"] / entry["ms"]
-        entry["fraction_of_peak"] = entry["tflops"] / PEAK_TFLOPS["bf16" if kind == "bf16" else "float8"]
-        found.append(entry)
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a table and records."""
     run = BENCH.parse(argv)
-    arguments = run.arguments
     run.announce()
     gemms: list[Entry] = []
-    for name, (k, n) in SHAPES.items():
-        shrunk = [max(128, size * arguments.dim // 8192 // 128 * 128) for size in (k, n)]
-        gemms += measure(name, Shape(arguments.tokens, shrunk[1], shrunk[0]), arguments.rounds, run.device)
+    for name, sizes in SHAPES.items():
+        k, n = (max(128, size * run.arguments.dim // 8192 // 128 * 128) for size in sizes)
+        shape = Shape(run.arguments.tokens, n, k)
+        entries: list[Entry] = [{"name": name, **shape._asdict(), "kind": kind, "subject": kind} for kind in KINDS]
+        race(
+            entries,
+            lambda entry, shape=shape: launcher(KINDS[entry["kind"]], shape, run.device),
+            lambda call: alone(call, run.device),
+            run.arguments.rounds,
+        )
+        add_ratios(entries, {})
+        for entry in (e for e in entries if "ms" in e):
+            entry["tflops"] = shape.flops / entry["ms"] / 1e9
+            entry["fraction_of_peak"] = entry["tflops"] / PEAK_TFLOPS.get(entry["kind"], PEAK_TFLOPS["float8"])
+        gemms += entries
     shown = [{**e, "layer": f"{e['name']} {e['m']} x {e['k']} x {e['n']}"} for e in gemms]
     draw_entries("GEMMs alone, M x K x N", shown, _COLUMNS, of="layer")
-    run.record(peak_tflops=PEAK_TFLOPS, rounds=arguments.rounds, gemms=gemms)
-    return 0
+    run.record(peak_tflops=PEAK_TFLOPS, rounds=run.arguments.rounds, gemms=gemms)
+    return int(any(map(is_wrong, gemms)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What every benchmark shares: its options, the facts of its record, subjects that take turns, ratios, and a table.
 
-BENCH = Bench("benchmarks.matmul", "GEMMs over Llama-2 70B's shapes.", option("tokens", 16384), DEVICE)
+BENCH = Bench("benchmarks.matmul", __doc__, option("tokens", 16384), DEVICE)
 run = BENCH.parse(argv)
 run.record(gemms=...)
 """
@@ -9,14 +9,16 @@ import argparse
 import gc
 import importlib
 import json
+import math
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -28,6 +30,9 @@ from f8emu.environment import versions
 BASELINE = "bf16"
 Entry = dict[str, Any]
 """What is recorded of one subject."""
+Option = tuple[str, dict[str, Any]]
+"""One option of a command line, as argparse takes it."""
+Ready = TypeVar("Ready")
 
 
 class AbsentError(Exception):
@@ -37,16 +42,8 @@ class AbsentError(Exception):
 # 1 Options
 
 
-class Option(NamedTuple):
-    """One option of a command line, as argparse takes it."""
-
-    name: str
-    settings: dict[str, Any]
-
-
 def option(name: str, default: Any, help: str = "", **settings: Any) -> Option:
     """`--name`, of the type of its default: a flag for False, a list for a tuple; a type has no default."""
-    text = help if default in (None, False) or isinstance(default, type) else f"{help} (default {_shown(default)})"
     of: dict[str, Any] = {"default": default, "type": type(default)}
     if default is False:
         of = {"action": "store_true"}
@@ -54,22 +51,13 @@ def option(name: str, default: Any, help: str = "", **settings: Any) -> Option:
         of = {"type": default}
     elif isinstance(default, tuple):
         of |= {"nargs": "+", "type": type((*default, *settings.get("choices", ()), "")[0])}
-    return Option(f"--{name}", {**of, "help": text.strip(), **settings})
+    return f"--{name}", {**of, "help": help or name, **settings}
 
 
-def operand(name: str, type: Callable[[str], Any], help: str = "", **settings: Any) -> Option:
-    """An argument without a name on the command line."""
-    return Option(name, {"type": type, "help": help, **settings})
-
-
-def _shown(default: Any) -> str:
-    return " ".join(map(str, default)) or "none" if isinstance(default, tuple) else str(default)
-
-
-def turns_of(rounds: int, steps: int | None = None) -> tuple[Option, ...]:
-    """`--rounds`, and `--steps` of a turn."""
+def turns_of(rounds: int, *steps: int) -> tuple[Option, ...]:
+    """`--rounds`, and `--steps` of a turn where there are any."""
     found = option("rounds", rounds, "turns of every subject")
-    return (found,) if steps is None else (found, option("steps", steps, "steps a turn"))
+    return (found, *(option("steps", count, "steps a turn") for count in steps))
 
 
 DEVICE = option("device", "cuda" if torch.cuda.is_available() else "cpu")
@@ -78,14 +66,18 @@ DEVICE = option("device", "cuda" if torch.cuda.is_available() else "cpu")
 class Bench:
     """A script: how it is called, and its options; `--json` is one of every script."""
 
-    def __init__(self, module: str, summary: str, *options: Option) -> None:
-        self.module, self.summary = module, summary
+    def __init__(self, module: str, document: str | None, *options: Option) -> None:
+        self.module, self.document = module, document or ""
         self.options = (*options, option("json", Path, "where to record"))
 
     def parse(self, argv: Sequence[str] | None, device: str | None = None) -> "Run":
         """What was asked for, on the device of `--device` or the one given."""
         given = list(sys.argv[1:] if argv is None else argv)
-        parser = argparse.ArgumentParser(prog=f"python -m {self.module}", description=self.summary)
+        parser = argparse.ArgumentParser(
+            prog=f"python -m {self.module}",
+            description=self.document.partition("\n")[0],
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
         for name, settings in self.options:
             parser.add_argument(name, **settings)
         own = given[: given.index("--")] if "--" in given else given
@@ -99,7 +91,14 @@ class Run:
 
     def __init__(self, module: str, given: Sequence[str], arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
-        self.report = facts(module, given, device)
+        found = versions() | {package: package_version(package) for package in ("torchao", "triton")}
+        self.report: dict[str, Any] = {
+            "command": shlex.join(["python", "-m", module, *given]),
+            "device": f"cpu, {torch.get_num_threads()} threads",
+            "versions": found | {"cuda": torch.version.cuda},
+        }
+        if device.type == "cuda":
+            self.report["device"] = torch.cuda.get_device_name(device)
 
     def announce(self, more: str = "") -> None:
         """The device and the version of torch, in a line."""
@@ -113,17 +112,6 @@ class Run:
 
 
 # 2 The record
-
-
-def facts(module: str, given: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """The command, the device and the versions that figures belong to."""
-    found = versions()
-    for package in ("torchao", "triton"):
-        found[package] = package_version(package)
-    found["cuda"] = torch.version.cuda
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    command = shlex.join(["python", "-m", module, *given])
-    return {"command": command, "device": name, "versions": found}
 
 
 def package_version(package: str) -> str | None:
@@ -156,7 +144,7 @@ def compile_without_limits() -> None:
 
 
 @contextmanager
-def attempt(entry: Entry, name: str = "") -> Iterator[None]:
+def attempt(entry: Entry) -> Iterator[None]:
     """One subject that fails costs its row, not the run: the entry says why."""
     try:
         yield
@@ -164,20 +152,42 @@ def attempt(entry: Entry, name: str = "") -> Iterator[None]:
         entry["absent"] = str(error)
     except Exception as error:  # whatever it is
         entry["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        say(f"{name or entry.get('subject', '')} failed: {error}")
+        say(f"{entry.get('subject', '')} {entry.get('mode', '')} failed: {error}")
 
 
-def take_turns(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What the calls give, which take turns, so that all see the same clocks and temperature."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+def race(
+    entries: Iterable[Entry], prepare: Callable[[Entry], Ready], turn: Callable[[Ready], float], rounds: int
+) -> list[tuple[Entry, Ready]]:
+    """Prepares a subject for each entry, then lets all take turns, so that they see the same clocks and temperature.
+
+    An entry gets the figures of its turns, which give milliseconds, or the reason why there are none. The result is
+    the entries that have figures, with their subjects.
+    """
+    ready: list[tuple[Entry, Ready, list[float]]] = []
+    for entry in entries:
+        start = time.perf_counter()
+        with attempt(entry):
+            ready.append((entry, prepare(entry), []))
+            entry["warmup_s"] = round(time.perf_counter() - start, 2)
     # A full collection walks through the compiled code of all subjects, in the turn of one.
     gc.collect()
     gc.freeze()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            found[name].append(call())
+    for entry, subject, ms in ready * rounds:
+        if "failed" not in entry:
+            with attempt(entry):
+                compiled = graphs_compiled()
+                ms.append(turn(subject))
+                entry |= spread(ms)
+                if graphs_compiled() != compiled:
+                    entry["compiled_while_timed"] = True
     gc.unfreeze()
-    return found
+    return [(entry, subject) for entry, subject, _ in ready if "failed" not in entry]
+
+
+def graphs_compiled() -> int:
+    """Since the process began."""
+    stats: Any = torch._dynamo.utils.counters["stats"]
+    return stats["unique_graphs"]
 
 
 def spread(ms: Sequence[float]) -> Entry:
@@ -201,6 +211,12 @@ def add_ratios(entries: Sequence[Entry], ratios: Mapping[str, str], baseline: st
             entry["last_loss_less_bf16"] = entry["losses"][-1] - same[0]["losses"][-1]
 
 
+def is_wrong(entry: Entry) -> bool:
+    """A subject of f8emu or the baseline that has no figures, or something that is not finite."""
+    is_finite = entry.get("is_finite", True) and all(map(math.isfinite, entry.get("losses", ())))
+    return not entry["subject"].startswith(("torchao/", "flax/")) and not ("ms" in entry and is_finite)
+
+
 # 4 Tables
 
 Columns = Mapping[str, str | Callable[[Entry], str]]
@@ -221,30 +237,28 @@ def draw(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
 
 def draw_entries(title: str, entries: Sequence[Entry], columns: Columns, *, of: str = "subject") -> None:
     """A table of entries; below it why an entry has no figures, or should not be believed."""
-    rows = []
+    rows, notes = [], []
     for e in entries:
         label = f"{e[of]} {e['mode']}" if "mode" in e else e[of]
-        missing = "absent" if "absent" in e else "FAILED" if "failed" in e else ""
-        rows.append([label, missing] if missing else [label, *(_figure(e, column) for column in columns.values())])
-    draw(title, (of, *columns), rows)
-    for e, (label, *_) in zip(entries, rows, strict=True):
-        if "absent" in e or "failed" in e:
-            say(f"{label}: {e.get('absent') or e.get('failed')}")
-        elif not e.get("is_finite", True):
-            say(f"{label}: an output or gradient is not finite")
+        if missing := e.get("absent") or e.get("failed"):
+            rows.append([label, "absent" if "absent" in e else "FAILED"])
+            notes.append(f"{label}: {missing}")
+            continue
+        rows.append([label, *(figure(e, column) for column in columns.values())])
+        if not e.get("is_finite", True):
+            notes.append(f"{label}: an output or gradient is not finite")
         if e.get("compiled_while_timed"):
-            say(f"{label}: something was compiled while it was timed: do not use its figures")
+            notes.append(f"{label}: something was compiled while it was timed: do not use its figures")
+    draw(title, (of, *columns), rows)
+    for note in notes:
+        say(note)
 
 
-def _figure(entry: Entry, column: str | Callable[[Entry], str]) -> str:
+def figure(entry: Entry, column: str | Callable[[Entry], str]) -> str:
+    """A figure of an entry, for a table; a dash where it has none."""
     if not isinstance(column, str):
         return column(entry)
     key, _, form = column.partition(":")
-    return figure(entry, key, form)
-
-
-def figure(entry: Entry, key: str, form: str) -> str:
-    """A figure of an entry, for a table; a dash where it has none."""
     return format(entry[key], form) if entry.get(key) is not None else "-"
 
 

@@ -11,14 +11,14 @@ leaves out fewest sizes.
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from benchmarks import workloads
 from benchmarks.measure import forget, measure
-from benchmarks.runner import DEVICE, Bench, draw, figure, option, say, turns_of
-from benchmarks.subjects import BASELINE, SUBJECTS
+from benchmarks.runner import BASELINE, DEVICE, Bench, draw, figure, option, say, turns_of
+from benchmarks.subjects import SUBJECTS
 
-SIZES = (512, 1024, 2048, 4096, 8192, 14336)
 TIMINGS = ("back to back", "CUDA graph")
 Size = tuple[int, int]
 """in_features K, out_features N."""
@@ -37,8 +37,8 @@ def smallest(speeds: Mapping[Size, float]) -> Size | None:
 
 BENCH = Bench(
     "benchmarks.sizes",
-    "One linear layer, many sizes.",
-    option("sizes", SIZES, "of K and N"),
+    __doc__,
+    option("sizes", (512, 1024, 2048, 4096, 8192, 14336), "of K and N"),
     option("subjects", tuple(name for name in SUBJECTS if not name.startswith("torchao/")), choices=SUBJECTS),
     option("tokens", 8192),
     *turns_of(5, 10),
@@ -50,47 +50,42 @@ BENCH = Bench(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints tables, records after every size; exit status 1 if a subject failed."""
     run = BENCH.parse(argv)
-    arguments, device, report = run.arguments, run.device, run.report
-    timings = TIMINGS if device.type == "cuda" else TIMINGS[:1]
+    arguments, points = run.arguments, list[dict[str, Any]]()
+    timings = TIMINGS if run.device.type == "cuda" else TIMINGS[:1]
     wanted = [(name, "eager") for name in arguments.subjects]
-    report |= {"tokens": arguments.tokens, "rounds": arguments.rounds, "steps": arguments.steps, "points": []}
+    turns = {"rounds": arguments.rounds, "steps": arguments.steps}
+    run.report |= {"tokens": arguments.tokens, **turns, "points": points}
     start = time.perf_counter()
-    for k, n in ((k, n) for k in arguments.sizes for n in arguments.sizes):
+    for k, n in product(arguments.sizes, repeat=2):
         if arguments.seconds and time.perf_counter() - start > arguments.seconds:
             say(f"stopped before K={k}, N={n}: --seconds {arguments.seconds}")
-            report["stopped_before"] = [k, n]
+            run.report["stopped_before"] = [k, n]
             break
-        point: dict[str, Any] = {"k": k, "n": n}
-        report["points"].append(point)
+        points.append({"k": k, "n": n})
+        workload = workloads.linear(arguments.tokens, k, n)
         for timing in timings:
-            point[timing] = measure(
-                workloads.linear(arguments.tokens, k, n),
-                wanted,
-                device,
-                rounds=arguments.rounds,
-                steps=arguments.steps,
-                is_graph=timing == "CUDA graph",
-            )
-            speeds = ", ".join(f"{e['subject']} {figure(e, 'speed', '.2f')}" for e in point[timing])
+            entries = measure(workload, wanted, run.device, **turns, is_graph=timing == "CUDA graph")
+            points[-1][timing] = entries
+            speeds = ", ".join(f"{e['subject']} {figure(e, 'speed:.2f')}" for e in entries)
             say(f"K={k} N={n}, {timing}: {speeds}")
         forget()
-        found = {
-            timing: {name: smallest(_speeds(report["points"], timing, name)) for name in arguments.subjects}
-            for timing in timings
-        }
-        run.record(smallest=found)
+        run.record(
+            smallest={
+                timing: {name: smallest(_speeds(points, timing, name)) for name in arguments.subjects}
+                for timing in timings
+            }
+        )
     for timing in timings:
-        _draw(report, timing, [name for name in arguments.subjects if name != BASELINE])
-    return int(any("failed" in e for point in report["points"] for timing in timings for e in point[timing]))
+        _draw(run.report, timing, [name for name in arguments.subjects if name != BASELINE])
+    return int(any("failed" in e for point in points for timing in timings for e in point[timing]))
 
 
 def _draw(report: dict[str, Any], timing: str, others: Sequence[str]) -> None:
     rows = []
     for point in report["points"]:
         by_name = {e["subject"]: e for e in point[timing]}
-        figures = [figure(by_name[name], "speed", ".2f") for name in others]
-        bf16 = figure(by_name.get(BASELINE, {}), "ms", ".3f")
-        rows.append([f"{point['k']} x {point['n']}", bf16, *figures])
+        bf16 = figure(by_name.get(BASELINE, {}), "ms:.3f")
+        rows.append([f"{point['k']} x {point['n']}", bf16, *(figure(by_name[name], "speed:.2f") for name in others)])
     title = f"speed of one linear layer against bf16, {report['tokens']} tokens, {timing}"
     draw(title, ("K x N", "bf16 ms", *others), rows)
     for name in others:

@@ -1,4 +1,4 @@
-"""Who is timed: bfloat16, torchao and f8emu, on copies of one model."""
+"""Who is timed: bfloat16, torchao and f8emu, on copies of one model, with and without activation checkpointing."""
 
 import copy
 import functools
@@ -18,16 +18,17 @@ from f8emu.torch import convert_to_float8_training, float8_checkpoint_policy
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SUBJECTS = (BASELINE, *(f"torchao/{name}" for name in TORCHAO_RECIPES), *(f"f8emu/{name}" for name in RECIPES))
 MODES = ("compiled", "eager")
+Call = Callable[[Tensor], Tensor]
 
 
-def torchao_float8() -> Any:
-    """The module `torchao.float8`.
+def torchao(module: str = "torchao.float8") -> Any:
+    """A module of torchao.
 
     Raises:
         AbsentError: torchao is not installed.
     """
     try:
-        return importlib.import_module("torchao.float8")
+        return importlib.import_module(module)
     except ImportError as error:
         raise AbsentError(f"torchao is not installed ({error})") from error
 
@@ -55,9 +56,8 @@ def converted(
         options: dict[str, Any] = {"module_filter_fn": is_wanted, "recompute_casts": recompute_casts}
         model = convert_to_float8_training(model, config=RECIPES[name], **options)
     else:
-        torchao = torchao_float8()
-        config = torchao.Float8LinearConfig.from_recipe_name(name)
-        model = torchao.convert_to_float8_training(model, config=config, module_filter_fn=is_wanted)
+        config = torchao().Float8LinearConfig.from_recipe_name(name)
+        model = torchao().convert_to_float8_training(model, config=config, module_filter_fn=is_wanted)
     left = [name for name, module in model.named_modules() if type(module) is nn.Linear and is_wanted(module, name)]
     assert not left, f"{subject}: {', '.join(left)} not converted; its figures would be bfloat16's"
     return model
@@ -69,7 +69,7 @@ def compile_options(subject: str) -> dict[str, Any]:
     return {"dynamic": False, "options": options}
 
 
-def compiled(subject: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
+def compiled(subject: str, model: nn.Module) -> Call:
     """The model as one graph."""
     return torch.compile(model, fullgraph=True, **compile_options(subject))
 
@@ -78,16 +78,10 @@ def compiled(subject: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
 class Subject:
     """A model with its own input, ready to step."""
 
-    name: str
-    mode: str
-    call: Callable[[Tensor], Tensor]
+    call: Call
     model: nn.Module
     x: Tensor
     grad_output: Tensor
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} {self.mode}"
 
     def free(self) -> None:
         """Drops the gradients."""
@@ -102,23 +96,23 @@ class Subject:
         """
         return self.call(self.x.view_as(self.x))
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """Those of the last pass."""
-        found = (self.x.grad, *(p.grad for p in self.model.parameters()))
-        return [grad for grad in found if grad is not None]
-
     def step(self) -> None:
         """What training does a step, without the optimizer: forward and backward, into fresh gradients."""
         self.free()
         self.forward().backward(self.grad_output)
 
     def results(self) -> list[Tensor]:
-        """Output and gradients of one more pass."""
+        """Output and gradients of one more step."""
         self.free()
         output = self.forward()
         output.backward(self.grad_output)
         return [output.detach(), *self.gradients]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Those of the last pass."""
+        found = (self.x.grad, *(p.grad for p in self.model.parameters()))
+        return [grad for grad in found if grad is not None]
 
 
 def make_subject(
@@ -132,8 +126,7 @@ def make_subject(
     own = converted(name, copy.deepcopy(model))
     whole = checkpointed(name, own, checkpointing)
     call = compiled(name, whole) if mode == "compiled" else whole
-    own_x = x.clone().requires_grad_()
-    return Subject(name=name, mode=mode, call=call, model=own, x=own_x, grad_output=grad_output)
+    return Subject(call=call, model=own, x=x.clone().requires_grad_(), grad_output=grad_output)
 
 
 # Activation checkpointing: which results are kept, and which are computed again

@@ -1,11 +1,17 @@
-"""Time and memory of a step on a device: events on the GPU, a clock on the CPU."""
+"""Time, memory and kernels of a step: events on the GPU, a clock on the CPU, and torch.profiler."""
 
 import importlib
+import re
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.runner import draw
 
 Step = Callable[[], object]
 
@@ -26,21 +32,19 @@ def synchronize(device: torch.device) -> None:
 def back_to_back(step: Step, steps: int, device: torch.device) -> Timed:
     """`steps` steps without a synchronization in between, as training runs, after one that is not timed."""
     step()
-    if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    is_cuda = device.type == "cuda"
+    begin, end = (torch.cuda.Event(enable_timing=True) if is_cuda else None for _ in range(2))
+    if begin:
         begin.record()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        enqueue = time.perf_counter() - start
-        end.record()
-        torch.cuda.synchronize(device)
-        return Timed(begin.elapsed_time(end) / steps, 1e3 * enqueue / steps)
     start = time.perf_counter()
     for _ in range(steps):
         step()
-    ms = 1e3 * (time.perf_counter() - start) / steps
-    return Timed(ms, ms)
+    enqueue_ms = 1e3 * (time.perf_counter() - start) / steps
+    if not (begin and end):
+        return Timed(enqueue_ms, enqueue_ms)
+    end.record()
+    torch.cuda.synchronize(device)
+    return Timed(begin.elapsed_time(end) / steps, enqueue_ms)
 
 
 def alone(call: Step, device: torch.device) -> float:
@@ -79,17 +83,17 @@ def peak_bytes(step: Step, device: torch.device) -> int | None:
 
 
 def kept_bytes(forward: Step, device: torch.device) -> int | None:
-    """Memory held between forward and backward above what was there before: output and what backward needs.
-
-    None on a CPU, as above.
-    """
-    if device.type != "cuda":
-        return None
-    before = torch.cuda.memory_allocated(device)
+    """Memory held between forward and backward above what was there before: output and what backward needs."""
+    before = held_bytes(device)
     output = forward()
-    kept = torch.cuda.memory_allocated(device) - before
+    kept = held_bytes(device) - before
     del output
-    return kept
+    return kept if device.type == "cuda" else None
+
+
+def held_bytes(device: torch.device) -> int:
+    """What is allocated now; 0 on a CPU, which does not count."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -98,3 +102,167 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.empty(count, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2e3 * count / alone(lambda: target.copy_(source), device)
+
+
+# Kernels
+
+STEPS = 3
+_NAME_LENGTH = 160
+"""CUTLASS's names are types of a thousand characters. Kernels that differ only later count as one."""
+_WAITS = 12
+"""Kernels before which the GPU waited longest."""
+KINDS = {
+    "collectives": "nccl",
+    "GEMMs": "nvjet|cutlass|gemm|cublas",
+    "attention": "sdpa|fmha|flash|cudnn",
+    "casts and amaxes": "^(cast|row|tensor|col|scales|transpose)[a-z_]*_kernel|cast_pair|amax|transpose_codes",
+    "optimizer and gradient norm": "multi_tensor_apply",
+    "FSDP2's copies": "chunk_cat|split_with_sizes",
+}
+"""Kind -> what the names of its kernels have in them; the first that does counts."""
+Times = list[tuple[float, float]]
+
+
+class Run(NamedTuple):
+    """One run of a kernel; times in microseconds, from anywhere."""
+
+    name: str
+    stream: int
+    begin: float
+    end: float
+
+
+class Profile(NamedTuple):
+    """Steps one after the other."""
+
+    kernels: list[dict[str, Any]]
+    """See `kernels`."""
+    runs: list[Run]
+    """Of all steps; empty on a CPU."""
+    step_us: float
+    """A step, by the host's clock."""
+
+
+def kernels(step: Step, device: torch.device) -> list[dict[str, Any]]:
+    """Name, calls and microseconds of every kernel of a step, the longest first; on a CPU, of every operator."""
+    return profiled(step, device).kernels
+
+
+def profiled(step: Step, device: torch.device) -> Profile:
+    """The kernels of a step, and when each ran."""
+    is_cuda = device.type == "cuda"
+    kind = DeviceType.CUDA if is_cuda else DeviceType.CPU
+    step()
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as seen:
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        synchronize(device)
+        step_us = (time.perf_counter() - start) * 1e6 / STEPS
+    totals: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0])
+    for event in seen.key_averages():
+        us = event.self_device_time_total if is_cuda else event.self_cpu_time_total
+        # Annotations span kernels that have events of their own.
+        if event.device_type == kind and not event.is_user_annotation and us:
+            total = totals[event.key[:_NAME_LENGTH]]
+            total[0] += event.count
+            total[1] += us
+    found = [
+        {"name": name, "calls": round(calls / STEPS, 2), "us": round(us / STEPS, 1)}
+        for name, (calls, us) in totals.items()
+    ]
+    runs = [
+        Run(event.name[:_NAME_LENGTH], event.device_resource_id, event.time_range.start, event.time_range.end)
+        for event in (seen.events() or () if is_cuda else ())
+        if event.device_type == kind and not event.is_user_annotation
+    ]
+    return Profile(sorted(found, key=lambda entry: -entry["us"]), runs, step_us)
+
+
+def exposure(runs: Sequence[Run], step_us: float, steps: int = STEPS) -> dict[str, Any]:
+    """What the time of a step is made of, in microseconds, where kernels of several streams may run at once.
+
+    - `computing_us`: at least one kernel runs that is no collective; `beside_us`: what more than one do at once, twice.
+    - `exposed_us`: a collective runs, and nothing else; by the collective in `exposed`.
+    - `idle_us`: nothing runs.
+    - `waits`: exposed and idle time before a kernel, by its name, the longest `_WAITS`.
+
+    The three times are a step's; more than that only by the host's clock, which also sees the profiler.
+    """
+    collectives = [run for run in runs if re.search(KINDS["collectives"], run.name)]
+    others = sorted((run for run in runs if not re.search(KINDS["collectives"], run.name)), key=lambda run: run.begin)
+    computing, busy = _length(_union(others)), _length(_union([*others, *collectives]))
+    exposed = {
+        name: _length(_union([*others, *(run for run in collectives if run.name == name)])) - computing
+        for name in {run.name for run in collectives}
+    }
+    waits: defaultdict[str, float] = defaultdict(float)
+    end = others[0].begin if others else 0.0
+    for run in others:
+        if run.begin > end:
+            waits[run.name] += run.begin - end
+        end = max(end, run.end)
+
+    def most(times: dict[str, float]) -> dict[str, float]:
+        return {name: round(us / steps, 1) for name, us in sorted(times.items(), key=lambda item: -item[1])}
+
+    return {
+        "step_us": round(step_us, 1),
+        "computing_us": round(computing / steps, 1),
+        "beside_us": round((sum(run.end - run.begin for run in others) - computing) / steps, 1),
+        "collectives_us": round(_length(_union(collectives)) / steps, 1),
+        "exposed_us": round((busy - computing) / steps, 1),
+        "idle_us": round(step_us - busy / steps, 1),
+        "exposed": most(exposed),
+        "waits": dict(list(most(waits).items())[:_WAITS]),
+    }
+
+
+def _union(runs: Iterable[Run]) -> Times:
+    """The times at which at least one of them runs, in order."""
+    found: Times = []
+    for run in sorted(runs, key=lambda run: run.begin):
+        if found and run.begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], run.end)
+        else:
+            found.append((run.begin, run.end))
+    return found
+
+
+def _length(times: Times) -> float:
+    return sum(end - begin for begin, end in times)
+
+
+def kinds(found: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Microseconds of a step by kind of kernel; what the compiler has fused with a cast counts as a cast."""
+    totals = dict.fromkeys([*KINDS, "other"], 0.0)
+    for entry in found:
+        totals[next((kind for kind, names in KINDS.items() if re.search(names, entry["name"])), "other")] += entry["us"]
+    return totals
+
+
+def draw_kernels(title: str, found: Sequence[dict[str, Any]]) -> None:
+    """The kernels as a table, with their sum, then their kinds; collectives may run beside other kernels."""
+    calls, total = (sum(entry[what] for entry in found) for what in ("calls", "us"))
+    of_all = {"name": "sum", "calls": calls, "us": total}
+    rows = [(e["name"][:100], f"{e['calls']:g}", f"{e['us']:.1f}", f"{e['us'] / total:.1%}") for e in (*found, of_all)]
+    draw(title, ("kernel", "calls", "us", "part"), rows)
+    parts = [[kind, f"{us:.1f}", f"{us / total:.1%}"] for kind, us in kinds(found).items() if us]
+    draw(f"{title}: kinds", ("kind", "us", "part"), parts)
+
+
+def draw_exposure(title: str, found: dict[str, Any]) -> None:
+    """Where the time of a step goes: computing, collectives that nothing hides, and nothing at all."""
+    rows = [
+        ["computing", found["computing_us"]],
+        ["collectives alone (exposed)", found["exposed_us"]],
+        *([f"  of {name[:80]}", us] for name, us in found["exposed"].items()),
+        ["nothing runs", found["idle_us"]],
+        ["step, by the host's clock", found["step_us"]],
+        ["collectives, hidden or not", found["collectives_us"]],
+        ["kernels beside other kernels", found["beside_us"]],
+        *([f"wait before {name[:80]}", us] for name, us in found["waits"].items()),
+    ]
+    table = [[name, f"{us / 1e3:.2f}", f"{us / found['step_us']:.1%}"] for name, us in rows]
+    draw(title, ("a step of rank 0", "ms", "part"), table)

@@ -18,18 +18,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.corpus import Corpus, read_corpus
-from benchmarks.models import Llama
-from benchmarks.runner import DEVICE, Bench, draw, option, say
+from benchmarks.models import Corpus, Llama, read_corpus
+from benchmarks.runner import BASELINE, DEVICE, Bench, draw, option, say
+from benchmarks.subjects import converted
 from f8emu.spec import RECIPES
-from f8emu.torch import convert_to_float8_training
 
-BF16 = "bf16"
 LAST = 20
 """Steps whose mean is the final training loss."""
 FIGURES = ("training", "held_out")
@@ -51,46 +50,41 @@ class Batches(NamedTuple):
     """Batches of the held-out text."""
 
 
-def followed(
-    label: str,
-    seed: int,
-    corpus: Corpus,
-    arguments: argparse.Namespace,
-    batches: Batches,
-    one: Callable[[Tensor, float], Any],
-    evaluate: Callable[[Tensor], Any],
-) -> dict[str, Any]:
-    """Losses of every step and on the held-out text; batches and learning rates are those of all runs of the seed.
+class Model(NamedTuple):
+    """A model of either library in training."""
 
-    `one` takes a step on tokens at a learning rate, and gives the loss before it.
-    """
+    step: Callable[[Tensor, float], Any]
+    """Takes a step on tokens at a learning rate, and gives the loss before it."""
+    evaluate: Callable[[Tensor], Any]
+    """The loss on tokens."""
+
+
+def followed(
+    label: str, seed: int, corpus: Corpus, arguments: argparse.Namespace, batches: Batches, model: Model
+) -> dict[str, Any]:
+    """Losses of every step and on the held-out text; batches and learning rates are those of all runs of the seed."""
     rows, length, count = batches
     generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     losses = [
-        one(corpus.batch(generator, rows, length), arguments.lr * rate(step, arguments.steps))
+        model.step(corpus.batch(generator, rows, length), arguments.lr * rate(step, arguments.steps))
         for step in range(arguments.steps)
     ]
     curve = [float(loss) for loss in losses]
     seconds = time.perf_counter() - start
-    training = mean(curve[-LAST:])
-    held_out = mean([float(evaluate(tokens)) for tokens in corpus.held_out_batches(count, rows, length)])
+    training = fmean(curve[-LAST:])
+    held_out = fmean(float(model.evaluate(tokens)) for tokens in corpus.held_out_batches(count, rows, length))
     say(f"{label} seed {seed}: {training:.4f} training, {held_out:.4f} held out, {seconds:.1f} s")
     return {"seconds": round(seconds, 2), "losses": curve, "training": training, "held_out": held_out}
 
 
-def of_torch(
-    name: str, model: nn.Module, device: torch.device
-) -> tuple[Callable[[Tensor, float], Tensor], Callable[[Tensor], Tensor]]:
-    """Converts a model for a run; the two functions that `followed` takes."""
-    if name != BF16:
-        convert_to_float8_training(model, config=RECIPES[name], module_filter_fn=lambda _, fqn: fqn != HEAD)
-        left = [fqn for fqn, module in model.named_modules() if type(module) is nn.Linear and fqn != HEAD]
-        assert not left, f"{name}: {', '.join(left)} not converted; its loss would be bfloat16's"
+def of_torch(name: str, model: nn.Module, device: torch.device) -> Model:
+    """Converts a model of torch for a run."""
+    converted(name if name == BASELINE else f"f8emu/{name}", model, left_out=(HEAD,))
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
 
-    def one(tokens: Tensor, learning_rate: float) -> Tensor:
+    def step(tokens: Tensor, learning_rate: float) -> Tensor:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.zero_grad()
@@ -106,7 +100,7 @@ def of_torch(
         with torch.autocast(device.type, dtype=torch.bfloat16):
             return model.eval()(tokens.to(device))
 
-    return one, evaluate
+    return Model(step, evaluate)
 
 
 def train(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -114,28 +108,27 @@ def train(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -
     size, batches = (TINY, Batches(2, 64, 2)) if arguments.tiny else (FULL, Batches(16, 256, 32))
     torch.manual_seed(seed)
     model = Llama(**size)
-    calls = of_torch(name, model, torch.device(arguments.device))
-    run = {"name": name, "seed": seed, **followed(name, seed, corpus, arguments, batches, *calls)}
-    return run | {"parameters": sum(p.numel() for p in model.parameters())}
+    run = followed(name, seed, corpus, arguments, batches, of_torch(name, model, torch.device(arguments.device)))
+    return {"name": name, "seed": seed, **run, "parameters": sum(p.numel() for p in model.parameters())}
 
 
 def judge(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every recipe against the bfloat16 seeds."""
-    bf16 = {run["seed"]: run for run in runs if run["name"] == BF16}
+    bf16 = {run["seed"]: run for run in runs if run["name"] == BASELINE}
     verdicts: list[dict[str, Any]] = []
-    for name in dict.fromkeys(run["name"] for run in runs if run["name"] != BF16):
+    for name in dict.fromkeys(run["name"] for run in runs if run["name"] != BASELINE):
         own = [run for run in runs if run["name"] == name]
         verdict: dict[str, Any] = {"name": name, "seeds": [run["seed"] for run in own]}
         for figure in FIGURES:
             of = [run[figure] for run in bf16.values()]
             shifts = [run[figure] - bf16[run["seed"]][figure] for run in own]
-            loss = mean([run[figure] for run in own])
+            loss = fmean(run[figure] for run in own)
             verdict[figure] = {
                 "loss": loss,
                 "bf16_least": min(of),
                 "bf16_greatest": max(of),
-                "bf16_mean": mean(of),
-                "shift": mean(shifts),
+                "bf16_mean": fmean(of),
+                "shift": fmean(shifts),
                 "shifts": shifts,
                 "in_range": min(of) <= loss <= max(of),
             }
@@ -143,6 +136,19 @@ def judge(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         verdict["passes"] = finite and all(verdict[f]["in_range"] for f in FIGURES)
         verdicts.append(verdict)
     return verdicts
+
+
+def rows_of(verdict: dict[str, Any]) -> dict[str, list[str]]:
+    """Of a table, a row for each figure: its loss, the range of the bfloat16 seeds, and whether it lies in it."""
+    return {
+        figure: [
+            f"{verdict['name']}, {figure.replace('_', ' ')}",
+            f"{verdict[figure]['loss']:.4f}",
+            f"{verdict[figure]['bf16_least']:.4f} - {verdict[figure]['bf16_greatest']:.4f}",
+            "yes" if verdict[figure]["in_range"] else "NO",
+        ]
+        for figure in FIGURES
+    }
 
 
 def plot(path: Path, runs: Sequence[dict[str, Any]]) -> None:
@@ -154,18 +160,17 @@ def plot(path: Path, runs: Sequence[dict[str, Any]]) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     curves: dict[str, list[list[float]]] = {}
     for run in runs:
-        curves.setdefault(run["name"], []).append(_smooth(run["losses"]))
-    means = {name: [mean(losses) for losses in zip(*of, strict=True)] for name, of in curves.items()}
-    lines = [(f"{BF16}, each seed", curve, {"color": "0.6", "linewidth": 2}) for curve in curves[BF16]]
-    lines += [(name, curve, {"linewidth": 1}) for name, curve in means.items() if name != BF16]
-    labelled: set[str] = set()
+        losses = run["losses"]
+        smooth = [fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+        curves.setdefault(run["name"], []).append(smooth)
+    means = {name: [fmean(losses) for losses in zip(*of, strict=True)] for name, of in curves.items()}
+    lines = [(f"{BASELINE}, seed {i}", curve, {"color": "0.6"}) for i, curve in enumerate(curves[BASELINE])]
+    lines += [(name, curve, {"linewidth": 1}) for name, curve in means.items() if name != BASELINE]
     for label, curve, style in lines:
-        above.plot(curve, label=None if label in labelled else label, **style)
-        below.plot([a - b for a, b in zip(curve, means[BF16], strict=True)], **style)
-        labelled.add(label)
+        above.plot(curve, label=label, **style)
+        below.plot([a - b for a, b in zip(curve, means[BASELINE], strict=True)], **style)
     above.set_ylabel("loss, mean of ten steps")
-    below.set_ylabel("minus the mean of bf16")
-    below.set_xlabel("step")
+    below.set(xlabel="step", ylabel="minus the mean of bf16")
     above.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -173,7 +178,7 @@ def plot(path: Path, runs: Sequence[dict[str, Any]]) -> None:
 
 BENCH = Bench(
     "benchmarks.train",
-    "A small byte-level Llama trained under every recipe, beside three seeds of bfloat16.",
+    __doc__,
     option("recipes", tuple(RECIPES), choices=tuple(RECIPES)),
     option("steps", 300),
     option("seeds", 3, "of bfloat16 and of every recipe"),
@@ -195,18 +200,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.report |= {"corpus": corpus.description, "model": model, "steps": arguments.steps}
     run.announce(f", corpus {corpus.description['training_bytes']} bytes")
     runs: list[dict[str, Any]] = []
-    for name in (BF16, *arguments.recipes):
+    for name in (BASELINE, *arguments.recipes):
         for seed in range(arguments.seeds):
             runs.append(train(name, seed, corpus, arguments))
             run.record(runs=runs, verdicts=judge(runs))
     verdicts = run.report["verdicts"]
-    rows = []
-    for verdict in verdicts:
-        for figure in FIGURES:
-            cells = in_range(verdict[figure])
-            rows.append([f"{verdict['name']}, {figure.replace('_', ' ')}", *cells, f"{verdict[figure]['shift']:+.4f}"])
-    columns = ("recipe", "loss", "bf16 seeds", "in range", "shift from bf16")
+    rows = [(*row, f"{v[figure]['shift']:+.4f}") for v in verdicts for figure, row in rows_of(v).items()]
     what = f"mean of {arguments.seeds} seeds; training: the last {min(LAST, arguments.steps)}"
+    columns = ("recipe", "loss", "bf16 seeds", "in range", "shift from bf16")
     draw(f"loss after {arguments.steps} steps, {what}", columns, rows)
     if arguments.plot:
         if importlib.util.find_spec("matplotlib") is None:
@@ -216,26 +217,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(verdict["passes"] for verdict in verdicts))
 
 
-def in_range(of: dict[str, Any]) -> list[str]:
-    """A loss, the range of the bfloat16 seeds, and whether it lies in it."""
-    seeds = f"{of['bf16_least']:.4f} - {of['bf16_greatest']:.4f}"
-    return [f"{of['loss']:.4f}", seeds, "yes" if of["in_range"] else "NO"]
-
-
 def rate(step: int, steps: int) -> float:
     """Linear rise, then a cosine down to a tenth."""
     rise = min(WARMUP, max(1, steps // 4))
     if step < rise:
         return (step + 1) / rise
     return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _smooth(losses: Sequence[float], width: int = 10) -> list[float]:
-    return [mean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
 
 
 if __name__ == "__main__":

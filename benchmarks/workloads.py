@@ -12,23 +12,70 @@ Bytes are counted by one rule for all, an estimate from below and no proof:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import ScalingType, scaled_dot_product_attention
+from torch.nn.functional import scaled_mm as library_scaled_mm
 
-from benchmarks.gemms import Shape, gemm_ms
 from benchmarks.models import FeedForward, TransformerBlock
-from benchmarks.timing import alone
-from f8emu.spec import HIGH_PRECISION_CAST, Gemm, Recipe
+from benchmarks.timing import Step, alone
+from f8emu.spec import HIGH_PRECISION_CAST, Gemm, Granularity, Recipe
+from f8emu.torch import scaled_mm
+from f8emu.torch.gemm.hardware import block_scales
 
 HIGH_PRECISION_GEMM = Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST)
 _BYTES = 2
 """Of a bfloat16 number."""
 
+# GEMMs alone
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+
+class Shape(NamedTuple):
+    """`[m, k] @ [n, k]^T`."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+def launcher(gemm: Gemm, shape: Shape, device: torch.device) -> Step:
+    """A GEMM of random operands that casts nothing and allocates only its output, bfloat16.
+
+    The library's on a GPU, f8emu's emulation elsewhere.
+    """
+    m, n, k = shape
+    a, b = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
+    if gemm.is_high_precision:
+        return lambda: torch.mm(a, b.t())
+    assert gemm.a.format is not None
+    assert gemm.b.format is not None
+    codes = a.to(getattr(torch, gemm.a.format.name)), b.to(getattr(torch, gemm.b.format.name)).t()
+    of_a, of_b = gemm.scaled_gemm_granularities
+    scale_a, scale_b = (torch.rand(of.scale_shape(rows, k), device=device) + 0.5 for of, rows in ((of_a, m), (of_b, n)))
+    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": gemm.use_fast_accum}
+    if device.type != "cuda":
+        return lambda: scaled_mm(*codes, scale_a, scale_b.t(), granularity_a=of_a, granularity_b=of_b, **options)
+    if of_a.is_blockwise:
+        kinds = {
+            Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
+            Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
+        }
+        laid = block_scales(scale_a, of_a), kinds[of_a], block_scales(scale_b, of_b), kinds[of_b]
+        return lambda: library_scaled_mm(*codes, *laid, output_dtype=torch.bfloat16)
+    scales = (scale_a, scale_b.t()) if of_a is Granularity.ROWWISE else (scale_a.reshape(()), scale_b.reshape(()))
+    return lambda: torch._scaled_mm(*codes, *scales, **options)  # pyright: ignore[reportPrivateImportUsage]
+
+
+# Workloads
+
+
+class Layer(NamedTuple):
     """A linear layer of a workload: `tokens x k -> tokens x n`."""
 
     input: str
@@ -37,8 +84,7 @@ class Layer:
     k: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class Attention(NamedTuple):
     """A causal attention of `heads` queries on `kv_heads` keys and values."""
 
     heads: int
@@ -50,7 +96,6 @@ class Attention:
 class Workload:
     """A model and what one forward and backward pass of it must do."""
 
-    name: str
     title: str
     build: Callable[[], nn.Module]
     tokens: int
@@ -104,6 +149,66 @@ def _cast_bytes(recipe: Recipe, tensor: str, size: int, is_produced: bool) -> in
     return size * (_BYTES * readings + len(casts))
 
 
+def linear(tokens: int, k: int, n: int) -> Workload:
+    """One layer `k -> n`; its input and output gradient come from elsewhere."""
+    return Workload(
+        title=f"one linear layer, {k} -> {n}",
+        build=lambda: nn.Sequential(nn.Linear(k, n, bias=False)),  # a module swap needs a parent
+        tokens=tokens,
+        dim=k,
+        out_dim=n,
+        layers=(Layer("x", n, k),),
+        is_produced=False,
+    )
+
+
+def feed_forward(tokens: int, dim: int, hidden: int) -> Workload:
+    """Forward: norm (2 of tokens x dim), silu and product (3 of tokens x hidden), residual (3).
+    Backward: gradients of silu and product (5), of norm and residual, summed over w1 and w3 (5).
+    """
+    return Workload(
+        title=f"Llama's feed-forward block, {dim} -> {hidden} -> {dim}",
+        build=lambda: FeedForward(dim, hidden),
+        tokens=tokens,
+        dim=dim,
+        out_dim=dim,
+        layers=(Layer("y", hidden, dim), Layer("y", hidden, dim), Layer("h", dim, hidden)),
+        moved=tokens * (10 * dim + 8 * hidden),
+    )
+
+
+def feed_forwards(tokens: int, dim: int, hidden: int, blocks: int) -> Workload:
+    """Feed-forward blocks, one after the other."""
+    one = feed_forward(tokens, dim, hidden)
+    return replace(
+        one,
+        title=f"{blocks} feed-forward blocks, {dim} -> {hidden} -> {dim}",
+        build=lambda: nn.Sequential(*(FeedForward(dim, hidden) for _ in range(blocks))),
+        layers=tuple(layer._replace(input=f"{layer.input}{i}") for i in range(blocks) for layer in one.layers),
+        moved=blocks * one.moved,
+    )
+
+
+def transformer_block(tokens: int, dim: int, hidden: int) -> Workload:
+    """The feed-forward block, and before it, forward: norm (2 of tokens x dim), rotary (2, and 2 of tokens x kv_dim),
+    residual (3). Backward: rotary the same, norm and residual, summed over q, k and v (6).
+    """
+    heads, kv_heads = 32, 8
+    kv_dim = kv_heads * (dim // heads)
+    below = feed_forward(tokens, dim, hidden)
+    return replace(
+        below,
+        title=f"Llama's transformer block, {dim}, {heads} heads on {kv_heads}, {hidden}",
+        build=lambda: TransformerBlock(dim, hidden, heads, kv_heads, tokens),
+        layers=(*(Layer("z", n, dim) for n in (dim, kv_dim, kv_dim)), Layer("attention", dim, dim), *below.layers),
+        moved=below.moved + tokens * (15 * dim + 4 * kv_dim),
+        attention=Attention(heads, kv_heads, dim // heads),
+    )
+
+
+# Floors
+
+
 class Floor:
     """Floors of workloads; every GEMM is timed once, however many layers and recipes have it."""
 
@@ -114,25 +219,20 @@ class Floor:
 
     def __call__(self, workload: Workload, recipe: Recipe | None) -> Mapping[str, float]:
         """Milliseconds of the GEMMs, the attention, the bytes, and their sum, `floor_ms`."""
-        found = {"gemms_ms": sum(map(self._gemm_ms, workload.gemms(recipe)))}
-        found["attention_ms"] = self._attention_ms(workload) if workload.attention else 0.0
+        for gemm in workload.gemms(recipe):
+            if gemm not in self.gemms_ms:
+                self.gemms_ms[gemm] = alone(launcher(*gemm, self.device), self.device)
+        found = {"gemms_ms": sum(self.gemms_ms[gemm] for gemm in workload.gemms(recipe))}
+        found["attention_ms"] = self._attention_ms(workload.tokens, workload.attention) if workload.attention else 0.0
         found["bytes_ms"] = 1e3 * workload.bytes_moved(recipe) / self.bytes_per_second
         return {**found, "floor_ms": sum(found.values())}
 
-    def _gemm_ms(self, key: tuple[Gemm, Shape]) -> float:
-        if key not in self.gemms_ms:
-            self.gemms_ms[key] = gemm_ms(*key, self.device)
-        return self.gemms_ms[key]
-
-    def _attention_ms(self, workload: Workload) -> float:
+    def _attention_ms(self, tokens: int, attention: Attention) -> float:
         """Forward and backward pass of `scaled_dot_product_attention` on the workload's heads."""
-        of = workload.attention
-        assert of is not None
+        heads, kv_heads, head_dim = attention
         q, k, v = (
-            torch.randn(
-                1, heads, workload.tokens, of.head_dim, device=self.device, dtype=torch.bfloat16
-            ).requires_grad_()
-            for heads in (of.heads, of.kv_heads, of.kv_heads)
+            torch.randn(1, count, tokens, head_dim, device=self.device, dtype=torch.bfloat16, requires_grad=True)
+            for count in (heads, kv_heads, kv_heads)
         )
 
         def step() -> None:
@@ -140,75 +240,3 @@ class Floor:
             torch.autograd.grad(out, (q, k, v), out)
 
         return alone(step, self.device)
-
-
-def linear(tokens: int, k: int, n: int) -> Workload:
-    """One layer `k -> n`; its input and output gradient come from elsewhere."""
-    return Workload(
-        name="linear",
-        title=f"one linear layer, {k} -> {n}",
-        build=lambda: nn.Sequential(nn.Linear(k, n, bias=False)),  # a module swap needs a parent
-        tokens=tokens,
-        dim=k,
-        out_dim=n,
-        layers=(Layer(input="x", n=n, k=k),),
-        is_produced=False,
-    )
-
-
-def feed_forward(tokens: int, dim: int, hidden: int) -> Workload:
-    """Forward: norm (2 of tokens x dim), silu and product (3 of tokens x hidden), residual (3).
-    Backward: gradients of silu and product (5), of norm and residual, summed over w1 and w3 (5).
-    """
-    return Workload(
-        name="feed_forward",
-        title=f"Llama's feed-forward block, {dim} -> {hidden} -> {dim}",
-        build=lambda: FeedForward(dim, hidden),
-        tokens=tokens,
-        dim=dim,
-        out_dim=dim,
-        layers=(
-            Layer(input="y", n=hidden, k=dim),
-            Layer(input="y", n=hidden, k=dim),
-            Layer(input="h", n=dim, k=hidden),
-        ),
-        moved=tokens * (10 * dim + 8 * hidden),
-    )
-
-
-def feed_forwards(tokens: int, dim: int, hidden: int, blocks: int) -> Workload:
-    """Feed-forward blocks, one after the other."""
-    one = feed_forward(tokens, dim, hidden)
-    return replace(
-        one,
-        name="feed_forwards",
-        title=f"{blocks} feed-forward blocks, {dim} -> {hidden} -> {dim}",
-        build=lambda: nn.Sequential(*(FeedForward(dim, hidden) for _ in range(blocks))),
-        layers=tuple(replace(layer, input=f"{layer.input}{i}") for i in range(blocks) for layer in one.layers),
-        moved=blocks * one.moved,
-    )
-
-
-def transformer_block(tokens: int, dim: int, hidden: int) -> Workload:
-    """The feed-forward block, and before it, forward: norm (2 of tokens x dim), rotary (2, and 2 of tokens x kv_dim),
-    residual (3). Backward: rotary the same, norm and residual, summed over q, k and v (6).
-    """
-    heads, kv_heads = 32, 8
-    head_dim = dim // heads
-    kv_dim = kv_heads * head_dim
-    below = feed_forward(tokens, dim, hidden)
-    return Workload(
-        name="block",
-        title=f"Llama's transformer block, {dim}, {heads} heads on {kv_heads}, {hidden}",
-        build=lambda: TransformerBlock(dim, hidden, heads, kv_heads, tokens),
-        tokens=tokens,
-        dim=dim,
-        out_dim=dim,
-        layers=(
-            *(Layer(input="z", n=n, k=dim) for n in (dim, kv_dim, kv_dim)),
-            Layer(input="attention", n=dim, k=dim),
-            *below.layers,
-        ),
-        moved=below.moved + tokens * (15 * dim + 4 * kv_dim),
-        attention=Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim),
-    )

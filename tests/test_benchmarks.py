@@ -18,15 +18,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import huggingface, linear, matmul, runner, sizes, train, workloads
-from benchmarks.corpus import read_corpus
-from benchmarks.equality import CHECKPOINTED_PARTS, equal_to_torchao
-from benchmarks.gemms import Shape
-from benchmarks.kernels import KINDS, Run, draw_exposure, exposure, kinds
-from benchmarks.models import Llama
+from benchmarks.measure import CHECKPOINTED_PARTS, equal_to_torchao
+from benchmarks.models import Llama, read_corpus
 from benchmarks.subjects import ATTENTION_OPS, BFLOAT16_OPS, SUBJECTS, checkpointed, converted
+from benchmarks.timing import KINDS, Run, draw_exposure, exposure, kinds
 from benchmarks.torchtitan import __main__ as titan
 from benchmarks.torchtitan import worker
-from benchmarks.workloads import HIGH_PRECISION_GEMM
+from benchmarks.workloads import HIGH_PRECISION_GEMM, Shape
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
 from f8emu.torch.layer.checkpoint import SAVED_OPS
 
@@ -190,7 +188,7 @@ def test_other_bits_fail(
         return lambda x: model(x) * factor + gradient * (x - x.detach()).sum()
 
     monkeypatch.setattr("benchmarks.subjects.compiled", lambda subject, model: model)
-    monkeypatch.setattr(f"benchmarks.equality.{patched}", lambda subject, model, *_: altered(model))
+    monkeypatch.setattr(f"benchmarks.measure.{patched}", lambda subject, model, *_: altered(model))
     script, *given = command.split()
     out = tmp_path / "out.json"
     for planted, same in (((1.0, 0.0), list(CHECKPOINTED_PARTS)), ((1.0, 1.0), ["output"]), ((2.0, 0.0), [])):

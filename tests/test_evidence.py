@@ -28,7 +28,7 @@ def few() -> GoldenFile:
 
 @pytest.mark.parametrize("name", ALTERATIONS)
 def test_an_altered_rule_is_seen(name: str, few: GoldenFile) -> None:
-    with altered(ALTERATIONS[name][1]()):
+    with altered(ALTERATIONS[name][1]):
         cases, outputs = changed(few)
     assert 0 < cases <= outputs
     assert changed(few) == (0, 0)
@@ -53,6 +53,6 @@ def test_emulated_layers_have_the_bits_of_the_gpu(recipe: str) -> None:
 
 def test_a_difference_is_told() -> None:
     pytest.importorskip("jax")
-    layer = next(layers([1], [(512, 1536)]))
+    layer = layers([1], [(512, 1536)])[0]
     wrong = {layer.name: [*RECORDING["layers"][layer.name][:2], "0" * 16]}
     assert list(differences(wrong, [layer], torch.device("cpu"))) == [f"{layer.name}: grad_weight"]

@@ -10,15 +10,16 @@ has K = 6144 and 16 rows, where cuBLAS cuts K. Exit status 1 if a bit differs.
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.models import TransformerBlock
-from benchmarks.runner import DEVICE, Bench, draw, operand, option, say
+from benchmarks.runner import DEVICE, Bench, Columns, Entry, draw_entries, option, say
 from f8emu.capture.read import read_capture
 from f8emu.capture.replay import KINDS, replay
 from f8emu.torch import capture, convert_to_float8_training
@@ -69,21 +70,29 @@ def write(case: Case, folder: Path, device: torch.device) -> None:
             optimizer.zero_grad()
 
 
-def replayed(folder: Path) -> dict[str, Any]:
+def replayed(folder: Path) -> Entry:
     """What a replay of one capture found."""
     found = replay(read_capture(folder))
     stages = {kind: asdict(count) for kind, count in found.counts.items()}
     return {"capture": folder.name, "is_equal": found.is_equal, "oracles": found.oracles, "stages": stages}
 
 
+def _equal(entry: Entry, kind: str) -> str:
+    return "{elements_equal:,} of {elements:,}".format(**entry["stages"][kind])
+
+
 BENCH = Bench(
     "benchmarks.proofs.captures",
-    "A step of training captured on a GPU, and computed again elsewhere, every bit.",
-    operand("folder", Path),
+    __doc__,
+    ("folder", {"type": Path}),
     option("write", False, "train and capture; otherwise replay what is there"),
     option("cases", tuple(CASES), choices=CASES),
     DEVICE,
 )
+_COLUMNS: Columns = {
+    **{kind: partial(_equal, kind=kind) for kind in KINDS},
+    "every bit": lambda e: "equal" if e["is_equal"] else "DIFFERENT",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,16 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"{name}: step {STEP} captured")
         return 0
     results = [replayed(folder / name) for name in cases]
-    columns = ("capture", *KINDS, "every bit")
-    rows = [
-        (
-            result["capture"],
-            *(f"{count['elements_equal']:,} of {count['elements']:,}" for count in result["stages"].values()),
-            "equal" if result["is_equal"] else "DIFFERENT",
-        )
-        for result in results
-    ]
-    draw("captured, and computed again here", columns, rows)
+    draw_entries("captured, and computed again here", results, _COLUMNS, of="capture")
     header = read_capture(folder / cases[0])[0].header
     run.record(captured_on=header.device, captured_with=dict(header.versions), captures=results)
     return int(not all(result["is_equal"] for result in results))

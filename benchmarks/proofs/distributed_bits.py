@@ -23,6 +23,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +33,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8emu.torch as f8
-from benchmarks.ranks import DividedError, Ranks, join, leave, together
-from benchmarks.runner import DEVICE, Bench, Entry, draw_entries, option, say
+from benchmarks.ranks import DividedError, Ranks, join
+from benchmarks.runner import DEVICE, Bench, Entry, attempt, draw_entries, option, say
 from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
 RANKS = 2
@@ -47,6 +49,8 @@ STEPS = 3
 
 Trace = list[tuple[str, Tensor]]
 """What one rank computes: (part, tensor), in the order of computation."""
+Counts = dict[str, tuple[int, int]]
+"""Part -> how many numbers differ, of how many."""
 
 
 class Sizes(NamedTuple):
@@ -111,11 +115,6 @@ def blocks(setting: Setting, *, gathers: bool) -> nn.Sequential:
     return model
 
 
-def compile_blocks(model: nn.Sequential, setting: Setting) -> None:
-    for block in model if setting.mode == "compiled" else ():
-        block.compile(fullgraph=True, dynamic=False)
-
-
 def batch(setting: Setting, step: int, rank: int) -> Tensor:
     """Of a rank; magnitudes differ from rank to rank and grow from step to step."""
     x = setting.drawn(setting.sizes.tokens, setting.sizes.dim, seed=RANKS * step + rank)
@@ -126,93 +125,71 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
-def one_device(setting: Setting) -> Trace:
-    """The batches of all ranks in turn; this rank's part of what FSDP2 must compute."""
-    model = blocks(setting, gathers=False)
-    compile_blocks(model, setting)
-    f8.set_amax_reduction_group(model, False)
-    optimizer, found = optimizer_of(model), Trace()
-    parameters = list(model.parameters())
+def data_parallel(setting: Setting, *, is_cut: bool, reshards: bool = True, precomputes: bool = False) -> Trace:
+    """By FSDP2, or on one device with the batches of all ranks in turn: this rank's part of what must be equal."""
+    # 1. The model, its shards if it is cut.
+    model = blocks(setting, gathers=is_cut)
+    if is_cut:
+        for module in (*model, model):
+            fully_shard(module, mesh=setting.mesh, reshard_after_forward=reshards)
+    else:
+        f8.set_amax_reduction_group(model, False)
+    for block in model if setting.mode == "compiled" else ():
+        block.compile(fullgraph=True, dynamic=False)
+    optimizer, found, own = optimizer_of(model), Trace(), setting.mesh.get_local_rank()
+    parameters, mine = list(model.parameters()), local if is_cut else setting.own
     for step in range(STEPS):
-        outputs = [model(batch(setting, step, rank)) for rank in range(RANKS)]
-        losses = [output.float().square().mean() for output in outputs]
-        torch.autograd.backward(losses)  # one pass of all ranks; it adds two gradients in either order
-        own = setting.mesh.get_local_rank()
+        # 2. One pass of all ranks; it adds two gradients in either order.
+        outputs = {rank: model(batch(setting, step, rank)) for rank in ([own] if is_cut else range(RANKS))}
+        losses = {rank: output.float().square().mean() for rank, output in outputs.items()}
+        torch.autograd.backward(list(losses.values()))
         found += [("outputs", outputs[own].detach()), ("losses", losses[own].detach())]
-        for parameter in parameters:
+        # 3. FSDP2 divides the sum of gradients itself.
+        for parameter in () if is_cut else parameters:
             parameter.grad = grad_of(parameter) / RANKS
-        found += [("gradients", setting.own(grad_of(parameter)).clone()) for parameter in parameters]
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [("weights", setting.own(parameter.detach()).clone()) for parameter in parameters]
-        found += states_of(model)
-    return found
-
-
-def sharded(setting: Setting, *, reshards: bool, precomputes: bool) -> Trace:
-    """The same over the ranks, by FSDP2."""
-    model = blocks(setting, gathers=True)
-    for block in model:
-        fully_shard(block, mesh=setting.mesh, reshard_after_forward=reshards)
-    fully_shard(model, mesh=setting.mesh, reshard_after_forward=reshards)
-    compile_blocks(model, setting)
-    optimizer, found = optimizer_of(model), Trace()
-    parameters = list(model.parameters())
-    for step in range(STEPS):
-        output = model(batch(setting, step, setting.mesh.get_local_rank()))
-        loss = output.float().square().mean()
-        loss.backward()
-        found += [("outputs", output.detach()), ("losses", loss.detach())]
-        found += [("gradients", local(grad_of(parameter)).clone()) for parameter in parameters]
+        found += [("gradients", mine(grad_of(parameter)).clone()) for parameter in parameters]
         optimizer.step()
         optimizer.zero_grad()
         if precomputes:
             f8.precompute_float8_dynamic_scale_for_fsdp(model)
-        found += [("weights", local(parameter.detach()).clone()) for parameter in parameters]
+        found += [("weights", mine(parameter.detach()).clone()) for parameter in parameters]
         found += states_of(model)
     return found
 
 
 def cut(setting: Setting, *, is_float8: bool) -> tuple[Trace, Trace]:
     """A column-parallel and a row-parallel layer: of one device, this rank's part; over the ranks."""
-    sizes, mesh, traces = setting.sizes, setting.mesh, (Trace(), Trace())
+    sizes, traces = setting.sizes, (Trace(), Trace())
     models = (two_layers(setting), two_layers(setting))
     f8.set_amax_reduction_group(models[0], False)
-    sequence = Shard(1)
-    styles: dict[str, ParallelStyle] = {"0": ColwiseParallel(input_layouts=sequence), "1": RowwiseParallel()}
+    by_columns, by_rows = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel()
     if is_float8:
-        styles = {
-            "0": Float8ColwiseParallel(input_layouts=sequence),
-            "1": Float8RowwiseParallel(output_layouts=sequence),
-        }
-    parallelize_module(models[1], mesh, styles)
+        by_columns = Float8ColwiseParallel(input_layouts=Shard(1))
+        by_rows = Float8RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(models[1], setting.mesh, {"0": by_columns, "1": by_rows})
     runs = [[setting.run(layer) for layer in model] for model in models]
     optimizers = [optimizer_of(model) for model in models]
-    shape = (2, sizes.tokens - 1)
     for step in range(STEPS):
         x, wide_grad, wide, grad = (
-            setting.drawn(*shape, n, seed=4 * step + i) * 2**step
+            setting.drawn(2, sizes.tokens - 1, n, seed=4 * step + i) * 2**step
             for i, n in enumerate((sizes.dim, sizes.wide, sizes.wide, sizes.dim))
         )
         for is_cut, (model, run, found) in enumerate(zip(models, runs, traces, strict=True)):
+            given, mine = (setting.own, whole) if is_cut else (whole, setting.own)
             # 1. By columns: the input has this rank's tokens, the output its columns.
-            columns = run[0]((setting.own(x, 1) if is_cut else x) * 1)
-            columns.backward(setting.own(wide_grad, 2) if is_cut else wide_grad)
-            found.append(("outputs", columns.detach() if is_cut else setting.own(columns.detach(), 2)))
+            columns = run[0](given(x, 1) * 1)
+            columns.backward(given(wide_grad, 2))
+            found.append(("outputs", mine(columns.detach(), 2)))
             # 2. By rows: the input has this rank's columns, the gradient of the output its tokens, or all.
-            h = (setting.own(wide, 2) if is_cut else wide).clone().requires_grad_()
+            h = given(wide, 2).clone().requires_grad_()
             output = run[1](h * 1) * 1  # read, so that nothing waits for it at the end
-            output.backward(setting.own(grad, 1) if is_cut and is_float8 else grad)
-            found.append(("gradients", grad_of(h) if is_cut else setting.own(grad_of(h), 2)))
+            output.backward(given(grad, 1) if is_float8 else grad)
+            found.append(("gradients", mine(grad_of(h), 2)))
             places = ((model[0].weight, 0), (model[0].bias, 0), (model[1].weight, 1))
-            own = [
-                (local(grad_of(p)), local(p.detach())) if is_cut else (setting.own(grad_of(p), d), setting.own(p, d))
-                for p, d in places
-            ]
-            found += [("gradients", own_grad.clone()) for own_grad, _ in own]
+            found += [("gradients", mine(local(grad_of(p)), dim).clone()) for p, dim in places]
             optimizers[is_cut].step()
             optimizers[is_cut].zero_grad()
-            found += [("weights", weight.detach().clone()) for _, weight in own]
+            found += [("weights", mine(local(p.detach()), dim).clone()) for p, dim in places]
             found += states_of(model)
     return traces
 
@@ -225,6 +202,11 @@ def two_layers(setting: Setting) -> Any:
     model = nn.Sequential(*layers).to(setting.device, torch.bfloat16)
     f8.convert_to_float8_training(model, config=setting.recipe)
     return model
+
+
+def whole(x: Tensor, dim: int) -> Tensor:
+    """All of what is not cut, or is cut already."""
+    return x
 
 
 def grad_of(x: Tensor) -> Tensor:
@@ -242,7 +224,7 @@ def states_of(model: nn.Module) -> Trace:
     return [("states", state) for _, state in sorted(f8.delayed_state_dict(model).items())]
 
 
-def compared(observed: Trace, expected: Trace) -> dict[str, tuple[int, int]]:
+def compared(observed: Trace, expected: Trace) -> Counts:
     """For each part how many numbers differ as bit patterns, and of how many."""
     counts = {part: (0, 0) for part in PARTS}
     for (part, a), (other, b) in zip(observed, expected, strict=True):
@@ -253,30 +235,30 @@ def compared(observed: Trace, expected: Trace) -> dict[str, tuple[int, int]]:
     return counts
 
 
-def cases(setting: Setting) -> Iterator[tuple[str, Any]]:
-    """(name, call) of a recipe and a mode; a call gives counts."""
+def cases(setting: Setting) -> Iterator[tuple[str, Callable[[], Counts]]]:
+    """(name, call) of a recipe and a mode."""
     expected: list[Trace] = []  # of one device, by the first case that needs it
 
-    def fsdp(reshards: bool, precomputes: bool) -> dict[str, tuple[int, int]]:
+    def fsdp(**how: bool) -> Counts:
         if not expected:
-            expected.append(one_device(setting))
-        return compared(sharded(setting, reshards=reshards, precomputes=precomputes), expected[0])
+            expected.append(data_parallel(setting, is_cut=False))
+        return compared(data_parallel(setting, is_cut=True, **how), expected[0])
 
-    def parallel(is_float8: bool) -> dict[str, tuple[int, int]]:
+    def parallel(is_float8: bool) -> Counts:
         of_one, of_ranks = cut(setting, is_float8=is_float8)
         return compared(of_ranks, of_one)
 
     for reshards in (True, False):
         for precomputes in (False, True):
             name = f"FSDP2{', reshard' if reshards else ''}{', precompute' if precomputes else ''}"
-            yield name, lambda r=reshards, p=precomputes: fsdp(r, p)
-    yield "tensor parallel, torch's styles", lambda: parallel(False)
+            yield name, partial(fsdp, reshards=reshards, precomputes=precomputes)
+    yield "tensor parallel, torch's styles", partial(parallel, False)
     # A product in high precision has no codes to gather.
     if setting.recipe != "rowwise_with_gw_hp":
-        yield "tensor parallel, f8emu's styles", lambda: parallel(True)
+        yield "tensor parallel, f8emu's styles", partial(parallel, True)
 
 
-def summed(counts: dict[str, tuple[int, int]], ranks: Ranks) -> dict[str, list[int]]:
+def summed(counts: Counts, ranks: Ranks) -> dict[str, list[int]]:
     """Over all ranks."""
     total = torch.tensor(list(counts.values()))
     dist.all_reduce(total, group=ranks.control)
@@ -285,7 +267,7 @@ def summed(counts: dict[str, tuple[int, int]], ranks: Ranks) -> dict[str, list[i
 
 BENCH = Bench(
     "benchmarks.proofs.distributed_bits",
-    "Layers over two ranks and on one device, bit for bit.",
+    __doc__,
     option("recipes", RECIPES, choices=RECIPES),
     option("modes", MODES, choices=MODES),
     option("tiny", False, "small layers: for tests"),
@@ -295,54 +277,43 @@ BENCH = Bench(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs on every rank; rank 0 prints and records. The exit status."""
-    bench = BENCH.parse(argv)
-    arguments, report = bench.arguments, bench.report
-    ranks = join(arguments.device)
+    run = BENCH.parse(argv)
+    arguments, report = run.arguments, run.report
+    ranks = join(arguments.device, report)
     if ranks.mesh.size() != RANKS:
         raise SystemExit(
-            f"benchmarks.proofs.distributed_bits: {RANKS} ranks are expected, since the sum of more gradients depends "
-            f"on their order; got {ranks.mesh.size()}; run it with torchrun --nproc-per-node {RANKS}"
+            f"{BENCH.module}: {RANKS} ranks are expected, since the sum of more gradients depends on their order; got "
+            f"{ranks.mesh.size()}; run it with torchrun --nproc-per-node {RANKS}"
         )
-    ranks.command(report)
     sizes, entries = TINY if arguments.tiny else FULL, list[Entry]()
     report |= {"steps": STEPS, "sizes": sizes._asdict(), "cases": entries}
     is_divided = False
-    for recipe in arguments.recipes:
-        for mode in arguments.modes:
+    try:
+        for recipe, mode in product(arguments.recipes, arguments.modes):
             setting = Setting(sizes, ranks.mesh, ranks.device, recipe, mode)
             for name, call in cases(setting):
-                if is_divided:
-                    break
                 entry: Entry = {"recipe": recipe, "mode": mode, "case": name}
                 entries.append(entry)
                 start = time.perf_counter()
-                try:
-                    entry["differing"] = summed(together(call, ranks), ranks)
-                except RuntimeError as error:
-                    entry["failed"] = str(error)
-                except DividedError as error:
-                    entry["failed"], is_divided = str(error), True
+                with attempt(entry):
+                    entry["differing"] = summed(ranks.together(call), ranks)
                 entry["seconds"] = round(time.perf_counter() - start, 2)
                 if ranks.is_first:
                     say(json.dumps(entry))
+    except DividedError as error:
+        entries[-1]["failed"], is_divided = str(error), True
     is_equal = all("failed" not in e and not any(wrong for wrong, _ in e["differing"].values()) for e in entries)
     if ranks.is_first:
-        _draw(report)
-        bench.record()
-    leave(ranks, is_divided=is_divided)
+        columns = {part: partial(_differing, part=part) for part in PARTS}
+        shown = [{**e, "case": f"{e['recipe']}, {e['case']}"} for e in entries]
+        draw_entries(f"numbers that differ, {report['device']}", shown, columns, of="case")
+        run.record()
+    ranks.leave(is_divided=is_divided)
     return int(not is_equal)
 
 
-def _draw(report: dict[str, Any]) -> None:
-    def column(part: str) -> Callable[[Entry], str]:
-        return lambda e: "{} of {}".format(*e["differing"][part]) if part in e["differing"] else "-"
-
-    cases = report["cases"]
-    shown = [{**e, "case": f"{e['recipe']}, {e['case']}"} for e in cases]
-    draw_entries(f"numbers that differ, {report['device']}", shown, {part: column(part) for part in PARTS}, of="case")
-    counts = [count for e in cases for count in e.get("differing", {}).values()]
-    wrong, total = sum(wrong for wrong, _ in counts), sum(total for _, total in counts)
-    say(f"{len(cases)} cases, {wrong} of {total} numbers differ")
+def _differing(entry: Entry, part: str) -> str:
+    return "{} of {}".format(*entry["differing"][part]) if part in entry["differing"] else "-"
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,12 +36,10 @@ CHUNK = 1 << 20
 """Inputs a task: large enough that calls cost nothing, small enough to stay in cache."""
 RECORDED = Path(__file__).parents[1] / "results" / "exhaustive-cast.json"
 RULES = (ScaleRule(), ScaleRule(power_of_two=True))
-_SUMMARY = "Every float32 input of a float8 cast, and every amax significand of a scale, in every backend."
 _ONE = FLOAT32.bias << FLOAT32.fraction_bits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """Numbers `begin` to `end` of a strided set of inputs, all casts or all scales of them."""
 
     is_cast: bool
@@ -54,29 +53,25 @@ class Task:
         return (numbers + np.uint64(0 if self.is_cast else _ONE)).astype(np.uint32)
 
 
-def tasks(stride: int) -> list[Task]:
+def tasks(stride: int) -> Iterator[Task]:
     """All inputs, or every `stride`-th."""
-    found = []
     for is_cast, size in ((True, INPUTS), (False, SIGNIFICANDS)):
         count = -(-size // stride)
         for begin in range(0, count, CHUNK):
-            found.append(Task(is_cast=is_cast, begin=begin, end=min(begin + CHUNK, count), stride=stride))
-    return found
+            yield Task(is_cast, begin, min(begin + CHUNK, count), stride)
 
 
 def run_task(task: Task, backends: dict[str, Backend]) -> list[Tally]:
     """Every backend, format and policy (or rule) on one task."""
     bits = task.bits()
-    tallies: list[Tally] = []
+    tallies: list[Tally | None] = []
     for name, backend in backends.items():
         for fmt in HOPPER.operand_formats:
             if task.is_cast:
                 tallies += [check_cast(name, backend, bits, fmt, overflow) for overflow in Overflow]
             else:
-                amax = bits.view(np.float32)
-                found = [check_scales(name, backend, amax, fmt, rule) for rule in RULES]
-                tallies += [tally for tally in found if tally is not None]
-    return tallies
+                tallies += [check_scales(name, backend, bits.view(np.float32), fmt, rule) for rule in RULES]
+    return [tally for tally in tallies if tally is not None]
 
 
 _backends: dict[str, Backend] = {}
@@ -101,35 +96,32 @@ def run(names: Sequence[str], stride: int, workers: int) -> tuple[list[Tally], l
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(workers)
     for i in range(workers):
         cores.put(available[i % len(available)])
-    totals: tuple[dict[tuple[str, str, str], Tally], ...] = ({}, {})
-    work = tasks(stride)
+    casts, scales = dict[tuple[str, str, str], Tally](), dict[tuple[str, str, str], Tally]()
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(names, cores)) as pool:
-        futures = {pool.submit(_work, task): task for task in work}
-        for future in tracked(as_completed(futures), "casts and scales", len(work)):
-            total = totals[0 if futures[future].is_cast else 1]
+        futures = {pool.submit(_work, task): casts if task.is_cast else scales for task in tasks(stride)}
+        for future in tracked(as_completed(futures), "casts and scales", len(futures)):
             for tally in future.result():
                 key = (tally.backend, tally.format, tally.kind)
-                total[key].add(tally) if key in total else total.update({key: tally})
-    return list(totals[0].values()), list(totals[1].values())
+                futures[future].setdefault(key, Tally(*key)).add(tally)
+    return list(casts.values()), list(scales.values())
 
 
 def machine() -> dict[str, object]:
     """CPU and versions."""
-    model = platform.processor()
-    if os.path.exists("/proc/cpuinfo"):
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(": ")[2] if names else model
+    info = Path("/proc/cpuinfo")
+    rows = info.read_text().splitlines() if info.exists() else []
+    model = next((row.partition(": ")[2] for row in rows if row.startswith("model name")), platform.processor())
     return {"cpu": model, "cores": os.cpu_count(), "versions": versions()}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints a line for each backend, format and policy, and gives the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.exhaustive", description=_SUMMARY)
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    """The options, if there is something to do and every backend is installed."""
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.exhaustive", description=summary)
     parser.add_argument("--fraction", type=float, default=1.0, help="part of the inputs, taken with an odd stride")
     parser.add_argument("--backends", nargs="+", choices=tuple(BACKENDS), default=DEFAULT_BACKENDS)
     parser.add_argument("--workers", type=int, default=2, help="processes, one core each (default 2)")
     parser.add_argument("--json", type=Path, help=f"where to record (default, for a full run only: {RECORDED})")
-    given = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(given)
     if not 0 < arguments.fraction <= 1:
         parser.error(f"--fraction must be above 0 and at most 1; got {arguments.fraction}")
@@ -138,27 +130,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if needing and importlib.util.find_spec(package) is None:
             remedy = f"pip install 'f8emu[{package}]', or leave it out with --backends"
             parser.error(f"{needing[0]} needs the package {package}, which is not installed: {remedy}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints a line for each backend, format and policy, and gives the exit status."""
+    given = sys.argv[1:] if argv is None else argv
+    arguments = parsed(given)
     stride = 1 if arguments.fraction == 1 else round(1 / arguments.fraction) | 1
-    is_whole = stride == 1 and set(DEFAULT_BACKENDS) <= set(arguments.backends)
-    load = os.getloadavg()[0]
-    start = time.perf_counter()
+    load, start = os.getloadavg()[0], time.perf_counter()
     casts, scales = run(arguments.backends, stride, arguments.workers)
     seconds = time.perf_counter() - start
     used = resource.getrusage(resource.RUSAGE_CHILDREN)  # the workers have ended
     cpu_seconds = used.ru_utime + used.ru_stime
     differences = sum(tally.differences for tally in casts + scales)
     for title, tallies in (("casts", casts), ("scales, amax in [1, 2)", scales)):
-        print(f"{title}:")
-        for tally in sorted(tallies, key=lambda t: (t.backend, t.format, t.kind)):
-            print(f"  {tally}")
-            print("".join(f"    {example}\n" for example in tally.examples), end="")
+        print(f"{title}:", *sorted(map(str, tallies)), sep="\n  ")
     part = "all" if stride == 1 else f"every {stride}th, not all,"
-    print(
-        f"{differences} differences; {part} of 2^32 inputs and 2^23 significands; "
-        f"{seconds:.0f} s, {cpu_seconds:.0f} s of CPU"
-    )
-    path = arguments.json or (RECORDED if is_whole else None)
-    if path is not None:
+    times = f"{seconds:.0f} s, {cpu_seconds:.0f} s of CPU"
+    print(f"{differences} differences; {part} of 2^32 inputs and 2^23 significands; {times}")
+    is_whole = stride == 1 and set(DEFAULT_BACKENDS) <= set(arguments.backends)
+    if path := arguments.json or (RECORDED if is_whole else None):
         report = {
             "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.proofs.exhaustive", *given]),
             "exhaustive": stride == 1,
@@ -174,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         path.write_text(json.dumps(report, indent=1) + "\n")
         print(f"recorded in {path}")
-    return 1 if differences else 0
+    return int(differences > 0)
 
 
 if __name__ == "__main__":

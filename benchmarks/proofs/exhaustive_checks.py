@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -30,102 +30,81 @@ U32 = npt.NDArray[np.uint32]
 F32 = npt.NDArray[np.float32]
 
 
-class Backend(Protocol):
+class Backend(NamedTuple):
     """One implementation under test, on numpy arrays."""
 
-    canonical_nan: bool
+    cast: Callable[[F32, Format, Overflow], U8]
+    scales: Callable[[F32, Format, ScaleRule], tuple[F32, F32]] | None
+    """None: it has no scales."""
+    canonical_nan: bool = True
     """Whether NaN must be the one code of f8emu; otherwise any NaN code is equal."""
 
-    def cast(self, x: F32, fmt: Format, overflow: Overflow) -> U8: ...
 
-    def scales(self, amax: F32, fmt: Format, rule: ScaleRule) -> tuple[F32, F32] | None: ...
-
-
-class NumpyBackend:
-    canonical_nan = True
-
-    def __init__(self) -> None:
-        self.verbs = importlib.import_module("f8ref.numpy")
-
-    def cast(self, x: F32, fmt: Format, overflow: Overflow) -> U8:
-        return self.verbs.cast(x, fmt, overflow=overflow).view(np.uint8)
-
-    def scales(self, amax: F32, fmt: Format, rule: ScaleRule) -> tuple[F32, F32]:
-        return self.verbs.scale_from_amax(amax, fmt, rule)
+def numpy_backend() -> Backend:
+    verbs = importlib.import_module("f8ref.numpy")
+    return Backend(lambda x, fmt, overflow: verbs.cast(x, fmt, overflow=overflow).view(np.uint8), verbs.scale_from_amax)
 
 
-class JaxBackend:
+def jax_backend(platform: str = "cpu") -> Backend:
     """Jitted, on the first device of `platform`."""
+    import jax
 
-    canonical_nan = True
+    verbs, device = importlib.import_module("f8emu.jax"), jax.devices(platform)[0]
+    jitted_cast = jax.jit(lambda x, fmt, overflow: verbs.cast(x, fmt, overflow=overflow), static_argnums=(1, 2))
+    jitted_scales = jax.jit(verbs.scale_from_amax, static_argnums=(1, 2))
 
-    def __init__(self, platform: str = "cpu") -> None:
-        import jax
+    def cast(x: F32, fmt: Format, overflow: Overflow) -> U8:
+        return np.asarray(jitted_cast(jax.device_put(x, device), fmt, overflow)).view(np.uint8)
 
-        self.jax, self.verbs = jax, importlib.import_module("f8emu.jax")
-        self.device = jax.devices(platform)[0]
-        self.compiled: dict[tuple[object, ...], Callable[..., Any]] = {}
-
-    def cast(self, x: F32, fmt: Format, overflow: Overflow) -> U8:
-        if (fmt, overflow) not in self.compiled:
-            self.compiled[fmt, overflow] = self.jax.jit(lambda v: self.verbs.cast(v, fmt, overflow=overflow))
-        return np.asarray(self.compiled[fmt, overflow](self.jax.device_put(x, self.device))).view(np.uint8)
-
-    def scales(self, amax: F32, fmt: Format, rule: ScaleRule) -> tuple[F32, F32]:
-        if (fmt, rule) not in self.compiled:
-            self.compiled[fmt, rule] = self.jax.jit(lambda v: self.verbs.scale_from_amax(v, fmt, rule))
-        inv_scale, scale = self.compiled[fmt, rule](self.jax.device_put(amax, self.device))
+    def scales(amax: F32, fmt: Format, rule: ScaleRule) -> tuple[F32, F32]:
+        inv_scale, scale = jitted_scales(jax.device_put(amax, device), fmt, rule)
         return np.asarray(inv_scale), np.asarray(scale)
 
+    return Backend(cast, scales)
 
-class TorchBackend:
+
+def torch_backend(device: str = "cpu") -> Backend:
     """Eager, one thread."""
+    import torch
 
-    canonical_nan = True
+    torch.set_num_threads(1)
+    verbs = importlib.import_module("f8emu.torch")
 
-    def __init__(self, device: str = "cpu") -> None:
-        import torch
+    def cast(x: F32, fmt: Format, overflow: Overflow) -> U8:
+        codes = verbs.cast(torch.from_numpy(x).to(device), fmt, overflow=overflow)
+        return codes.view(torch.uint8).cpu().numpy()
 
-        torch.set_num_threads(1)
-        self.torch, self.device = torch, device
-        self.verbs = importlib.import_module("f8emu.torch")
-
-    def cast(self, x: F32, fmt: Format, overflow: Overflow) -> U8:
-        codes = self.verbs.cast(self.torch.from_numpy(x).to(self.device), fmt, overflow=overflow)
-        return codes.view(self.torch.uint8).cpu().numpy()
-
-    def scales(self, amax: F32, fmt: Format, rule: ScaleRule) -> tuple[F32, F32]:
-        inv_scale, scale = self.verbs.scale_from_amax(self.torch.from_numpy(amax).to(self.device), fmt, rule)
+    def scales(amax: F32, fmt: Format, rule: ScaleRule) -> tuple[F32, F32]:
+        inv_scale, scale = verbs.scale_from_amax(torch.from_numpy(amax).to(device), fmt, rule)
         return inv_scale.cpu().numpy(), scale.cpu().numpy()
 
+    return Backend(cast, scales)
 
-class MlDtypesWitness:
+
+def ml_dtypes_witness() -> Backend:
     """The cast of ml_dtypes, from outside. It does not saturate: where the policy does, values are clamped first."""
 
-    canonical_nan = False
-
-    def cast(self, x: F32, fmt: Format, overflow: Overflow) -> U8:
+    def cast(x: F32, fmt: Format, overflow: Overflow) -> U8:
         if overflow is Overflow.SATURATE:
             x = np.clip(x, np.float32(-fmt.max), np.float32(fmt.max))
         with np.errstate(all="ignore"):
             return x.astype(getattr(ml_dtypes, fmt.name)).view(np.uint8)
 
-    def scales(self, amax: F32, fmt: Format, rule: ScaleRule) -> None:
-        return None
+    return Backend(cast, None, canonical_nan=False)
 
 
 BACKENDS: Mapping[str, Callable[[], Backend]] = {
-    "f8ref.numpy": NumpyBackend,
-    "f8emu.jax": JaxBackend,
-    "f8emu.torch": TorchBackend,
-    "ml_dtypes": MlDtypesWitness,
-    "f8emu.jax-gpu": lambda: JaxBackend("gpu"),
-    "f8emu.torch-cuda": lambda: TorchBackend("cuda"),
+    "f8ref.numpy": numpy_backend,
+    "f8emu.jax": jax_backend,
+    "f8emu.torch": torch_backend,
+    "ml_dtypes": ml_dtypes_witness,
+    "f8emu.jax-gpu": lambda: jax_backend("gpu"),
+    "f8emu.torch-cuda": lambda: torch_backend("cuda"),
 }
 DEFAULT_BACKENDS = tuple(BACKENDS)[:4]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Tally:
     """Counts of one backend, one format and one policy or rule."""
 
@@ -145,13 +124,11 @@ class Tally:
         speed = f"{1e9 * self.cpu_seconds / self.inputs:.2f} ns of CPU each"
         nan = f", {self.other_nan_codes} other NaN codes" if self.other_nan_codes else ""
         kind = f"{self.backend:16} {self.format:14} {self.kind:12}"
-        return f"{kind} {self.differences} of {self.inputs} differ{nan}, {speed}"
+        return "\n    ".join([f"{kind} {self.differences} of {self.inputs} differ{nan}, {speed}", *self.examples])
 
     def add(self, other: "Tally") -> None:
-        self.inputs += other.inputs
-        self.differences += other.differences
-        self.other_nan_codes += other.other_nan_codes
-        self.cpu_seconds += other.cpu_seconds
+        for name in ("inputs", "differences", "other_nan_codes", "cpu_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.examples = (self.examples + other.examples)[:EXAMPLES]
 
 
@@ -203,8 +180,7 @@ def check_cast(name: str, backend: Backend, bits: U32, fmt: Format, overflow: Ov
     observed = backend.cast(bits.view(np.float32), fmt, overflow)
     tally = Tally(backend=name, format=fmt.name, kind=overflow.value, inputs=bits.size)
     tally.cpu_seconds = time.process_time() - begin
-    if observed.shape != expected.shape:
-        raise ValueError(f"{name}: cast of {expected.shape} gave {observed.shape}")
+    assert observed.shape == expected.shape, f"{name}: cast of {expected.shape} gave {observed.shape}"
     if np.array_equal(observed, expected):
         return tally
     is_nan = _is_nan_code(fmt)
@@ -247,25 +223,19 @@ def _significand(x: F32) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
 
 def check_scales(name: str, backend: Backend, amax: F32, fmt: Format, rule: ScaleRule) -> Tally | None:
     """Both factors of a scale: correctly rounded quotients; with `power_of_two`, the first one cut."""
-    begin = time.process_time()
-    scales = backend.scales(amax, fmt, rule)
-    if scales is None:
+    if backend.scales is None:
         return None
     kind = "power_of_two" if rule.power_of_two else "quotient"
     tally = Tally(backend=name, format=fmt.name, kind=kind, inputs=amax.size)
+    begin = time.process_time()
+    inv_scale, scale = backend.scales(amax, fmt, rule)
     tally.cpu_seconds = time.process_time() - begin
-    inv_scale, scale = scales
-    quotient = inv_scale
-    if rule.power_of_two:
-        plain = backend.scales(amax, fmt, replace(rule, power_of_two=False))
-        assert plain is not None
-        quotient = plain[0]
-    right = is_rounded_quotient(int(fmt.max), amax, quotient)
+    quotient = backend.scales(amax, fmt, replace(rule, power_of_two=False))[0] if rule.power_of_two else inv_scale
+    right = is_rounded_quotient(int(fmt.max), amax, quotient) & is_rounded_quotient(1, inv_scale, scale)
     if rule.power_of_two:
         right &= inv_scale.view(np.uint32) == quotient.view(np.uint32) & np.uint32(0xFF800000)
-    right &= is_rounded_quotient(1, inv_scale, scale)
     tally.differences = int(np.count_nonzero(~right))
     for i in np.flatnonzero(~right)[:EXAMPLES]:
-        found = f"0x{inv_scale.view(np.uint32)[i]:08x} 0x{scale.view(np.uint32)[i]:08x}"
+        found = " ".join(f"0x{x.view(np.uint32)[i]:08x}" for x in (inv_scale, scale))
         tally.examples.append(f"0x{amax.view(np.uint32)[i]:08x} => {found}")
     return tally

@@ -9,12 +9,12 @@ compiled programs. Where codes are gathered along K, bits must be equal; where p
 are counted. Exit status 1 if something that should be exact differs, or does not run.
 """
 
-import functools
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ BY_DATA, BY_MODEL = (2, 1), (1, 2)
 EVEN, BLOCKS = (96, 160, 64), (256, 256, 256)
 _COLLECTIVE = re.compile(r"= (\S.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _GEMM = re.compile(r'custom_call_target="(__cublas\S*|__cudnn\S*|triton\S*)"')
-BENCH = Bench("benchmarks.proofs.jax_sharding", "Layers of f8emu.jax on two GPUs, bit for bit.")
+BENCH = Bench("benchmarks.proofs.jax_sharding", __doc__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(f"{BENCH.module}: two devices are needed; JAX sees {len(jax.devices())}")
     report = run.report
     report |= {"device": f"{report['device']} x 2", "engine": f8.engine_of(), "cases": []}
-    for name, case in {**_against_the_oracle(), **_against_one_device(is_gpu)}.items():
+    for name, case in _cases(is_gpu).items():
         entry = _run(name, case)
         report["cases"].append(entry)
         say(f"{entry['verdict']:8}{name:58}{entry['seconds']:5.1f} s  {entry.get('differing', '')}")
@@ -69,43 +69,35 @@ def _run(name: str, case: Callable[[], dict[str, Any] | None]) -> dict[str, Any]
     return entry | {"seconds": round(time.perf_counter() - start, 2)}
 
 
-def _against_the_oracle() -> dict[str, Callable[[], Any]]:
-    """One axis of two devices serves as data or as model."""
-    by_xla = functools.partial(sharded.by_xla, jit=f8.jit)
-    two = {"parts": {"grad_weight": 2}, "gathered": 2}
-    by_hand = sharded.by_hand
-    return {
-        "jit, FSDP, tensorwise": lambda: by_xla("tensorwise", BY_DATA, FSDP, **two),
-        "jit, FSDP, rowwise": lambda: by_xla("rowwise", BY_DATA, FSDP, **two, sizes=EVEN),
-        "jit, FSDP, delayed": lambda: by_xla("delayed", BY_DATA, FSDP, **two, sizes=EVEN),
-        "jit, FSDP, blockwise": lambda: by_xla("blockwise", BY_DATA, FSDP, **two, sizes=BLOCKS),
-        "jit, FSDP, tensorwise, K gathered": lambda: by_xla("tensorwise", BY_DATA, FSDP, sizes=EVEN),
-        "jit, row, tensorwise": lambda: by_xla("tensorwise", BY_MODEL, ROW, parts={"output": 2}, sizes=EVEN),
-        "jit, column, rowwise": lambda: by_xla("rowwise", BY_MODEL, COLUMN, parts={"grad_input": 2}),
-        "jit, column, tensorwise, explicit axes": lambda: by_xla(
-            "tensorwise", BY_MODEL, COLUMN, parts={"grad_input": 2}, explicit=True
-        ),
-        "shard_map, FSDP, tensorwise": lambda: by_hand(
-            "tensorwise", BY_DATA, FSDP, {"grad_weight": 2}, gathered=2, sizes=EVEN
-        ),
-        "shard_map, FSDP, delayed": lambda: by_hand("delayed", BY_DATA, FSDP, {"grad_weight": 2}, gathered=2),
-        "shard_map, FSDP, blockwise": lambda: by_hand(
-            "blockwise", BY_DATA, FSDP, {"grad_weight": 2}, gathered=2, sizes=BLOCKS
-        ),
-        "shard_map, row, rowwise": lambda: by_hand("rowwise", BY_MODEL, ROW, {"output": 2}, sizes=EVEN, outside=False),
+def _cases(is_gpu: bool) -> dict[str, Callable[[], Any]]:
+    """Against the oracle, where one axis of two devices serves as data or as model; then two devices against one."""
+    by_xla, by_hand = partial(sharded.by_xla, jit=f8.jit), sharded.by_hand
+    fsdp: dict[str, Any] = {"shape": BY_DATA, "specs": FSDP, "parts": {"grad_weight": 2}, "gathered": 2}
+    column: dict[str, Any] = {"shape": BY_MODEL, "specs": COLUMN, "parts": {"grad_input": 2}}
+    row: dict[str, Any] = {"shape": BY_MODEL, "specs": ROW, "parts": {"output": 2}}
+    cases: dict[str, Callable[[], Any]] = {
+        "jit, FSDP, tensorwise": partial(by_xla, "tensorwise", **fsdp),
+        "jit, FSDP, rowwise": partial(by_xla, "rowwise", **fsdp, sizes=EVEN),
+        "jit, FSDP, delayed": partial(by_xla, "delayed", **fsdp, sizes=EVEN),
+        "jit, FSDP, blockwise": partial(by_xla, "blockwise", **fsdp, sizes=BLOCKS),
+        "jit, FSDP, tensorwise, K gathered": partial(by_xla, "tensorwise", BY_DATA, FSDP, sizes=EVEN),
+        "jit, row, tensorwise": partial(by_xla, "tensorwise", **row, sizes=EVEN),
+        "jit, column, rowwise": partial(by_xla, "rowwise", **column),
+        "jit, column, tensorwise, explicit axes": partial(by_xla, "tensorwise", **column, explicit=True),
+        "shard_map, FSDP, tensorwise": partial(by_hand, "tensorwise", **fsdp, sizes=EVEN),
+        "shard_map, FSDP, delayed": partial(by_hand, "delayed", **fsdp),
+        "shard_map, FSDP, blockwise": partial(by_hand, "blockwise", **fsdp, sizes=BLOCKS),
+        "shard_map, row, rowwise": partial(by_hand, "rowwise", **row, sizes=EVEN, outside=False),
         "shard_map, FSDP, three steps of delayed": sharded.training,
     }
-
-
-def _against_one_device(is_gpu: bool) -> dict[str, Callable[[], Any]]:
-    sizes = (4096, 2048, 1024) if is_gpu else (64, 96, 32)
     layers = (("FSDP", BY_DATA, FSDP, "tensorwise"), ("row", BY_MODEL, ROW, "rowwise"))
-    cases = [(*layer, way) for layer in layers for way in ("sum", "gather")]
-    cases.append(("column", BY_MODEL, COLUMN, "delayed", "gather"))
-    return {
-        f"two against one, {kind}, {name}, {way}": functools.partial(_two_against_one, sizes, shape, specs, name, way)
-        for kind, shape, specs, name, way in cases
-    }
+    pairs = [(*layer, way) for layer in layers for way in ("sum", "gather")]
+    pairs.append(("column", BY_MODEL, COLUMN, "delayed", "gather"))
+    sizes = (4096, 2048, 1024) if is_gpu else (64, 96, 32)
+    for kind, *layer, name, way in pairs:
+        case = partial(_two_against_one, sizes, *layer, name, way)
+        cases[f"two against one, {kind}, {name}, {way}"] = case
+    return cases
 
 
 def _two_against_one(
@@ -113,7 +105,7 @@ def _two_against_one(
 ) -> dict[str, Any]:
     """Differing bits of output and gradients, and what the program of two devices calls."""
     arrays, recipe = sharded.tensors(*sizes), recipe_by_name(name)
-    step = functools.partial(sharded.step, sharded.layer(recipe, sharded_k=way))
+    step = partial(sharded.step, sharded.layer(recipe, sharded_k=way))
     state, mesh = sharded.state_of(recipe), sharded.mesh_of(*shape)
     one = f8.jit(step)(*(jax.device_put(x, jax.devices()[0]) for x in arrays), state)
     program = f8.jit(

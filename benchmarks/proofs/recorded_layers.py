@@ -13,7 +13,7 @@ Exit status 1 if a digest differs.
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from rich.progress import track
 from torch import Tensor
 
 import f8emu.torch as f8
-from benchmarks.runner import DEVICE, Bench, operand, option, say, write_json
+from benchmarks.runner import DEVICE, Bench, option, say, write_json
 from f8emu.spec import RECIPES
 
 RECORDED = Path(__file__).parents[1] / "results" / "recorded_layers-h200.json"
@@ -48,10 +48,9 @@ class Layer(NamedTuple):
         return f"{self.recipe} {self.m}x{self.k}x{self.n}"
 
 
-def layers(rows: Sequence[int] = ROWS, sizes: Sequence[tuple[int, int]] = SIZES) -> Iterator[Layer]:
+def layers(rows: Sequence[int] = ROWS, sizes: Sequence[tuple[int, int]] = SIZES) -> list[Layer]:
     """All layers of these numbers of rows and sizes."""
-    for recipe, (k, n), m in product(RECIPES, sizes, rows):
-        yield Layer(recipe, m, k, n)
+    return [Layer(recipe, m, k, n) for recipe, (k, n), m in product(RECIPES, sizes, rows)]
 
 
 def digests(layer: Layer, device: torch.device) -> list[str]:
@@ -70,16 +69,14 @@ def digests(layer: Layer, device: torch.device) -> list[str]:
         x = drawn(layer.m, layer.k).requires_grad_()
         output = module(x)
         output.backward(drawn(layer.m, layer.n) / layer.m)
-        found += [_digest(y) for y in (output.detach(), x.grad, module.weight.grad)]
+        for y in (output.detach(), x.grad, module.weight.grad):
+            assert y is not None, "it was asked for"
+            data = y.contiguous().view(torch.int16).cpu().numpy().tobytes()
+            found.append(hashlib.sha256(data).hexdigest()[:_DIGITS])
     return found
 
 
-def _digest(x: Tensor | None) -> str:
-    assert x is not None, "it was asked for"
-    return hashlib.sha256(x.contiguous().view(torch.int16).cpu().numpy().tobytes()).hexdigest()[:_DIGITS]
-
-
-def differences(recorded: dict[str, list[str]], of: Sequence[Layer], device: torch.device) -> Iterator[str]:
+def differences(recorded: dict[str, list[str]], of: Iterable[Layer], device: torch.device) -> Iterator[str]:
     """The names of the layers whose digests are not the recorded ones, with the tensors."""
     parts = ("output", "grad_input", "grad_weight")
     for layer in of:
@@ -91,8 +88,8 @@ def differences(recorded: dict[str, list[str]], of: Sequence[Layer], device: tor
 
 BENCH = Bench(
     "benchmarks.proofs.recorded_layers",
-    "Layers on a GPU, recorded as digests, and the same layers emulated on a CPU.",
-    operand("file", Path, nargs="?", default=RECORDED),
+    __doc__,
+    ("file", {"type": Path, "nargs": "?", "default": RECORDED}),
     option("record", False, "write the file; otherwise compare with it"),
     option("rows", ROWS),
     DEVICE,
@@ -102,14 +99,14 @@ BENCH = Bench(
 def main(argv: Sequence[str] | None = None) -> int:
     """Records or checks; the exit status."""
     run = BENCH.parse(argv)
-    file, wanted = run.arguments.file, list(layers(run.arguments.rows))
+    file, wanted = run.arguments.file, layers(run.arguments.rows)
     if run.arguments.record:
         found = {layer.name: digests(layer, run.device) for layer in track(wanted, "layers")}
         write_json(file, {**run.report, "layers": found})
         say(f"{len(wanted)} layers recorded on {run.report['device']}")
         return 0
     recorded = json.loads(file.read_text())
-    wrong = list(differences(recorded["layers"], list(track(wanted, "layers")), run.device))
+    wrong = list(differences(recorded["layers"], track(wanted, "layers"), run.device))
     for line in wrong:
         say(f"DIFFERENT {line}")
     say(f"{len(wanted) - len(wrong)} of {len(wanted)} layers equal to those of {recorded['device']}, every bit")

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import draw_exposure, draw_kernels
 from benchmarks.ranks import MULTICAST_OFF
 from benchmarks.runner import BASELINE, DEVICE, Bench, Columns, Entry, add_ratios, draw_entries, option, say
+from benchmarks.timing import draw_exposure, draw_kernels
 
 _ADAPTER = "f8emu.torch.integrations.torchtitan"
 _TORCHAO = ["--model.converters", "quantize.linear.float8"]

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch._utils
 
-from benchmarks.kernels import exposure, profiled
 from benchmarks.runner import package_version, say, write_json
+from benchmarks.timing import exposure, profiled
 
 
 def main(argv: Sequence[str]) -> None:

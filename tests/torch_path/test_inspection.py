@@ -25,8 +25,7 @@ from typer.testing import CliRunner
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from benchmarks.corpus import Corpus
-from benchmarks.models import Llama
+from benchmarks.models import Corpus, Llama
 from f8emu import cli
 from f8emu.spec import (
     BLOCKWISE,
