@@ -26,7 +26,7 @@ from benchmarks.torchtitan import __main__ as titan
 from benchmarks.torchtitan import worker
 from benchmarks.workloads import HIGH_PRECISION_GEMM, Shape
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
-from f8emu.torch.layer.checkpoint import SAVED_OPS
+from f8emu.torch.dispatch_modes import saved_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor imports it
 ONCE = "--device cpu --tokens 128 --rounds 1 --steps 1"
@@ -202,7 +202,7 @@ def test_other_bits_fail(
 
 @pytest.mark.parametrize("subject", ["bf16", "f8emu/tensorwise"])
 def test_selective_checkpointing_computes_nothing_dear_again(subject: str) -> None:
-    dear = {*(SAVED_OPS if subject.startswith("f8emu/") else BFLOAT16_OPS), *ATTENTION_OPS}
+    dear = {*(saved_ops() if subject.startswith("f8emu/") else BFLOAT16_OPS), *ATTENTION_OPS}
 
     class Counter(TorchDispatchMode):
         count = 0

@@ -33,8 +33,7 @@ from f8emu.torch.delayed.update import delayed_state_dict as delayed_state_dict
 from f8emu.torch.delayed.update import load_delayed_state_dict as load_delayed_state_dict
 from f8emu.torch.delayed.update import set_amax_reduction_group as set_amax_reduction_group
 from f8emu.torch.delayed.update import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
-from f8emu.torch.delayed_state import initial_delayed_state as initial_delayed_state
-from f8emu.torch.delayed_state import update_delayed_state as update_delayed_state
+from f8emu.torch.dispatch_modes import float8_checkpoint_policy as float8_checkpoint_policy
 from f8emu.torch.gemm.engine import engine_of as engine_of
 from f8emu.torch.gemm.scaled_mm import mm as mm
 from f8emu.torch.gemm.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
@@ -42,11 +41,12 @@ from f8emu.torch.gemm.scaled_mm import scaled_mm as scaled_mm
 from f8emu.torch.inspection.config import InspectConfig as InspectConfig
 from f8emu.torch.inspection.inspector import Inspector as Inspector
 from f8emu.torch.inspection.inspector import inspect as inspect
-from f8emu.torch.layer.checkpoint import float8_checkpoint_policy as float8_checkpoint_policy
 from f8emu.torch.layer.feed_forward import Float8FeedForward as Float8FeedForward
 from f8emu.torch.layer.float8_linear import Float8Linear as Float8Linear
 from f8emu.torch.scale import amax as amax
+from f8emu.torch.scale import initial_delayed_state as initial_delayed_state
 from f8emu.torch.scale import scale_from_amax as scale_from_amax
+from f8emu.torch.scale import update_delayed_state as update_delayed_state
 from f8emu.torch.weights.float8_weight import Float8Weight as Float8Weight
 from f8emu.torch.weights.master_weights import MasterWeights as MasterWeights
 from f8emu.torch.weights.sharded_weight import (

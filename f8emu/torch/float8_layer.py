@@ -1,14 +1,17 @@
-"""What the rooms below a float8 layer know of it, and the layers of a model by name.
+"""What the rooms below a float8 layer know of it: its base class, the layers of a model by name, what no layer takes.
 
 `Float8Linear`, defined above these rooms, is the one class of this kind.
 """
+# pyright: reportPrivateUsage=false
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.torch_internals import Linear, named_modules
 
@@ -28,7 +31,7 @@ class Float8Layer(Linear):
     update_group: "UpdateGroup | None"
     """The layers whose scales are updated with this one's; None under dynamic scaling."""
     tap: "Tap | None" = None
-    """Where observers watch the layer (`layer.taps`); None without observers."""
+    """Where observers watch the layer (`layer.observers`); None without observers."""
 
     def update_with(self, group: "UpdateGroup | None") -> None:
         """Update the scales together with those of the other layers of `group`."""
@@ -65,3 +68,35 @@ def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.t
 def all_float8_layers(model: nn.Module) -> dict[str, Float8Layer]:
     """Name, as `float8_layers` has it -> layer."""
     return {name: module for name, module in named_modules(model) if isinstance(module, Float8Layer)}
+
+
+def require_no_transform(call: str, module: nn.Module, input: Tensor) -> None:
+    """Refuse a call of `module` that torch transforms or traces: there are no rules for it.
+
+    Raises:
+        UnsupportedError: inside of torch.func.grad, vjp, jvp, vmap or what is made of them; in torch.jit.trace; with an
+            input or a parameter that has a tangent.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            f"{call}: torch.func's transforms (grad, vjp, jvp, vmap, jacrev, ...) are not supported for float8 layers; "
+            "compute gradients with backward() or torch.autograd.grad, and batches as more rows, or convert the model "
+            "back with dequantize_float8_training"
+        )
+    if torch._C._get_tracing_state():
+        refuse_torchscript(call)
+    if forward_ad._current_level >= 0:
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in (input, *module.parameters())):
+            raise UnsupportedError(
+                f"{call}: forward-mode AD (torch.autograd.forward_ad, strategy='forward-mode') is not supported for "
+                "float8 layers, since a rounding has no derivative; got an input or a parameter with a tangent; "
+                "compute gradients with backward(), or convert the model back with dequantize_float8_training"
+            )
+
+
+def refuse_torchscript(call: str) -> NoReturn:
+    """Raise UnsupportedError."""
+    raise UnsupportedError(
+        f"{call}: torch.jit.trace and torch.jit.script are not supported for float8 layers; export the model with "
+        "torch.export.export, compile it with torch.compile, or convert it back with dequantize_float8_training"
+    )

@@ -8,6 +8,7 @@ result would need a gradient is refused. A function that writes to an argument i
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
@@ -72,6 +73,11 @@ def is_exporting() -> bool:
 
 # torch.compiler.assume_constant_result, without the import of the compiler.
 setattr(is_exporting, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def no_gradients() -> Any:
+    """A context of casts and products; none in an export, since torch's decompositions lose modes of gradients."""
+    return nullcontext() if is_exporting() else torch.no_grad()
 
 
 def signature_of(x: Any) -> Any:

@@ -5,7 +5,7 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -254,3 +254,32 @@ def with_aliases(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
 def pickled_as(x: Tensor, protocol: Any) -> Any:
     """`x.__reduce_ex__(protocol)`."""
     return x.__reduce_ex__(protocol)
+
+
+# Collectives over the ranks of process groups: functional ones, which a compiler traces, and one into given memory.
+
+
+def collective(name: str, x: Tensor, *arguments: Any) -> Tensor:
+    """The result of a functional collective, which has arrived."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(getattr(functional, name)(x.contiguous(), *arguments))
+
+
+def reduce_max(x: Tensor, groups: Sequence[Any]) -> Tensor:
+    """The maximum over the ranks of all groups, element by element. A group is a process group, or its name."""
+    for group in groups:
+        x = collective("all_reduce", x, "max", group if isinstance(group, str) else group.group_name)
+    return x
+
+
+def reduce_amax(amax: Tensor, groups: Sequence[Any]) -> Tensor:
+    """`reduce_max` of amaxes: as integers, so that infinity and NaN count as the largest."""
+    if not groups:
+        return amax
+    # All bits of a float32 but its sign: as integers these have the order of the magnitudes, NaN above infinity.
+    return reduce_max(amax.float().view(torch.int32) & 0x7FFFFFFF, groups).view(torch.float32)
+
+
+def all_gather(out: Tensor, own: Tensor, group: Any) -> None:
+    """`own` of all ranks of a group, in their order, into `out`."""
+    dist.all_gather_into_tensor(out, own, group)  # pyright: ignore[reportUnknownMemberType, reportDeprecated]

@@ -26,7 +26,7 @@ from f8emu.torch.delayed import update as delayed_update  # noqa: E402
 from f8emu.torch.gemm import emulation, hardware  # noqa: E402
 from f8emu.torch.layer import casts, float8_linear, matmul, operands  # noqa: E402
 from f8emu.torch.layer import gemm as padded_gemm  # noqa: E402
-from f8emu.torch.layer.shared_input import LastInput  # noqa: E402
+from f8emu.torch.layer.casts import LastInput  # noqa: E402
 
 Planted = Iterator[Any]
 """Patches."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from f8emu.spec import E4M3FN, E5M2, Format, Granularity, ScaleRule
 from f8emu.spec.trace import Scales
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.columns import cast_columns, transpose_codes
 from f8emu.torch.fused.delayed import UNSET, cast_pair_delayed
 from f8emu.torch.library import Operator
 
@@ -68,8 +67,8 @@ def calls(x: Tensor, fmt: Format = E4M3FN, rule: ScaleRule = RULES[1]) -> Calls:
         "amaxes of tiles": (fused.reduce_tiles, (x,)),
         "scales": (fused.scales, (amaxes(m), name, *of_rule, 1)),
         "rows": (fused.cast_rows, (x, name, *of_rule)),
-        "columns": (cast_columns, (x, name, torch.linspace(0.01, 9, n)[:, None])),
-        "transposed": (transpose_codes, (codes.view(getattr(torch, name)), x.detach())),
+        "columns": (fused.cast_columns, (x, name, torch.linspace(0.01, 9, n)[:, None])),
+        "transposed": (fused.transpose_codes, (codes.view(getattr(torch, name)), x.detach())),
         "recomputable": (fused.recomputable_cast_pair, (x, name, amaxes(1), amaxes(n), *of_rule)),
     }
     for key, pair in _pairs(x.detach(), rule).items():

@@ -83,7 +83,7 @@ def prepare_silu(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton.language as tl  # pyright: ignore[reportMissingImports]
     import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
 
-    from f8emu.torch.fused.kernels import silu_arithmetic
+    from f8emu.torch.fused.kernels import silu as silu_kernels
 
     def elementwise(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any], Any]:
         def call(x: Any) -> Any:
@@ -98,8 +98,8 @@ def prepare_silu(monkeypatch: pytest.MonkeyPatch) -> None:
     def exp(x: np.ndarray) -> np.ndarray:
         return torch.exp(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
-    monkeypatch.setattr(silu_arithmetic, "exp", elementwise(exp))
-    monkeypatch.setattr(silu_arithmetic, "approximate_reciprocal", elementwise(lambda x: np.float32(1) / x))
+    monkeypatch.setattr(silu_kernels, "exp", elementwise(exp))
+    monkeypatch.setattr(silu_kernels, "approximate_reciprocal", elementwise(lambda x: np.float32(1) / x))
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
 
 

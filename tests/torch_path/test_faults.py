@@ -32,7 +32,8 @@ from f8emu.spec import (
 )
 from f8emu.spec.gemm_call import Shaped, mm_call
 from f8emu.torch.device import capability_of, has_float8_hardware
-from f8emu.torch.gemm import checks, hardware
+from f8emu.torch.gemm import engine as gemm_engine
+from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm.engine import Engine, resolve_engine, warn_of_idle_gpu
 from tests.torch_path.layers import OpCounter, draw, layer_of, passes
 
@@ -354,7 +355,7 @@ def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPat
     expected = both_passes(layer, tensors)
     gpu = pretend_a_gpu(monkeypatch, (8, 0))
     monkeypatch.setattr(
-        checks, "resolve_engine", lambda call, device, engine, chip: resolve_engine(call, gpu, engine, chip)
+        gemm_engine, "resolve_engine", lambda call, device, engine, chip: resolve_engine(call, gpu, engine, chip)
     )
     for ours, theirs in zip(both_passes(layer, tensors), expected, strict=True):
         assert_same_bits(ours, theirs)

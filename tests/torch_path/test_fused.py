@@ -12,7 +12,7 @@ import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import Granularity, OperandError, SpecError, UnsupportedError
 from f8emu.torch import library
-from f8emu.torch.fused import columns, delayed
+from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
 from tests.torch_path.fused_casts import (
     AMAXES,
@@ -234,7 +234,7 @@ def bad_calls(device: str) -> dict[str, tuple[Any, tuple[Any, ...], type[Excepti
         ),
         "a double amax": (scales, (double, E4M3, *rule, 0), operand, "scales: amax must be float32.*got torch.float64"),
         "a scale of columns": (
-            columns.cast_columns, (x, E4M3, one), operand, r"cast_columns: inv_scale must be float32 of shape \[6, 1\]"
+            fused.cast_columns, (x, E4M3, one), operand, r"cast_columns: inv_scale must be float32 of shape \[6, 1\]"
         ),
     }  # fmt: skip
 

@@ -34,7 +34,7 @@ from f8emu.spec import (
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.split_k.plan import Source
 from f8emu.torch.gemm import hardware
-from f8emu.torch.gemm.planned import layer_split_k
+from f8emu.torch.gemm.emulation import layer_split_k
 
 # Other people's deprecations are not what is tested here.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -155,7 +155,7 @@ def test_the_tensor_cores_equal_the_oracle(pair, out_dtype, expect, assert_same_
 @PAIRS
 @pytest.mark.parametrize("shape", [(1, 32, 256), (7, 48, 512), (48, 144, 272), (130, 272, 400), (64, 16, 16)], ids=str)
 def test_sizes_beyond_the_recorded_ones(pair, shape, expect, assert_same_bits) -> None:
-    """What `f8emu.torch.gemm.checks` lets through, the device must take, and it refuses what the device does.
+    """What `f8emu.torch.gemm.engine` lets through, the device must take, and it refuses what the device does.
 
     M is any number, with 1x128 scales of a any multiple of 4; K and N come in steps of 16.
     """

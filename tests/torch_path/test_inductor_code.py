@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from f8emu.torch.fused import columns, delayed, inductor
+from f8emu.torch.fused import delayed, inductor
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.arguments import amax_tiles
+from f8emu.torch.fused.launch import amax_tiles
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Inductor needs Triton")
 FMT, RULE = "float8_e4m3fn", (False, 1e-12)
@@ -98,10 +98,10 @@ def everything(x: Tensor, weight: Tensor, inv_scale: Tensor, amax: Tensor) -> li
     for amaxes in (of_tiles, (of_tiles[0], None), (of_all, of_tiles[1])):
         found += [y for y in fused.cast_pair(x, FMT, *amaxes, True, RULE[1]) if y.numel()]
     found += [*fused.cast_rows(x, FMT, *RULE), fused.row_amax(weight), fused.tensor_amax(weight)]
-    found.append(columns.cast_columns(x, FMT, fused.scales(of_cols, FMT, *RULE, 0)[0]))
+    found.append(fused.cast_columns(x, FMT, fused.scales(of_cols, FMT, *RULE, 0)[0]))
     for square in (False, True):
         found += fused.cast_blocks(x, FMT, square, True, True, *RULE)
-    found.append(columns.transpose_codes(rows, x))
+    found.append(fused.transpose_codes(rows, x))
     return found
 
 

@@ -41,7 +41,7 @@ from f8emu.spec import (
 )
 from f8emu.spec.gemm_call import Shaped, mm_call
 from f8emu.torch.float8_layer import float8_layers
-from f8emu.torch.gemm.planned import layer_split_k, split_k_of
+from f8emu.torch.gemm.emulation import layer_split_k, split_k_of
 from f8emu.torch.inspection import recorder
 from f8emu.torch.inspection.config import STATISTICS, config_of
 from f8emu.torch.inspection.log import JsonLog

@@ -17,8 +17,8 @@ from f8emu.conformance.run.subject import load_subject
 from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Granularity, Recipe
 from f8emu.split_k import ask
 from f8emu.split_k.plan import Source, Split
+from f8emu.torch.gemm import emulation as torch_emulation
 from f8emu.torch.gemm import operators
-from f8emu.torch.gemm import planned as torch_planned
 
 pytest.importorskip("jax")
 # Loading the compiler warns about torch's own old code.
@@ -134,7 +134,7 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
     """It says 2 where the plan says 3."""
     asked: list[Any] = []
     monkeypatch.setattr(operators, "_PREPARED", {})  # which remembers S
-    monkeypatch.setattr(torch_planned, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, a.device))
+    monkeypatch.setattr(torch_emulation, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, a.device))
     monkeypatch.setattr(ask, "split_k_at_hand", lambda gemm, chip: asked.append(gemm) or Split(2, Source.ASKED))
     a, b, one = codes(1, 8, 8192), codes(2, 64, 8192).t(), torch.ones(())
     options: dict[str, Any] = {"out_dtype": torch.float32, "use_fast_accum": True, "engine": "emulated"}
@@ -143,7 +143,7 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
     high: dict[str, Any] = {"out_dtype": torch.float32, "engine": "emulated"}
     of_mm = {s: f8.mm(a.bfloat16(), b.bfloat16(), **high, split_k=s) for s in (None, 2)}
     assert torch.equal(of_mm[None], of_mm[2])
-    split = torch_planned.layer_split_k(TENSORWISE.gemms["output"], a, b.t(), out_dtype=torch.float32, chip=HOPPER)
+    split = torch_emulation.layer_split_k(TENSORWISE.gemms["output"], a, b.t(), out_dtype=torch.float32, chip=HOPPER)
     assert split == (2, Source.ASKED)
     assert [(gemm.table, gemm.k) for gemm in asked] == [
         *(("tensorwise float32", 8192), ("bfloat16 tn", 8192), ("tensorwise float32", 8192))

@@ -96,7 +96,7 @@ if find_spec("triton") is not None:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-    from f8emu.torch.fused.kernels import silu_arithmetic
+    from f8emu.torch.fused.kernels import silu as silu_kernels
 
     @triton.jit
     def values_kernel(grad_hidden, gate, up, hidden, grad_gate, grad_up):
@@ -105,11 +105,11 @@ if find_spec("triton") is not None:
         grads = tl.load(grad_hidden + at).to(tl.float32)
         gates = tl.load(gate + at).to(tl.float32)
         ups = tl.load(up + at).to(tl.float32)
-        sigmoid = silu_arithmetic.sigmoid_of(gates)
-        activated = silu_arithmetic.silu_of(gates, sigmoid)
-        tl.store(hidden + at, silu_arithmetic.hidden_of(activated, ups).to(tl.bfloat16))
-        tl.store(grad_gate + at, silu_arithmetic.grad_gate_of(grads, gates, sigmoid, ups).to(tl.bfloat16))
-        tl.store(grad_up + at, silu_arithmetic.grad_up_of(grads, activated).to(tl.bfloat16))
+        sigmoid = silu_kernels.sigmoid_of(gates)
+        activated = silu_kernels.silu_of(gates, sigmoid)
+        tl.store(hidden + at, silu_kernels.hidden_of(activated, ups).to(tl.bfloat16))
+        tl.store(grad_gate + at, silu_kernels.grad_gate_of(grads, gates, sigmoid, ups).to(tl.bfloat16))
+        tl.store(grad_up + at, silu_kernels.grad_up_of(grads, activated).to(tl.bfloat16))
 
 
 @ON_GPU

@@ -21,11 +21,10 @@ from torch import Tensor
 from f8emu.spec.formats import E4M3FN
 from f8emu.spec.scaling import ScaleRule
 from f8emu.torch.fused import eager
-from f8emu.torch.fused.arguments import Output, check_one_float, named_format, named_rule
-from f8emu.torch.fused.fused_cast import FusedCast
+from f8emu.torch.fused.fused_cast import FusedCast, Output, check_one_float, named_format, named_rule
 from f8emu.torch.fused.operators import given_outputs
 from f8emu.torch.library import fake, kernels_for, launch_plans, operator
-from f8emu.torch.scale import reciprocal
+from f8emu.torch.scale import reciprocal, scale_from_amax
 
 UNSET = 0.0  # an inv_scale before the first usable amax; others are positive
 UNCALLED = -1.0  # an amax without a cast since the last update; others are at least 0, or NaN
@@ -147,8 +146,7 @@ def chosen_inv_scale(
 ) -> Tensor:
     """`inv_scale` where it is set, otherwise that of `amax`, [1, 1]; chosen on the device."""
     format, rule = named_rule("cast_pair_delayed", fmt, power_of_two, amax_floor)
-    own, _ = eager.scales(amax, format, rule, margin)
-    return torch.where(inv_scale > UNSET, inv_scale, own)
+    return torch.where(inv_scale > UNSET, inv_scale, scale_from_amax(amax, format, rule, margin=margin).inv_scale)
 
 
 def amaxes_of(states: list[Tensor]) -> Tensor:
@@ -198,7 +196,9 @@ def update_delayed(
     rule = ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
     names = fmts.split(",")
     formats = [named_format("update_delayed", fmt or E4M3FN.name) for fmt in names]
-    columns = [eager.scales(reference[:, i : i + 1], fmt, rule, margin)[0] for i, fmt in enumerate(formats)]
+    columns = [
+        scale_from_amax(reference[:, i : i + 1], fmt, rule, margin=margin).inv_scale for i, fmt in enumerate(formats)
+    ]
     inv_scale = torch.where(is_usable, torch.cat(columns, dim=1), torch.cat(inv_scales).view(-1, 3))
     # 3. What was not usable.
     kinds = torch.stack([amax == 0, ~is_called, is_called & ~amax.isfinite()], dim=1)

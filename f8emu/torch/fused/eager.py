@@ -10,7 +10,7 @@ from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch import cpu_casts
 from f8emu.torch.cast import quantize
-from f8emu.torch.fused.arguments import CODES
+from f8emu.torch.fused.fused_cast import CODES
 from f8emu.torch.scale import amax, scale_from_amax
 
 
@@ -31,14 +31,7 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def amaxes_of_tiles(x: Tensor) -> Tensor:
     """The amaxes of the rows of every tile, [tiles, M], then those of its columns, [tiles, N], in one vector."""
-    sides = [amax(side, Granularity.BLOCKWISE_1X128).t().flatten() for side in (x, x.t())]
-    return torch.cat(sides)
-
-
-def scales(amax: Tensor, fmt: Format, rule: ScaleRule, margin: int) -> tuple[Tensor, Tensor]:
-    """inv_scale and scale for each amax."""
-    inv_scale, scale = scale_from_amax(amax, fmt, rule, margin=margin)
-    return inv_scale, scale
+    return torch.cat([amax(side, Granularity.BLOCKWISE_1X128).t().flatten() for side in (x, x.t())])
 
 
 def raise_amax(amax: Tensor, x: Tensor) -> None:
@@ -52,8 +45,8 @@ def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule) -> tuple[Tensor, Tensor, 
     if cpu_casts.takes(x):
         return cpu_casts.cast(x, Granularity.ROWWISE, fmt, rule)
     largest = row_amax(x)
-    found = scale_from_amax(largest, fmt, rule)
-    return _row_major(quantize(x, found.inv_scale, fmt, Granularity.ROWWISE)), found.scale, largest
+    inv_scale, scale = scale_from_amax(largest, fmt, rule)
+    return _row_major(quantize(x, inv_scale, fmt, Granularity.ROWWISE)), scale, largest
 
 
 def cast_rows_by(x: Tensor, fmt: Format, amax: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
@@ -66,8 +59,8 @@ def cast_rows_by(x: Tensor, fmt: Format, amax: Tensor, rule: ScaleRule) -> tuple
         amax = row_amax(amax.squeeze(2).t())
     elif amax.ndim == 2 and amax.shape[0] == 1:
         amax = row_amax(amax)
-    found = scale_from_amax(amax, fmt, rule)
-    return cast_by(x, fmt, found.inv_scale), found.scale
+    inv_scale, scale = scale_from_amax(amax, fmt, rule)
+    return cast_by(x, fmt, inv_scale), scale
 
 
 def cast_by(x: Tensor, fmt: Format, inv_scale: Tensor) -> Tensor:
@@ -85,18 +78,18 @@ def cast_sides_by(x: Tensor, fmt: Format, inv_scale: Tensor, rows: bool, cols: b
     return row, cast_by(x.t(), fmt, inv_scale) if cols else nothing(x, fmt)[0]
 
 
-def nothing(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Codes and scales that were not requested."""
-    return x.new_empty((0, 0), dtype=CODES[fmt.name]), x.new_empty((0, 0), dtype=torch.float32)
-
-
 def cast_blocks(x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor]:
     """Codes and scales by block; 1x128 scales are column-major."""
     if cpu_casts.takes(x):
         return cpu_casts.cast(x, granularity, fmt, rule)[:2]
-    found = scale_from_amax(amax(x, granularity), fmt, rule)
-    codes = _row_major(quantize(x, found.inv_scale, fmt, granularity))
-    return codes, _row_major(found.scale.t()).t() if granularity is Granularity.BLOCKWISE_1X128 else found.scale
+    inv_scale, scale = scale_from_amax(amax(x, granularity), fmt, rule)
+    codes = _row_major(quantize(x, inv_scale, fmt, granularity))
+    return codes, _row_major(scale.t()).t() if granularity is Granularity.BLOCKWISE_1X128 else scale
+
+
+def nothing(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Codes and scales that were not requested."""
+    return x.new_empty((0, 0), dtype=CODES[fmt.name]), x.new_empty((0, 0), dtype=torch.float32)
 
 
 def _row_major(x: Tensor) -> Tensor:

@@ -3,21 +3,50 @@
 plain torch (the decorated function)   where kernels do not run: the meaning of the cast
 outputs                                checks of the arguments; shapes and dtypes of the results
 launch                                 the kernels that compute them, in eager code and in compiled code
+
+Below it: what the descriptions of `outputs` share, computed from shapes and dtypes alone.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import Format
+from f8emu.spec.scaling import ScaleRule
+from f8emu.torch.dtypes import CHIP, operand_format, require_values
 from f8emu.torch.fused import inductor
-from f8emu.torch.fused.arguments import Output
 from f8emu.torch.library import Implementation, Operator, fake, kernels_for, operator
+
+CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in CHIP.operand_formats}
+"""Format name -> the dtype of its codes."""
+
+
+class Output(NamedTuple):
+    """One result of a fused cast; the shape (0, 0) stands for a result that was not requested."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    side: int | None = None
+    """Results of one side are computed if any of them is read; those without a side always."""
+    is_transposed: bool = False
+    """Whether it is column-major."""
+    is_zeroed: bool = False
+    """Whether it is zero before the kernels run."""
+
+    def new(self, x: Tensor) -> Tensor:
+        """The tensor, on the device of `x`."""
+        if self.is_zeroed:
+            return x.new_zeros(self.shape, dtype=self.dtype)
+        if self.is_transposed:
+            return x.new_empty(self.shape[::-1], dtype=self.dtype).t()
+        return x.new_empty(self.shape, dtype=self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +109,7 @@ class FusedCast:
 
 
 class EagerLauncher:
-    """What a `launch` needs of eager code: kernels run at once."""
+    """What a `launch` needs of eager code: kernels run at once. `inductor` has the same for compiled code."""
 
     __slots__ = ("plans",)
 
@@ -114,3 +143,45 @@ class EagerLauncher:
     def run_through(self, host: Callable[..., Any], settings: tuple[Any, ...], plan: Any, *tensors: Tensor) -> None:
         """Launch a kernel by `host(plan, *settings)(*tensors)`; `host` is a function of a module."""
         host(plan, *settings)(*tensors)
+
+
+def matrix(call: str, x: Tensor) -> tuple[int, int]:
+    """Rows and columns of an argument that has to be a matrix in high precision."""
+    require_values(call, x, ndim=2)
+    return x.shape[0], x.shape[1]
+
+
+def codes_of(fmt: str, rows: int, k: int, side: int | None = None, *, is_wanted: bool = True) -> Output:
+    """Codes [rows, k] of a format."""
+    return Output((rows, k) if is_wanted else (0, 0), CODES[fmt], side)
+
+
+# Cached: these lookups, made in every call, cost more than an allocation.
+
+
+@cache
+def named_format(call: str, fmt: str) -> Format:
+    """`operand_format` of a name."""
+    return operand_format(call, fmt)
+
+
+@cache
+def named_rule(call: str, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Format, ScaleRule]:
+    """The format and the rule that an operator's arguments stand for."""
+    return operand_format(call, fmt), ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
+
+
+def check_one_float(call: str, name: str, value: Tensor, x: Tensor) -> None:
+    """Check that an inv_scale, or an amax to update, is one float32 on the device of `x`."""
+    if value.dtype is not torch.float32 or value.numel() != 1:
+        raise OperandError(
+            f"{call}: {name} must be one float32; got {value.dtype} of shape {list(value.shape)}; convert it with "
+            f"{name}.float()"
+        )
+    check_device(call, name, value, x)
+
+
+def check_device(call: str, name: str, value: Tensor, x: Tensor) -> None:
+    """Check that an argument is on the device of `x`."""
+    if value.device != x.device:
+        raise OperandError(f"{call}: {name} is on {value.device} and x on {x.device}; move one to the other's device")

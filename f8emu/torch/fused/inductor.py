@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from f8emu.torch.device import has_float8_hardware
-from f8emu.torch.fused.arguments import Output
 from f8emu.torch.library import launch_plans
 
 _lowerings: dict[torch._ops.OpOverload, Any] = {}
@@ -93,10 +92,7 @@ def _lowered(overload: torch._ops.OpOverload, cast: Any) -> Callable[..., Any]:
         outputs = cast.outputs(*described)
         used = {0} if is_single else _used()
         sides = {output.side for i, output in enumerate(outputs) if i in used}
-        outputs = [
-            output if output.side is None or output.side in sides else Output((0, 0), output.dtype)
-            for output in outputs
-        ]
+        outputs = [y if y.side is None or y.side in sides else y._replace(shape=(0, 0)) for y in outputs]
         # 2. The input, before the results: what computes it comes first, and the memory that it frees serves them.
         x = ExternKernel.require_contiguous(x)
         # 3. Their buffers, and the kernels that fill them.
@@ -136,17 +132,24 @@ def _used() -> set[int]:
     return results
 
 
-def _allocated(x: Any, output: Output) -> Any:
+def _allocated(x: Any, output: Any) -> Any:
     from torch._inductor.lowering import lowerings
 
+    if not output.is_zeroed:
+        return _empty(x, output.shape, output.dtype, output.is_transposed)
     options: dict[str, Any] = {"dtype": output.dtype, "device": x.get_device()}
-    if output.is_zeroed:
-        zeros = lowerings[torch.ops.aten.full.default](list(output.shape), 0.0, **options)
-        zeros.realize()
-        return zeros
-    sizes = [max(size, 1) for size in output.shape]
-    strides = [1, sizes[0]] if output.is_transposed else [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    return lowerings[torch.ops.aten.empty_strided.default](list(output.shape), strides, **options)
+    zeros = lowerings[torch.ops.aten.full.default](list(output.shape), 0.0, **options)
+    zeros.realize()
+    return zeros
+
+
+def _empty(x: Any, shape: tuple[int, ...], dtype: torch.dtype, is_transposed: bool) -> Any:
+    from torch._inductor.lowering import lowerings
+
+    sizes = [max(size, 1) for size in shape]
+    strides = [1, sizes[0]] if is_transposed else [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    options: dict[str, Any] = {"dtype": dtype, "device": x.get_device()}
+    return lowerings[torch.ops.aten.empty_strided.default](list(shape), strides, **options)
 
 
 class _InductorLauncher:
@@ -171,7 +174,7 @@ class _InductorLauncher:
         return x  # amaxes and scales: vectors in buffers of their own
 
     def floats(self, x: Any, *shape: int) -> Any:
-        return _allocated(x, Output(shape))
+        return _empty(x, shape, torch.float32, is_transposed=False)
 
     def run(self, plan: Any, *tensors: Any) -> None:
         self.run_through(None, (), plan, *tensors)

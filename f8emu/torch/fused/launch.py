@@ -1,4 +1,4 @@
-"""Launches of Triton kernels on matrices of one size. Importing this module needs Triton; `plans` makes the plans.
+"""Launches of Triton kernels on matrices of one size: what `plans` makes plans with.
 
 A `LaunchPlan` takes the tensors in the order of its kernel's arguments, all contiguous and allocated by the caller. For
 a tensor that the kernel does not use any tensor may be passed: its pointer is never dereferenced.
@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
+
+AMAX_TILE = 128
+"""Rows and columns of a tile of which `row_col_amax` finds the amaxes at once."""
 
 _Launch = Callable[[int, list[int]], None]
 """Launches a kernel on a device by its index, on the current stream, with pointers to tensors."""
@@ -110,6 +113,16 @@ def _launch_of(compiled: Any, plan: LaunchPlan) -> _Launch:
         fast(function, programs, 1, 1, warps, shared, types, (*pointers, *sizes), stream_of(index))
 
     return launch
+
+
+def blocks(size: int, block: int) -> int:
+    """The number of blocks that cover `size`: ceil(size / block)."""
+    return -(-size // block)
+
+
+def amax_tiles(m: int, n: int) -> tuple[int, int]:
+    """How many tiles there are along the rows, and along the columns, of a matrix [m, n]."""
+    return blocks(m, AMAX_TILE), blocks(n, AMAX_TILE)
 
 
 def planned(make: Callable[..., LaunchPlan]) -> Callable[..., LaunchPlan]:

@@ -18,33 +18,44 @@ The kernels run on a CUDA device of compute capability 8.9 or newer with Triton.
 and one warning says so.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from f8emu.torch.aten_equivalents import seen_as_max
-from f8emu.torch.dtypes import require_values
+from f8emu.spec.errors import OperandError
+from f8emu.spec.scaling import Granularity
+from f8emu.torch.dispatch_modes import seen_as_max
+from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, require_values
 from f8emu.torch.fused import eager
-from f8emu.torch.fused.arguments import (
+from f8emu.torch.fused.fused_cast import (
+    CODES,
+    FusedCast,
     Output,
-    amax_count,
-    amax_tiles,
-    block_granularity,
+    check_device,
     check_one_float,
     codes_of,
     matrix,
     named_format,
     named_rule,
-    side_of_blocks,
-    side_of_pair,
-    tile_amaxes,
 )
-from f8emu.torch.fused.fused_cast import FusedCast
-from f8emu.torch.library import operator
-from f8emu.torch.scale import require_margin
+from f8emu.torch.fused.launch import amax_tiles
+from f8emu.torch.library import Operator, operator
+from f8emu.torch.scale import require_margin, scale_from_amax
 
-# Amaxes. To dispatch modes the opaque operators below are `aten.max`, which their policies know.
+# 1. Amaxes.
+
+
+def _seen(name: str, reduction: Operator) -> Operator:
+    """`reduction` as the operator `name`, which dispatch modes see as `aten.max`: their policies know that."""
+
+    def seen(x: Tensor) -> Tensor:
+        return seen_as_max(x, lambda: reduction(x))
+
+    seen.__name__ = name
+    return operator(opaque=False, plain=reduction.function)(seen)
 
 
 def _amax_outputs(x: Tensor) -> tuple[Output, ...]:
@@ -62,10 +73,8 @@ def reduce_tensor(x: Tensor) -> Tensor:
     return eager.tensor_amax(x)
 
 
-@operator(opaque=False, plain=reduce_tensor.function)
-def tensor_amax(x: Tensor) -> Tensor:
-    """Largest magnitude of `x` of any shape, [1, 1]."""
-    return seen_as_max(x, lambda: reduce_tensor(x))
+tensor_amax = _seen("tensor_amax", reduce_tensor)
+"""Largest magnitude of `x` of any shape, [1, 1]."""
 
 
 @FusedCast(
@@ -78,12 +87,6 @@ def row_amax(x: Tensor) -> Tensor:
     return eager.row_amax(x)
 
 
-def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest magnitudes of the rows of `x` [M, N], [M, 1], and of its columns, [N, 1], in one pass."""
-    amaxes, m = row_col_amaxes(x), x.shape[0]
-    return amaxes[:m].unsqueeze(1), amaxes[m:].unsqueeze(1)
-
-
 @FusedCast(
     outputs=lambda x: (Output((sum(matrix("row_col_amax", x)),), is_zeroed=True),),
     launch=lambda on, out, x: on.run(on.plans.row_col_amax(*on.shape(x), on.has_pairs(x), False), x, *out),
@@ -94,14 +97,24 @@ def reduce_rows_and_cols(x: Tensor) -> Tensor:
     return torch.cat(eager.row_col_amax(x)).flatten()
 
 
-@operator(opaque=False, plain=reduce_rows_and_cols.function)
-def row_col_amaxes(x: Tensor) -> Tensor:
-    """Largest magnitudes of the rows of `x` [M, N], followed by those of its columns: [M + N]."""
-    return seen_as_max(x, lambda: reduce_rows_and_cols(x))
+row_col_amaxes = _seen("row_col_amaxes", reduce_rows_and_cols)
+"""Largest magnitudes of the rows of `x` [M, N], followed by those of its columns: [M + N]."""
+
+
+def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes of the rows of `x` [M, N], [M, 1], and of its columns, [N, 1], in one pass."""
+    amaxes, m = row_col_amaxes(x), x.shape[0]
+    return amaxes[:m].unsqueeze(1), amaxes[m:].unsqueeze(1)
+
+
+def _tile_amaxes(m: int, n: int) -> tuple[int, int]:
+    # How many amaxes all tiles of a matrix have together: of their rows, and of their columns.
+    tiles_m, tiles_n = amax_tiles(m, n)
+    return tiles_n * m, tiles_m * n
 
 
 @FusedCast(
-    outputs=lambda x: (Output((sum(tile_amaxes(*matrix("row_col_amax_of_tiles", x))),)),),
+    outputs=lambda x: (Output((sum(_tile_amaxes(*matrix("row_col_amax_of_tiles", x))),)),),
     launch=lambda on, out, x: on.run(on.plans.row_col_amax(*on.shape(x), on.has_pairs(x), True), x, *out),
     is_reduction=True,
 )
@@ -110,10 +123,8 @@ def reduce_tiles(x: Tensor) -> Tensor:
     return eager.amaxes_of_tiles(x)
 
 
-@operator(opaque=False, plain=reduce_tiles.function)
-def amaxes_of_tiles(x: Tensor) -> Tensor:
-    """Largest magnitudes of the rows of every tile of `x`, [tiles, M], then of its columns, [tiles, N]: one vector."""
-    return seen_as_max(x, lambda: reduce_tiles(x))
+amaxes_of_tiles = _seen("amaxes_of_tiles", reduce_tiles)
+"""Largest magnitudes of the rows of every tile of `x`, [tiles, M], then of its columns, [tiles, N]: one vector."""
 
 
 def row_col_amax_of_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,11 +133,11 @@ def row_col_amax_of_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
     `row_col_amax` writes less, but into zeros, which another kernel has to write first.
     """
     amaxes, (m, n), (tiles_m, tiles_n) = amaxes_of_tiles(x), x.shape, amax_tiles(*x.shape)
-    end, _ = tile_amaxes(m, n)
+    end, _ = _tile_amaxes(m, n)
     return amaxes[:end].view(tiles_n, m, 1), amaxes[end:].view(tiles_m, n, 1)
 
 
-# Scales.
+# 2. Scales.
 
 
 def _scales_outputs(amax: Tensor, *rule: Any) -> tuple[Output, ...]:
@@ -143,19 +154,52 @@ def _scales_outputs(amax: Tensor, *rule: Any) -> tuple[Output, ...]:
 )
 def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
     """(inv_scale, scale) for each amax, as `scale_from_amax`; any shape and high-precision dtype."""
-    return eager.scales(amax.float(), *named_rule("scales", fmt, power_of_two, amax_floor), margin)
+    format, rule = named_rule("scales", fmt, power_of_two, amax_floor)
+    inv_scale, scale = scale_from_amax(amax.float(), format, rule, margin=margin)
+    return inv_scale, scale
 
 
-# Codes and scales.
+# 3. Codes and scales by amaxes of a reading before.
 
 
 def _pair_outputs(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Output, ...]:
     named_rule("cast_pair", fmt, power_of_two, amax_floor)
-    matrix("cast_pair", x)
-    rows = side_of_pair("row_amax", x, fmt, row_amax, 0, power_of_two)
-    return *rows, *side_of_pair("col_amax", x, fmt, col_amax, 1, power_of_two)
+    m, n = matrix("cast_pair", x)
+    rows = _side_of_pair("row_amax", x, fmt, row_amax, (m, n), 0, power_of_two)
+    return *rows, *_side_of_pair("col_amax", x, fmt, col_amax, (n, m), 1, power_of_two)
+
+
+def _side_of_pair(
+    name: str, x: Tensor, fmt: str, amax: Tensor | None, shape: tuple[int, int], side: int, power_of_two: bool
+) -> tuple[Output, Output]:
+    """Codes and scales of one operand, its amax checked."""
+    if amax is None:
+        return codes_of(fmt, 0, 0, side), Output((0, 0), side=side)
+    rows, _ = shape
+    is_of_tiles = power_of_two and amax.ndim == 3 and amax.shape[0] > 0 and tuple(amax.shape[1:]) == (rows, 1)
+    is_vector = is_of_tiles or tuple(amax.shape) == (rows, 1)
+    is_of_all = amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1 and amax.shape[1] > 0)
+    if amax.dtype not in HIGH_PRECISION_DTYPES or not (is_of_all or is_vector):
+        raise OperandError(
+            f"cast_pair: {name} must be float32, bfloat16 or float16, with one element, of shape [1, any number], "
+            f"[{rows}, 1] or, for powers of two, [any number, {rows}, 1]; got {amax.dtype} of shape "
+            f"{list(amax.shape)}; take it from tensor_amax() or row_col_amax() of the same x"
+        )
+    check_device("cast_pair", name, amax, x)
+    if is_vector:
+        of_scale = rows, 1
+    else:
+        of_scale = tuple(amax.shape) if amax.numel() == 1 and amax.ndim != 3 else (1, 1)
+    return codes_of(fmt, *shape, side), Output(of_scale, side=side)
+
+
+def _amax_count(shape: Sequence[int]) -> int:
+    # How many amaxes of a whole tensor there are; 0 for a vector of one a row; -t for t such vectors.
+    if len(shape) == 3 and math.prod(shape) > 1:
+        return -shape[0]
+    return 0 if len(shape) == 2 and shape[0] > 1 else math.prod(shape)
 
 
 def _launch_pair(
@@ -168,7 +212,7 @@ def _launch_pair(
             tensors += [x, x, x]
             counts.append(None)
             continue
-        source, count = on.contiguous(amax), amax_count(on.shape(amax))
+        source, count = on.contiguous(amax), _amax_count(on.shape(amax))
         if count == 0 and not power_of_two:  # a kernel before this one divides for the scales of vectors
             inv_scale = on.floats(x, *on.shape(scale))
             on.run(on.plans.scales(*rule, 0, on.count(scale)), source, inv_scale, scale)
@@ -207,6 +251,9 @@ def recomputable_cast_pair(
     return cast_pair.function(x, fmt, row_amax, col_amax, power_of_two, amax_floor)
 
 
+# 4. Codes under scales that are given.
+
+
 def given_outputs(call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Output, Output]:
     """Row and column codes under one inv_scale."""
     m, n = matrix(call, x)
@@ -227,6 +274,59 @@ def cast_pair_given(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bo
     return eager.cast_sides_by(x, named_format("cast_pair_given", fmt), inv_scale, rows, cols)
 
 
+def _columns_outputs(x: Tensor, fmt: str, inv_scale: Tensor) -> tuple[Output, ...]:
+    m, n = matrix("cast_columns", x)
+    named_format("cast_columns", fmt)
+    if inv_scale.dtype is not torch.float32 or tuple(inv_scale.shape) != (n, 1):
+        raise OperandError(
+            f"cast_columns: inv_scale must be float32 of shape [{n}, 1]; got {inv_scale.dtype} of shape "
+            f"{list(inv_scale.shape)}; take it from scale_from_amax() of the column amaxes"
+        )
+    return (codes_of(fmt, m, n),)
+
+
+@FusedCast(
+    outputs=_columns_outputs,
+    launch=lambda on, out, x, fmt, inv_scale: on.run(
+        on.plans.cast_columns(*on.shape(x), fmt), x, on.contiguous(inv_scale), *out
+    ),
+)
+def cast_columns(x: Tensor, fmt: str, inv_scale: Tensor) -> Tensor:
+    """Codes of `x` [M, N] in its layout, by the inv_scale [N, 1] of each column: `quantize(x^T, inv_scale)^T`.
+
+    The shards of a weight are rows of it, and are gathered as rows. So codes of `x^T` travel in the layout of `x`, and
+    are transposed where they arrive.
+    """
+    codes = eager.cast_by(x.t(), named_format("cast_columns", fmt), inv_scale).t()
+    return x.new_empty(x.shape, dtype=codes.dtype).copy_(codes)
+
+
+def _transposed_outputs(codes: Tensor, after: Tensor) -> tuple[Output, ...]:
+    if codes.ndim != 2 or codes.dtype not in (torch.uint8, *CODES.values()):
+        raise OperandError(
+            f"transpose_codes: codes must be float8 [M, N]; got {codes.dtype} of shape {list(codes.shape)}"
+        )
+    return (Output((codes.shape[1], codes.shape[0]), codes.dtype),)
+
+
+@FusedCast(
+    outputs=_transposed_outputs,
+    launch=lambda on, out, codes, after: on.run(on.plans.transpose_codes(*on.shape(codes)), codes, *out),
+)
+def transpose_codes(codes: Tensor, after: Tensor) -> Tensor:
+    """Codes [M, N], or their bytes, as a new tensor [N, M], row-major.
+
+    `after` is not read. A compiler sees that the transpose needs it, and does not move it into the forward pass, where
+    the result would be kept for the backward pass and the codes may not have been gathered yet.
+    """
+    rows, columns = codes.shape
+    out = codes.new_empty(columns, rows)
+    return out.copy_(codes.view(torch.uint8).t().view(codes.dtype)) if codes.numel() else out
+
+
+# 5. Amax, scale and codes in one reading.
+
+
 def _rows_outputs(x: Tensor, *rule: Any) -> tuple[Output, ...]:
     named_rule("cast_rows", *rule)
     m, n = matrix("cast_rows", x)
@@ -242,10 +342,19 @@ def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tup
     return eager.cast_rows(x, *named_rule("cast_rows", fmt, power_of_two, amax_floor))
 
 
+def _granularity(square: bool) -> Granularity:
+    return Granularity.BLOCKWISE_128X128 if square else Granularity.BLOCKWISE_1X128
+
+
 def _blocks_outputs(x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, *rule: Any) -> tuple[Output, ...]:
     named_rule("cast_blocks", fmt, *rule)
     m, n = matrix("cast_blocks", x)
-    return *side_of_blocks(fmt, square, m, n, 0, rows), *side_of_blocks(fmt, square, n, m, 1, cols)
+    outputs: list[Output] = []
+    for side, (shape, is_wanted) in enumerate((((m, n), rows), ((n, m), cols))):
+        of_scale = _granularity(square).scale_shape(*shape) if is_wanted else (0, 0)
+        outputs.append(codes_of(fmt, *shape, side, is_wanted=is_wanted))
+        outputs.append(Output(of_scale, side=side, is_transposed=not square))
+    return tuple(outputs)
 
 
 def _launch_blocks(on: Any, out: Any, x: Any, fmt: str, square: bool, rows: bool, cols: bool, *rule: Any) -> None:
@@ -263,14 +372,14 @@ def _launch_blocks(on: Any, out: Any, x: Any, fmt: str, square: bool, rows: bool
 def cast_blocks(
     x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Blockwise amax, scales and codes of `x` [M, N] and `x^T` [N, M] in one pass: 128x128 where `square`, else 1x128.
+    """Blockwise amax, scales and codes of `x` [M, N] and `x^T` in one pass: 128x128 where `square`, else 1x128.
 
     Returns:
         (row_codes, row_scale, col_codes, col_scale).
     """
     format, rule = named_rule("cast_blocks", fmt, power_of_two, amax_floor)
     row, col = (
-        eager.cast_blocks(side, format, block_granularity(square), rule) if is_wanted else eager.nothing(side, format)
+        eager.cast_blocks(side, format, _granularity(square), rule) if is_wanted else eager.nothing(side, format)
         for side, is_wanted in ((x, rows), (x.t(), cols))
     )
     return *row, *col

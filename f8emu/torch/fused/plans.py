@@ -11,13 +11,11 @@ import torch
 
 from f8emu.spec.formats import E4M3FN, format_by_name
 from f8emu.torch.device import compares_pairs
-from f8emu.torch.fused.arguments import AMAX_TILE, amax_tiles
 from f8emu.torch.fused.kernels import blocks as block_kernels
 from f8emu.torch.fused.kernels import casts as cast_kernels
-from f8emu.torch.fused.kernels import delayed as delayed_kernels
 from f8emu.torch.fused.kernels import scales as scale_kernels
 from f8emu.torch.fused.kernels import silu as silu_kernels
-from f8emu.torch.fused.launch import LaunchPlan, planned
+from f8emu.torch.fused.launch import AMAX_TILE, LaunchPlan, amax_tiles, blocks, planned
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
 AMAX_BLOCK = 16384
@@ -148,7 +146,7 @@ def update_delayed(
         "UNCALLED": uncalled,
         "BLOCK_H": 1 << (length - 1).bit_length(),
     }
-    return LaunchPlan(delayed_kernels.update_delayed_kernel, 3 * layers, (length,), constants, 1)
+    return LaunchPlan(scale_kernels.update_delayed_kernel, 3 * layers, (length,), constants, 1)
 
 
 @planned
@@ -244,8 +242,3 @@ def _tiled(
 def _float32(value: float) -> float:
     """The float32 nearest to `value`."""
     return struct.unpack("f", struct.pack("f", value))[0]
-
-
-def blocks(size: int, block: int) -> int:
-    """The number of blocks that cover `size`: ceil(size / block)."""
-    return -(-size // block)

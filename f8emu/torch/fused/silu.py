@@ -11,7 +11,7 @@ Exactness: the codes, scales and amaxes that `operators` computes from the bfloa
     hidden  = silu * up               grad_gate = aten::silu_backward(grad_hidden * up, gate)
 
 Without kernels, the code below calls these; the kernels repeat the arithmetic of aten's CUDA kernels (see
-`silu_arithmetic`). CPU and GPU agree on `hidden` and `grad_up`. On `grad_gate` they may rarely differ by one rounding
+`kernels.silu`). CPU and GPU agree on `hidden` and `grad_up`. On `grad_gate` they may rarely differ by one rounding
 to bfloat16, as in eager torch, because their `exp` differs in the last bit of float32. Given the bfloat16 tensors,
 codes and scales are those of `f8ref.numpy`.
 
@@ -29,9 +29,8 @@ from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
 from f8emu.torch.dtypes import require_values
-from f8emu.torch.fused.arguments import Output, check_one_float, codes_of, named_format
 from f8emu.torch.fused.delayed import cast_pair_delayed, is_known_set, tell_owner
-from f8emu.torch.fused.fused_cast import FusedCast
+from f8emu.torch.fused.fused_cast import FusedCast, Output, check_one_float, codes_of, named_format
 from f8emu.torch.fused.operators import cast_pair_given
 
 _Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -1,9 +1,11 @@
-"""The GEMMs without a tensor core, emulated.
+"""The GEMMs without a tensor core, emulated, and S, the number of slices of K, where their caller gives none.
 
-GEMMs of CPU tensors are the engine's, `f8emu.native`. GEMMs of GPU tensors, and all of them where the engine is not
-compiled, are those of `f8ref.jax`, which only this module may import, inside functions: on the GPU if JAX has a CUDA
-backend, which is started without reserving memory (`f8emu.interop`); otherwise the tensors travel through the CPU.
-JAX compiles a program for every shape, which takes about a second.
+The engine `f8emu.native` computes GEMMs of CPU tensors. `f8ref.jax`, which only this module may import, inside
+functions, computes those of GPU tensors, and all of them where the engine is not compiled: on the GPU if JAX has a CUDA
+backend, which is started without reserving memory (`f8emu.interop`); otherwise the tensors travel through the CPU. JAX
+compiles a program for every shape, which takes about a second.
+
+Each function takes a checked call (`engine`), and raises MissingExtraError where it needs jax and has none.
 """
 
 import contextlib
@@ -17,9 +19,16 @@ from torch import Tensor
 from f8emu import interop
 from f8emu.native import gemm as native
 from f8emu.native import library
+from f8emu.spec.chip import Chip
 from f8emu.spec.gemm_call import GemmCall
+from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.dtypes import dtype_of, name_of
+from f8emu.split_k.ask import known_split_k, split_of
+from f8emu.split_k.gemm import Source, Split, of_call, of_layer
+from f8emu.torch.device import is_device_of
+from f8emu.torch.dtypes import CHIP, dtype_of, name_of
+
+_CALLER = "f8emu.torch"
 
 
 def scaled_mm(
@@ -31,11 +40,7 @@ def scaled_mm(
     gemm: GemmCall,
     of_engine: native.Gemm | None = None,
 ) -> Tensor:
-    """A checked `scaled_mm`; `of_engine` is what `described` gave for operands of the same signature.
-
-    Raises:
-        MissingExtraError: it is not the engine's, and jax is not installed.
-    """
+    """A `scaled_mm`; `of_engine` is what `described` gave for operands of the same signature."""
     of_engine = of_engine or described(gemm, a, b, scale_a, scale_b, bias)
     if of_engine is not None:
         return _run(of_engine, gemm, a, b, scale_a, scale_b, bias)
@@ -46,11 +51,7 @@ def scaled_mm(
 
 
 def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, gemm: GemmCall) -> Tensor:
-    """A checked `scaled_grouped_mm`.
-
-    Raises:
-        MissingExtraError: it is not the engine's, and jax is not installed.
-    """
+    """A `scaled_grouped_mm`."""
     if not _is_native(a.device):
         return _run_jax(gemm, (a, b, scale_a, scale_b, offs), use_fast_accum=gemm.use_fast_accum)
     out = _empty(gemm, a)
@@ -66,15 +67,9 @@ def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, of
 
 
 def mm(a: Tensor, b: Tensor, gemm: GemmCall, of_engine: native.Gemm | None = None) -> Tensor:
-    """A checked `mm`.
-
-    Raises:
-        MissingExtraError: it is not the engine's, and jax is not installed.
-    """
+    """An `mm`."""
     of_engine = of_engine or described(gemm, a, b)
-    if of_engine is not None:
-        return _run(of_engine, gemm, a, b, None, None, None)
-    return _run_jax(gemm, (a, b), split_k=gemm.split_k)
+    return _run_jax(gemm, (a, b), split_k=gemm.split_k) if of_engine is None else _run(of_engine, gemm, a, b)
 
 
 def described(
@@ -85,9 +80,7 @@ def described(
     scale_b: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> native.Gemm | None:
-    """The engine's description of a GEMM, which holds for all operands of the same shapes, strides and dtypes; None: it
-    is not the engine's.
-    """
+    """The engine's description of a GEMM, for all operands of these shapes, strides and dtypes; None: not its own."""
     if not _is_native(a.device):
         return None
     of_a, of_b = gemm.granularities or (None, None)
@@ -97,21 +90,46 @@ def described(
 
 
 def emulator_name(device: torch.device) -> str:
-    """What emulates a GEMM of tensors on `device`, for reports.
-
-    Raises:
-        MissingExtraError: jax is not installed.
-    """
+    """What emulates a GEMM of tensors on `device`, for reports."""
     if _is_native(device):
         return "emulated by f8emu.native on cpu"
     return f"emulated by f8ref.jax on {interop.jax_device(device).platform}"
 
 
+def split_k_of(gemm: GemmCall, a: Tensor, b: Tensor) -> int:
+    """S of a GEMM: the library's on a GPU that is the chip, else the plan's [CHAIN-3]."""
+    return known_split_k(_CALLER, of_call(gemm, _layout(a, b)), gemm.chip, lambda: is_device_of(gemm.chip, a.device))
+
+
+def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, chip: Chip) -> Split:
+    """S of a GEMM of a layer, `a @ b^T`, as it runs: zero-padded.
+
+    Shapes:
+        a [M, K], b [N, K], before padding; only sizes, strides and dtypes are read.
+    """
+    if 0 in a.shape or 0 in b.shape:
+        return Split(1, Source.RECORDED)
+    pad_k, pad_n = -a.shape[1] % CHIP.size_multiple, -b.shape[0] % CHIP.size_multiple
+    layout = _layout(_padded(a, 0, pad_k), _padded(b, pad_n, pad_k).t())
+    asked = of_layer(spec, (a.shape[0], b.shape[0], a.shape[1]), name_of(out_dtype), layout)
+    return split_of(_CALLER, asked, chip, lambda: is_device_of(chip, a.device))
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    # Padding, if there is any, leaves a matrix in memory of its own; here without values.
+    if not rows and not columns:
+        return x
+    return torch.empty((x.shape[0] + rows, x.shape[1] + columns), dtype=x.dtype, device="meta")
+
+
+def _layout(a: Tensor, b: Tensor) -> str:
+    # As cuBLAS names the layout of `a @ b`. Torch copies a matrix that is contiguous in no direction.
+    return "".join("t" if x.stride(1) != 1 and x.stride(0) == 1 else "n" for x in (b, a))
+
+
 def _is_native(device: torch.device) -> bool:
-    """Whether the engine multiplies."""
     return device.type == "cpu" and library.is_there(
-        "f8emu.torch",
-        "GEMMs on CPUs are emulated by f8ref.jax, which has the same bits, needs JAX and is slower",
+        _CALLER, "GEMMs on CPUs are emulated by f8ref.jax, which has the same bits, needs JAX and is slower"
     )
 
 
@@ -138,9 +156,9 @@ def _run(
     gemm: GemmCall,
     a: Tensor,
     b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     out = _empty(gemm, a)
     codes = a.data_ptr(), b.data_ptr()

@@ -1,7 +1,7 @@
 """The GEMMs on the tensor cores, by torch's own operators.
 
-Operands have passed `f8emu.torch.gemm.checks`. Torch further requires alignment and certain layouts of block scales;
-where a tensor does not have them, it is copied here.
+Operands have passed the checks of `f8emu.torch.gemm.engine`. Torch further requires alignment and certain layouts of
+block scales; where a tensor does not have them, it is copied here.
 """
 
 import torch
@@ -24,14 +24,7 @@ _SCALING_TYPES = {
 }
 
 
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    gemm: GemmCall,
-) -> Tensor:
+def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, gemm: GemmCall) -> Tensor:
     """`torch._scaled_mm`, or `torch.nn.functional.scaled_mm` for blockwise scales.
 
     Raises:
@@ -118,42 +111,37 @@ def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:
 
 
 def _are_plainly_aligned(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
-    """Whether none of the functions below would copy, told in a few calls."""
+    # None of the functions below would copy: told in a few calls.
     places = a.data_ptr() | b.data_ptr() | scale_a.data_ptr() | scale_b.data_ptr()
     return (places | a.stride(0) | b.stride(1)) % _ALIGNMENT == 0 and a.shape[0] > 1 and b.shape[1] > 1
 
 
 def _aligned(x: Tensor, is_traced: bool) -> Tensor:
-    """A row-major float8 matrix, or a stack of them; copied unless it is aligned as the tensor core needs."""
-    # The stride of a dimension of size 1 is never read, but the library checks it.
+    # A row-major float8 matrix, or a stack of them; copied unless it is aligned as the tensor core needs. The stride of
+    # a dimension of size 1 is never read, but the library checks it.
     is_canonical = x.shape[-2] > 1 or x.stride(-2) == x.shape[-1]
     is_aligned = _starts_aligned(x, is_traced) and not any([stride % _ALIGNMENT for stride in x.stride()[:-1]])
     return x if is_canonical and is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned_columns(b: Tensor, is_traced: bool) -> Tensor:
-    """`_aligned` for a column-major matrix."""
     is_canonical = b.shape[1] > 1 or b.stride(1) == b.shape[0]
     is_aligned = _starts_aligned(b, is_traced) and b.stride(1) % _ALIGNMENT == 0
     return b if is_canonical and is_aligned else _aligned(b.t(), is_traced).t()
 
 
 def _aligned_scale(scale: Tensor, is_traced: bool) -> Tensor:
-    """The scale; copied unless aligned to 16 bytes, which the library requires here too."""
     return scale if _starts_aligned(scale, is_traced) else scale.clone()
 
 
 def _readable(x: Tensor) -> Tensor:
-    """A bfloat16 matrix of any layout; a row-major copy unless it is aligned as the tensor core needs."""
     is_canonical = 1 in x.stride() and all(s == 1 or s * x.element_size() % _ALIGNMENT == 0 for s in x.stride())
     return x if is_canonical and _starts_aligned(x, is_watched(x)) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _starts_aligned(x: Tensor, is_traced: bool) -> bool:
-    """Whether the first element is aligned to 16 bytes; while a graph is traced, judged by its storage offset.
-
-    Storages are aligned, and compiled code copies inputs that are less aligned than the traced ones.
-    """
+    # While a graph is traced, the storage offset decides: storages are aligned, and compiled code copies inputs that
+    # are less aligned than the traced ones.
     if is_traced:
         return x.storage_offset() * x.element_size() % _ALIGNMENT == 0
     return x.data_ptr() % _ALIGNMENT == 0

@@ -1,9 +1,9 @@
 """The GEMMs as torch operators: `f8emu::scaled_mm`, `f8emu::scaled_grouped_mm` and `f8emu::mm`.
 
-An operator checks its operands by the hardware's rules and chooses the engine (`checks`): tensor cores (`hardware`) or
-the emulation of a chip's (`emulation`). In compiled code both happen once, at trace time, and the graph then holds
-`aten._scaled_mm` itself, or an opaque operator (`run_scaled_mm`, `run_mm`) where a compiler would change the bits of
-the GEMM: emulated, blockwise, in bfloat16, and where Inductor tunes GEMMs. Dispatch modes see `aten.mm`.
+An operator checks its operands by the hardware's rules and chooses what computes it (`engine`): tensor cores
+(`hardware`) or the emulation of a chip's (`emulation`). In compiled code both happen once, at trace time, and the graph
+then holds `aten._scaled_mm` itself, or an opaque operator (`run_scaled_mm`, `run_mm`) where a compiler would change the
+bits of the GEMM: emulated, blockwise, in bfloat16, and where Inductor tunes GEMMs. Dispatch modes see `aten.mm`.
 """
 
 import sys
@@ -18,11 +18,9 @@ from torch.utils.flop_counter import register_flop_formula
 from f8emu.native import gemm as native
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.gemm_call import GemmCall, check_group_ends
-from f8emu.torch.aten_equivalents import seen_as_mm
+from f8emu.torch.dispatch_modes import seen_as_mm
 from f8emu.torch.gemm import emulation, hardware
-from f8emu.torch.gemm.checks import Checked, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
-from f8emu.torch.gemm.engine import Engine
-from f8emu.torch.gemm.planned import split_k_of
+from f8emu.torch.gemm.engine import Checked, Engine, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
 from f8emu.torch.library import fake, has_dispatch_mode, operator, signature_of
 
 _TAGS = (torch.Tag.needs_exact_strides,)
@@ -63,7 +61,7 @@ def _prepared(check: Callable[..., Checked], operands: tuple[Any, ...], options:
         if engine is Engine.EMULATED:
             # 2. S [CHAIN-3]. It is asked here and not at the call, where sizes may be symbols of a compiler.
             if gemm.split_k is None:
-                gemm = replace(gemm, split_k=split_k_of(gemm, *operands[:2]))
+                gemm = replace(gemm, split_k=emulation.split_k_of(gemm, *operands[:2]))
             # 3. The engine's struct, whose addresses alone change from call to call.
             described = None if gemm.groups else emulation.described(gemm, *operands)
         known = _Prepared(gemm, engine, described)

@@ -1,7 +1,7 @@
 """`f8emu.torch.inspect`: statistics of a model while it trains, and where a NaN or an overflow came from.
 
-Layers have taps (`layer.taps`) during the steps that are looked at, and none during the others: those run the code, and
-compiled graphs, that run without an inspector. Statistics are computed where the tensors are and read once a step, when
+Layers have taps during the steps that are looked at, and none during the others: those run the code, and compiled
+graphs, that run without an inspector. Statistics are computed where the tensors are and read once a step, when
 it ends, or earlier when many are waiting. An evaluation in a step that is looked at counts as passes of that step.
 """
 

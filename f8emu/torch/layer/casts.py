@@ -2,17 +2,27 @@
 
 Both casts of the input are made in the forward pass, both casts of `grad_output` in the backward pass, each pair from
 one reading. The weight is cast before each of its two GEMMs: no float8 copy of it lives in between.
+
+Layers with the same input (q, k, v; w1, w3) share its casts. Eager code keeps the operands of the last input until
+another input is cast or the tensor is freed. Only tensors with a `grad_fn` are kept: those are new in every step,
+whereas a buffer that numpy or a replayed CUDA graph overwrites stays the same tensor with the same version. In compiled
+code nothing is kept: there the compiler merges equal casts. It does not merge collectives, so a module whose input is
+gathered has a `TracedInput`.
 """
 
+import threading
+import weakref
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from f8emu.spec.recipe import Cast, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
-from f8emu.torch.fused.columns import transpose_codes
 from f8emu.torch.fused.delayed import note_cast
+from f8emu.torch.fused.operators import transpose_codes
 from f8emu.torch.layer.operands import (
     Delayed,
     Operand,
@@ -23,7 +33,16 @@ from f8emu.torch.layer.operands import (
     find_source,
     format_name,
 )
-from f8emu.torch.parallel.sharding import Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
+from f8emu.torch.library import no_gradients
+from f8emu.torch.parallel.sharding import (
+    Gathered,
+    Layout,
+    Shards,
+    cast_sharded,
+    cast_sharded_weight,
+    global_delayed,
+)
+from f8emu.torch.torch_internals import top_saved_tensors_hooks
 from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
 
 
@@ -61,14 +80,112 @@ class WeightSource(NamedTuple):
     """In place of the weight: the codes that FSDP2 gathered, still to be transposed."""
 
 
-def cast_input(input: Tensor, plan: LayerPlan, delayed: Delayed | None = None) -> InputOperands:
-    """The operands of `output` and `grad_weight` that a layer casts from its input [M, K]."""
-    recipe = plan.recipe
+class TracedInput:
+    """The last input that a layer of one module has cast, in a compiler's trace of the module's forward pass.
+
+    Hooks of the module begin and end it, so that nothing of it is left when the trace ends. A compiler that is asked to
+    compile this very module traces the hooks apart; then nothing is shared.
+    """
+
+    def __init__(self) -> None:
+        torch.compiler.assume_constant_result(_trace_number)  # pyright: ignore[reportUnknownMemberType]
+        self.trace = 0
+        self.input: Tensor | None = None
+        self.key: Any = None
+        self.operands: InputOperands | None = None
+
+    def begin(self, *_: Any) -> None:
+        """A forward pre-hook."""
+        self.trace = _trace_number() if torch.compiler.is_compiling() else 0
+
+    def end(self, *_: Any) -> None:
+        """A forward hook."""
+        self.trace = 0
+        self.input = self.key = self.operands = None
+
+    def find(self, input: Tensor, key: Any) -> InputOperands | None:
+        """The operands that another layer cast from this very tensor under an equal key: dtype and plan."""
+        return self.operands if self.input is input and self.key == key else None
+
+    def keep(self, input: Tensor, key: Any, operands: InputOperands) -> None:
+        """Keep the operands for the next layer."""
+        if self.trace == _trace_number():
+            self.input, self.key, self.operands = input, key, operands
+
+
+class LastInput(threading.local):
+    """The last input that eager code has cast on this thread: one at most, so that float8 copies are freed soon."""
+
+    input: Any = None
+    key: Any = None
+    region: Any = None
+    operands: InputOperands | None = None
+
+    def find(self, input: Tensor, key: Any) -> InputOperands | None:
+        """The operands that another layer cast from this very tensor, unmodified since, under an equal key."""
+        if self.input is None or self.input() is not input:
+            return None
+        region = checkpointed_region()
+        is_same = self.region is None if region is None else self.region is not None and self.region() is region
+        return self.operands if is_same and self.key == (input._version, key) else None
+
+    def keep(self, input: Tensor, key: Any, operands: InputOperands) -> None:
+        """Keep the operands for the next layer."""
+        if input.grad_fn is None:
+            return
+        region = checkpointed_region()
+        # If another thread frees the tensor, that thread's cache is cleared; here the reference is dead, and no match.
+        self.input = weakref.ref(input, self._clear)
+        self.key, self.operands = (input._version, key), operands
+        self.region = None if region is None else weakref.ref(region)
+
+    def _clear(self, _: object) -> None:
+        self.input = self.key = self.region = self.operands = None
+
+
+_last_input = LastInput()
+
+
+def checkpointed_region() -> Any:
+    """The activation checkpoint that this call is in, or None.
+
+    A checkpointed region is recomputed as a whole, so it must not share casts with code outside of it.
+    """
+    hooks = top_saved_tensors_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def _trace_number() -> int:
+    # The number of the trace that a compiler is making; 0 outside of a trace.
+    found: object = TracingContext.try_get()
+    return 0 if found is None else id(found)
+
+
+def cast_input(
+    input: Tensor, x: Tensor, plan: LayerPlan, delayed: Delayed | None, traced: TracedInput | None
+) -> InputOperands:
+    """The operands of `output` and `grad_weight` that a layer casts from its input, or that another layer has cast.
+
+    `x` [M, K] is what is cast of the `input` that the layer was called with, which decides on sharing.
+    """
+    # 1. Under delayed scaling every layer has scales of its own, so none are shared.
+    shared = None if delayed is not None else traced if torch.compiler.is_compiling() else _last_input
+    key = x.dtype, plan
+    if shared is not None and (operands := shared.find(input, key)) is not None:
+        return operands
+    # 2. Both casts. A gathered input gets its own place in the autograd graph.
+    recipe, layout = plan.recipe, plan.layout
     cols = recipe.grad_weight.b if plan.keeps_input else None
-    shards = None if plan.layout is None else plan.layout.input
-    output, grad_weight = _cast_matrix(input, recipe.output.a, cols, recipe, delayed, shards, plan.recompute_casts)
+    shards = None if layout is None else layout.input
+    with no_gradients():
+        casts = recipe.output.a, cols
+        output, grad_weight = _cast_matrix(x.detach(), *casts, recipe, delayed, shards, plan.recompute_casts)
     assert output is not None, "it was requested"
-    return InputOperands(output, grad_weight)
+    gathered = None if shards is None or shards.gather is None else Gathered.apply(x, shards.gather)
+    operands = InputOperands(output, grad_weight, gathered)
+    if shared is not None:
+        shared.keep(input, key, operands)
+    return operands
 
 
 def cast_grad_output(

@@ -2,24 +2,30 @@
 
     output = w2(hidden)        hidden = silu(gate) * up        gate = w1(input)        up = w3(input)
 
-Here: the module, and what it takes for the block to be fused. `feed_forward_autograd` computes the fused block.
+One kernel reads `gate` and `up` and writes the codes of `hidden`. In the backward pass, one kernel reads `grad_hidden`,
+`gate` and `up` and writes the codes of `grad_gate`, `grad_up` (each also transposed, if needed) and `hidden^T`. None of
+these three is written in bfloat16. Saved for the backward pass: `gate`, `up` and the codes of `input^T`.
 """
 
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
-from f8emu.spec.recipe import TENSORS, TENSORWISE, Recipe
-from f8emu.torch.bias import add_bias
+from f8emu.spec.recipe import TENSORS, TENSORWISE, Cast, Recipe
+from f8emu.spec.trace import Scales
 from f8emu.torch.dtypes import require_values
-from f8emu.torch.layer.feed_forward_autograd import Layers, float8_feed_forward
+from f8emu.torch.float8_layer import refuse_torchscript, require_no_transform
+from f8emu.torch.fused import silu as fused
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.layer.transforms import refuse_torchscript, require_no_transform
-from f8emu.torch.library import is_exporting
-from f8emu.torch.torch_internals import bias_of, copied_attributes, has_hooks
+from f8emu.torch.layer.gemm import add_bias, gemm
+from f8emu.torch.layer.matmul import Output
+from f8emu.torch.layer.observers import Tap, begin_call, observe_gated, show_gemm, show_tensor
+from f8emu.torch.layer.operands import Delayed, Operand, ScaleSource, cast_both, cast_delayed, format_name
+from f8emu.torch.library import differentiable_once, is_exporting
+from f8emu.torch.torch_internals import Function, bias_of, copied_attributes, has_hooks
 
 LLAMA_NAMES = ("w1", "w2", "w3")
 """The layers of Llama's and torchtitan's block. Hugging Face calls them gate_proj, down_proj, up_proj."""
@@ -28,8 +34,8 @@ LLAMA_NAMES = ("w1", "w2", "w3")
 class Float8FeedForward(nn.Module):
     """`w2(silu(w1(input)) * w3(input))` with three `Float8Linear`.
 
-    Under delayed scaling the casts between the layers are fused (see `feed_forward_autograd`). In all other cases the
-    three layers and `silu` are called one after the other:
+    Under delayed scaling the casts between the layers are fused. In all other cases the three layers and `silu` are
+    called one after the other:
     - under other recipes and in dtypes other than bfloat16,
     - if w1 or w3 has a bias, or if a layer has hooks or was replaced,
     - if the layers differ in recipe or engine,
@@ -129,7 +135,7 @@ class Float8FeedForward(nn.Module):
         # Two tensors, as in separate layers: their gradients are added in the input's own dtype, which may differ under
         # autocast. Also, Dynamo cannot trace an autograd function that takes one tensor twice.
         x1, x3 = (input.to(dtype).reshape(-1, w1.in_features) for _ in range(2))
-        output = float8_feed_forward(x1, x3, Layers(w1, w2, w3))
+        output = float8_feed_forward(x1, x3, w1, w2, w3)
         if w2.bias is not None:
             output = add_bias(output, w2.bias)
         return output.reshape(*input.shape[:-1], w2.out_features)
@@ -169,14 +175,170 @@ def _is_delayed(recipe: Recipe) -> bool:
 def _check_block(module: nn.Module, names: tuple[str, str, str]) -> None:
     """Check that `module` has the three layers and nothing else that could change the result."""
     children = dict(module.named_children())
-    others = [f"{name} ({type(child).__name__})" for name, child in children.items() if name not in names]
-    allowed = [f"{name} (SiLU)" for name, child in children.items() if name not in names and type(child) is nn.SiLU]
+    others = {name: child for name, child in children.items() if name not in names}
     own = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
     missing = [name for name in names if name not in children]
-    if missing or others != allowed or own or "forward" in module.__dict__:
-        observed = ", ".join([*(f"no {name}" for name in missing), *others, *own]) or "a forward of its own"
+    is_known = all(type(child) is nn.SiLU for child in others.values())
+    if missing or not is_known or own or "forward" in module.__dict__:
+        found = (f"{name} ({type(child).__name__})" for name, child in others.items())
+        observed = ", ".join([*(f"no {name}" for name in missing), *found, *own]) or "a forward of its own"
         raise OperandError(
             f"Float8FeedForward.from_float: module must have the layers {', '.join(names)} and nothing else but an "
             f"nn.SiLU; got {observed} in {type(module).__name__}; pass the names of its layers as names=(w1, w2, w3), "
             "and convert a block that computes something else with convert_to_float8_training"
         )
+
+
+class _Settings(NamedTuple):
+    """What forward and backward need besides the tensors that autograd tracks; of three, those of w1, w2 and w3."""
+
+    recipe: Recipe
+    engine: str
+    dtype: torch.dtype
+    of_gradients: tuple[Delayed, ...]
+    """The states of grad_output. Not saved tensors: the backward pass updates their amaxes in place."""
+    taps: tuple[Tap | None, ...]
+
+
+def float8_feed_forward(x1: Tensor, x3: Tensor, w1: Float8Linear, w2: Float8Linear, w3: Float8Linear) -> Tensor:
+    """The fused block on [M, dim]; `x1` and `x3` have the same values."""
+    # 1. The states. A gradient flows back through w2 wherever one flows back through w1.
+    states: Any = [layer.delayed_states(x1, source.weight) for layer, source in ((w1, w1), (w2, w1), (w3, w3))]
+    of_inputs, of_weights, of_gradients = (tuple(of[i] for of in states) for i in range(3))
+    recipe, taps = w1.recipe, tuple([begin_call(layer.tap, x1) for layer in (w1, w2, w3)])
+    settings = _Settings(recipe, w1.engine, x1.dtype, of_gradients, taps)
+    weights = [w1.weight, w2.weight, w3.weight]
+    with torch.no_grad():
+        # 2. gate and up: each layer scales the input separately.
+        gate, kept1, of_w1 = _product(x1, weights[0], of_inputs[0], of_weights[0], settings, 0)
+        up, kept3, of_w3 = _product(x3, weights[2], of_inputs[2], of_weights[2], settings, 2)
+        # 3. The operands of output.
+        state, rule = of_inputs[1], recipe.scale_rule
+        of_rule = rule.power_of_two, rule.amax_floor, state.margin
+        name = format_name(recipe.output.a)
+        codes, inv_scale, scale = fused.hidden_delayed(gate, up, name, state.inv_scale, state.amax, *of_rule)
+        b2, _, of_w2 = _cast(weights[1], recipe.output.b, None, of_weights[1], recipe)
+        _show_forward(taps, x1, weights, gate, up)
+    # 4. As in `float8_matmul`: everything is saved before the last product is computed.
+    parts = (kept1 or (None, None), kept3 or (None, None), of_w1, of_w2, of_w3, (inv_scale, scale))
+    flat = [tensor for pair in parts for tensor in pair]
+    place = _FeedForwardBackward.apply(x1, x3, *weights, settings, gate, up, *flat)
+    with torch.no_grad():
+        product = _gemm("output", Operand(codes, scale), b2, settings, 1)
+    return Output.apply(place, product)
+
+
+class _FeedForwardBackward(Function):
+    """The gradients of the block. Its forward returns a placeholder; the output is computed outside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x1: Tensor, x3: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, settings: _Settings, *kept: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(w1, w2, w3, *kept)
+        ctx.settings = settings
+        return x1.new_empty(1, 1).expand(x1.shape[0], w2.shape[0])
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        w1, w2, w3, gate, up, *flat = ctx.saved_tensors
+        kept1, kept3, of_w1, of_w2, of_w3, of_hidden = tuple(zip(flat[::2], flat[1::2], strict=True))
+        settings: _Settings = ctx.settings
+        recipe = settings.recipe
+        wants1, wants3, wants_w1, wants_w2, wants_w3 = ctx.needs_input_grad[:5]
+        # 1. grad_hidden, and the operands of all other products.
+        cols = recipe.grad_weight.a if wants_w2 else None
+        g, g_transposed, _ = _cast(grads[0], recipe.grad_input.a, cols, settings.of_gradients[1], recipe)
+        grad_hidden = _grad_input(g, w2, of_w2, settings, 1)
+        wanted = (wants1 or wants3, wants_w1, wants_w3, wants_w2)
+        g1, g1_transposed, g3, g3_transposed, hidden = _cast_gradients(
+            grad_hidden, gate, up, wanted, Scales(*of_hidden), settings
+        )
+        _show_backward(settings.taps, grads[0], grad_hidden, gate, up)
+        g = grad_hidden = gate = up = None  # frees their memory for the products
+        # 2. The products.
+        d_x1 = _grad_input(g1, w1, of_w1, settings, 0) if wants1 else None
+        d_x3 = _grad_input(g3, w3, of_w3, settings, 2) if wants3 else None
+        d_w1 = _grad_weight(g1_transposed, kept1, w1, settings, 0) if wants_w1 else None
+        d_w2 = _grad_weight(g_transposed, hidden, w2, settings, 1) if wants_w2 else None
+        d_w3 = _grad_weight(g3_transposed, kept3, w3, settings, 2) if wants_w3 else None
+        return d_x1, d_x3, d_w1, d_w2, d_w3, *(None,) * (3 + len(flat))
+
+
+def _product(
+    x: Tensor, weight: Tensor, of_input: Delayed, of_weight: Delayed, settings: _Settings, layer: int
+) -> tuple[Tensor, Operand | None, Scales]:
+    """`output` of w1 or w3, the operand of their grad_weight, and the scales of the weight."""
+    recipe = settings.recipe
+    a, kept, _ = _cast(x, recipe.output.a, recipe.grad_weight.b if weight.requires_grad else None, of_input, recipe)
+    b, _, used = _cast(weight, recipe.output.b, None, of_weight, recipe)
+    return _gemm("output", a, b, settings, layer), kept, used
+
+
+def _cast(
+    x: Tensor, rows: Cast, cols: Cast | None, state: Delayed, recipe: Recipe
+) -> tuple[Operand, Operand | None, Scales]:
+    """Both operands of a matrix, and the scales that were used."""
+    row, col, source = cast_delayed(x, rows, cols, state, recipe.scale_rule)
+    assert row is not None and source.given is not None, "rows were requested"
+    return row, col, source.given
+
+
+def _cast_gradients(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    wanted: tuple[bool, bool, bool, bool],
+    of_hidden: Scales,
+    settings: _Settings,
+) -> list[Operand]:
+    """Operands: grad_gate, grad_gate^T, grad_up, grad_up^T, hidden^T; those not `wanted` hold nothing of use."""
+    recipe, (of_gate, _, of_up) = settings.recipe, settings.of_gradients
+    fmts, rule = (format_name(recipe.grad_weight.a), format_name(recipe.grad_weight.b)), recipe.scale_rule
+    inv_scales = (of_gate.inv_scale, of_up.inv_scale, of_hidden.inv_scale)
+    of_rule = (rule.power_of_two, rule.amax_floor, of_gate.margin)
+    *codes, gate_scale, up_scale = fused.gradients_delayed(
+        grad_hidden, gate, up, *fmts, *inv_scales, *wanted, of_gate.amax, of_up.amax, *of_rule
+    )
+    return list(map(Operand, codes, (gate_scale, gate_scale, up_scale, up_scale, of_hidden.scale)))
+
+
+def _grad_input(a: Operand, weight: Tensor, scales: tuple[Tensor, Tensor], settings: _Settings, layer: int) -> Tensor:
+    recipe = settings.recipe
+    _, b = cast_both(weight, None, recipe.grad_input.b, ScaleSource(given=Scales(*scales)), recipe.scale_rule)
+    assert b is not None, "it was requested"
+    return _gemm("grad_input", a, b, settings, layer)
+
+
+def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings, layer: int) -> Tensor:
+    assert a is not None, "it was requested"
+    return _gemm("grad_weight", a, Operand(*b), settings, layer).to(weight.dtype)
+
+
+def _gemm(name: str, a: Operand, b: Operand, settings: _Settings, layer: int) -> Tensor:
+    recipe = settings.recipe
+    product = gemm(a, b, getattr(recipe, name), settings.dtype, settings.engine, recipe.chip)
+    show_gemm(settings.taps[layer], name, a, b, product)
+    return product
+
+
+def _show_forward(taps: tuple[Tap | None, ...], x: Tensor, weights: list[Tensor], gate: Tensor, up: Tensor) -> None:
+    for i, tap in enumerate(taps):
+        if tap is None:
+            continue
+        if i == 1:
+            observe_gated(tap.forward, "hidden", gate, up, None, tap.call)
+        else:
+            show_tensor(tap, "input", x, is_delayed=True)
+        show_tensor(tap, "weight", weights[i], is_delayed=True)
+
+
+def _show_backward(
+    taps: tuple[Tap | None, ...], grad_output: Tensor, grad_hidden: Tensor, gate: Tensor, up: Tensor
+) -> None:
+    of_w1, of_w2, of_w3 = taps
+    show_tensor(of_w2, "grad_output", grad_output, is_delayed=True)
+    for tap, name in ((of_w1, "grad_gate"), (of_w3, "grad_up")):
+        if tap is not None:
+            observe_gated(tap.backward, name, gate, up, grad_hidden, tap.call)

@@ -8,22 +8,19 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import TENSORWISE
-from f8emu.torch.bias import add_bias
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
 from f8emu.torch.delayed.state import DelayedBuffers, stacked
 from f8emu.torch.delayed.update import UpdateGroup, warn_of_lost_state
 from f8emu.torch.dtypes import require_values
-from f8emu.torch.float8_layer import Float8Layer
+from f8emu.torch.float8_layer import Float8Layer, refuse_torchscript, require_no_transform
 from f8emu.torch.gemm.engine import check_engine
-from f8emu.torch.layer.casts import LayerPlan, cast_input
-from f8emu.torch.layer.matmul import float8_matmul, no_gradients
+from f8emu.torch.layer.casts import LayerPlan, TracedInput, cast_input
+from f8emu.torch.layer.gemm import add_bias
+from f8emu.torch.layer.matmul import float8_matmul
+from f8emu.torch.layer.observers import begin_call, show_tensor
 from f8emu.torch.layer.operands import DelayedStates
-from f8emu.torch.layer.shared_input import TracedInput, last_input
-from f8emu.torch.layer.taps import begin_call, show_tensor
-from f8emu.torch.layer.transforms import refuse_torchscript, require_no_transform
 from f8emu.torch.library import is_exporting
 from f8emu.torch.parallel.placements import LocalCall, local_call
-from f8emu.torch.parallel.sharding import Gathered
 from f8emu.torch.torch_internals import bias_of, copied_attributes, is_dtensor, is_in_autograd_function, own_parameters
 from f8emu.torch.weights.float8_weight import Float8Weight, refill, written_over
 
@@ -169,16 +166,8 @@ class Float8Linear(Float8Layer):
         if tap is not None:
             show_tensor(tap, "input", x.detach(), is_delayed=is_delayed)
             show_tensor(tap, "weight", call.weight.detach(), is_delayed=is_delayed)
-        # 1. The operands of the input. Under delayed scaling every layer has scales of its own, so none are shared.
-        shared = None if is_delayed else self.traced_input if torch.compiler.is_compiling() else last_input
-        operands = None if shared is None else shared.find(call.input, (x.dtype, plan))
-        if operands is None:
-            with no_gradients():
-                operands = cast_input(x.detach(), plan, delayed[0])
-            if plan.layout is not None and plan.layout.input.gather is not None:
-                operands = operands._replace(gathered=Gathered.apply(x, plan.layout.input.gather))
-            if shared is not None:
-                shared.keep(call.input, (x.dtype, plan), operands)
+        # 1. The operands of the input.
+        operands = cast_input(call.input, x, plan, delayed[0], self.traced_input)
         # 2. The GEMM; gradients go to the input, or through the gather of it.
         if isinstance(call.weight, Float8Weight):
             call.weight.note_call(call.delayed)

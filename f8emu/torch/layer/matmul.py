@@ -8,7 +8,6 @@ Saved for the backward pass: the codes of `input^T` with their scale (or `input^
 `grad_weight` in high precision), the weight, and the amax or the scales of its second cast (`WeightSource`).
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ from f8emu.torch.layer.casts import (
     cast_grad_output,
     cast_weight,
     cast_weight_again,
+    checkpointed_region,
 )
 from f8emu.torch.layer.gemm import gemm
-from f8emu.torch.layer.observers import Tap
+from f8emu.torch.layer.observers import Tap, show_gemm, show_tensor
 from f8emu.torch.layer.operands import Delayed, DelayedStates, Operand
-from f8emu.torch.layer.shared_input import checkpointed_region
-from f8emu.torch.layer.taps import show_gemm, show_tensor
-from f8emu.torch.library import differentiable_once, is_exporting
+from f8emu.torch.library import differentiable_once, is_exporting, no_gradients
 from f8emu.torch.parallel.sharding import sum_products
 from f8emu.torch.torch_internals import Function
 
@@ -77,11 +75,6 @@ def float8_matmul(
             product = _product(x.output, w, plan, input.dtype, tap)
         output = Output.apply(output, product)
     return output
-
-
-def no_gradients() -> Any:
-    """A context of casts and products; none in an export, since torch's decompositions lose modes of gradients."""
-    return nullcontext() if is_exporting() else torch.no_grad()
 
 
 def _product(x: Operand, w: Operand, plan: LayerPlan, dtype: torch.dtype, tap: Tap | None) -> Tensor:

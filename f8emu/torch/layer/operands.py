@@ -15,9 +15,8 @@ from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.arguments import amax_tiles
-from f8emu.torch.fused.columns import cast_columns
 from f8emu.torch.fused.delayed import cast_pair_delayed
+from f8emu.torch.fused.launch import amax_tiles
 from f8emu.torch.library import has_dispatch_mode, is_known
 
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
@@ -218,7 +217,7 @@ def cast_cols_in_rows(x: Tensor, cols: Cast, amax: Tensor, rule: ScaleRule) -> O
     settings = (rule.power_of_two, rule.amax_floor)
     if _granularity(cols) is Granularity.ROWWISE:
         inv_scale, scale = fused.scales(amax, name, *settings, 0)
-        return Operand(cast_columns(x, name, inv_scale), scale)
+        return Operand(fused.cast_columns(x, name, inv_scale), scale)
     codes, scale, _, _ = fused.cast_pair(x, name, amax, None, *settings)
     return Operand(codes, scale)
 

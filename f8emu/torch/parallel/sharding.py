@@ -16,9 +16,7 @@ from torch.nn.functional import pad
 
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.torch.collectives import collective, reduce_amax
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.columns import transpose_codes
 from f8emu.torch.fused.delayed import UNSET, note_cast
 from f8emu.torch.layer.operands import (
     Delayed,
@@ -30,7 +28,7 @@ from f8emu.torch.layer.operands import (
     find_source,
     format_name,
 )
-from f8emu.torch.torch_internals import Function
+from f8emu.torch.torch_internals import Function, collective, reduce_amax
 
 
 class Tokens(NamedTuple):
@@ -229,7 +227,7 @@ def _cast_and_gather(
     # 2. The GEMM reads the transpose of all tokens; with one scale, its codes are those of `x`.
     if cols is not None:
         assert col is not None, "it was requested"
-        col = Operand(transpose_codes(col.codes, col.codes), col.scale)
+        col = Operand(fused.transpose_codes(col.codes, col.codes), col.scale)
     return row if rows is not None else None, col if cols is not None else None
 
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
-from f8emu.torch.collectives import all_gather, reduce_max
 from f8emu.torch.layer.operands import Operand
 from f8emu.torch.torch_internals import (
+    all_gather,
     base_of,
     is_in_backward_pass,
     keeping_version,
+    reduce_max,
     references,
     top_saved_tensors_hooks,
     with_aliases,

@@ -17,11 +17,9 @@ from torch.nn.functional import pad
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.collectives import reduce_amax
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.columns import cast_columns
 from f8emu.torch.layer.operands import Delayed, cast_delayed
-from f8emu.torch.torch_internals import foreach_copy, is_dtensor
+from f8emu.torch.torch_internals import foreach_copy, is_dtensor, reduce_amax
 
 _ALIGNMENT = 4  # floats: the GEMMs take scales that lie at multiples of 16 bytes
 
@@ -220,7 +218,7 @@ def cast_cols(x: Tensor, recipe: Recipe, scales: WeightScales) -> Tensor:
     """The codes of `x`, some rows of a weight, for `grad_input`."""
     if scales.col_inv_scale.numel() == 1:
         return fused.cast_pair_given(x, format_of(recipe), scales.col_inv_scale, True, False)[0]
-    return cast_columns(x, format_of(recipe), scales.col_inv_scale)
+    return fused.cast_columns(x, format_of(recipe), scales.col_inv_scale)
 
 
 def cast_rows_delayed(x: Tensor, recipe: Recipe, delayed: Delayed) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.fused.arguments import CODES
+from f8emu.torch.fused.fused_cast import CODES
 from f8emu.torch.parallel.sharding import Shards, global_delayed
 from f8emu.torch.torch_internals import (
     is_in_backward_pass,

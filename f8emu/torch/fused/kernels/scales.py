@@ -1,15 +1,15 @@
 """Triton kernels that compute amaxes and scales, and the functions they share with the kernels of the casts.
 
-Exactness: the bits of `eager`, for these reasons.
+Exactness: the bits of `eager` and of `delayed.update_delayed` in plain torch, for these reasons.
 - A maximum of magnitudes is the integer maximum of their bit patterns: NaN is above infinity, infinity above the rest.
 - Divisions are `div_rn`, correctly rounded: an ordinary `/` of Triton is approximate (NUMERICS 6).
 
 In every kernel offsets are 64-bit. An amax is updated by an atomic maximum of the float32 bit patterns, as int32.
-Launches and tile sizes are in `launch`.
+Grids and tile sizes are in `plans`.
 """
 
-# pyright: reportMissingImports=false
-# (Triton is optional.)
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
+# (Triton is optional, and its branches are decided at compile time.)
 import triton
 import triton.language as tl
 
@@ -193,3 +193,68 @@ def scales_kernel(
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     tl.store(inv_scale + offsets, inv, mask=inside)
     tl.store(scale + offsets, reciprocal(inv, POWER_OF_TWO), mask=inside)
+
+
+@triton.jit
+def update_delayed_kernel(
+    taken,
+    table,
+    report,
+    length,
+    QUOTIENT_0: tl.constexpr,
+    QUOTIENT_1: tl.constexpr,
+    QUOTIENT_2: tl.constexpr,
+    AT_FLOOR_0: tl.constexpr,
+    AT_FLOOR_1: tl.constexpr,
+    AT_FLOOR_2: tl.constexpr,
+    IS_CAST_0: tl.constexpr,
+    IS_CAST_1: tl.constexpr,
+    IS_CAST_2: tl.constexpr,
+    FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    MOST_RECENT: tl.constexpr,
+    UNCALLED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """`delayed.update_delayed` of one tensor of one layer, all layers of a model at once.
+
+    `table` has the addresses of each layer's tensors, eight a layer, those of `delayed.STATE`: compiled code may not
+    take views of one storage that it writes to, so they are allocated one by one.
+    """
+    item = tl.program_id(0)
+    tensor = item % 3
+    state = table + item // 3 * 8
+    # 1. Whether any tensor of the layer was cast.
+    three = taken + (item - tensor)
+    is_step = (tl.load(three) >= 0) | (tl.load(three + 1) >= 0) | (tl.load(three + 2) >= 0)
+    # 2. This amax.
+    bits = tl.load(taken + item)
+    is_finite = bits < 0x7F800000
+    is_usable = (bits > 0) & is_finite
+    newest = tl.where(is_usable, bits, 0)
+    # 3. Shift the history by one, of a tensor that was cast.
+    history = tl.load(state).to(tl.pointer_type(tl.int32)) + tensor * length
+    at = tl.arange(0, BLOCK_H)
+    old = tl.load(history + at - 1, mask=(at > 0) & (at < length), other=0)
+    new = tl.where(at == 0, newest, old)
+    tl.debug_barrier()  # every thread has read before one writes
+    tl.store(history + at, new, mask=(at < length) & (bits >= 0))
+    reference = newest if MOST_RECENT else tl.max(new, 0)
+    # 4. The inv_scale and the amax of the next pass.
+    inv = inv_scale_of(reference, QUOTIENT_0, FLOOR, AT_FLOOR_0, POWER_OF_TWO)
+    inv_1 = inv_scale_of(reference, QUOTIENT_1, FLOOR, AT_FLOOR_1, POWER_OF_TWO)
+    inv_2 = inv_scale_of(reference, QUOTIENT_2, FLOOR, AT_FLOOR_2, POWER_OF_TWO)
+    inv = tl.where(tensor == 0, inv, tl.where(tensor == 1, inv_1, inv_2))
+    inv_scale = tl.load(state + 2 + tensor).to(tl.pointer_type(tl.float32))
+    inv = tl.where(is_usable, inv, tl.load(inv_scale))
+    tl.store(inv_scale, inv)
+    amax = tl.load(state + 5 + tensor).to(tl.pointer_type(tl.float32))
+    tl.store(amax, tl.zeros_like(inv) + UNCALLED)
+    # 5. The counts of amaxes that were not usable.
+    counts = tl.load(state + 1).to(tl.pointer_type(tl.int64)) + tensor
+    is_cast = tl.where(tensor == 0, IS_CAST_0, tl.where(tensor == 1, IS_CAST_1, IS_CAST_2)) & is_step
+    not_finite = tl.load(counts + 6) + ((bits >= 0x7F800000) & is_cast).to(tl.int64)
+    tl.store(counts, tl.load(counts) + ((bits == 0) & is_cast).to(tl.int64))
+    tl.store(counts + 3, tl.load(counts + 3) + ((bits < 0) & is_cast).to(tl.int64))
+    tl.store(counts + 6, not_finite)
+    tl.store(report + item, 2 * not_finite.to(tl.int32) + (inv > 0).to(tl.int32))

@@ -1,15 +1,17 @@
-"""What a dispatch mode sees of our GEMMs and amaxes: `aten.mm` and `aten.max`.
+"""What dispatch modes see of our GEMMs and amaxes, `aten.mm` and `aten.max`, and a policy for selective checkpointing.
 
 Policies of selective checkpointing and flop counters know these operators, but not ours. So if a dispatch
 mode is active, `aten.mm` is called on stand-ins: tensors without data, with the shapes, dtype and device of a GEMM.
 When all modes have handled the call, `_StandIn.__torch_dispatch__` runs the real computation in its place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy
 
 from f8emu.torch.library import has_dispatch_mode
 
@@ -52,3 +54,29 @@ def seen_as_max(x: Tensor, run: _Run) -> Tensor:
     if not has_dispatch_mode():
         return run()
     return torch.max(_StandIn(tuple(x.shape), x.dtype, x.device, run))
+
+
+def saved_ops() -> tuple[OpOverload, ...]:
+    """What is worth keeping: GEMMs, expensive to recompute for the memory they take, and amaxes and scales.
+
+    Each of the latter reads a whole tensor and gives a few numbers. Casts are left out: their float8 results take
+    memory that checkpointing is meant to free, and recomputing them takes one pass over the tensor.
+    """
+    ours = torch.ops.f8emu
+    return torch.ops.aten.mm.default, torch.ops.aten.max.default, ours.row_amax.default, ours.scales.default
+
+
+def float8_checkpoint_policy(also: Collection[OpOverload] = ()) -> Callable[..., CheckpointPolicy]:
+    """A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: keep GEMMs, amaxes and scales.
+
+    Full checkpointing (`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`) needs no policy.
+
+    Args:
+        also: further operators to keep, such as `torch.ops.aten._scaled_dot_product_flash_attention.default`.
+    """
+    saved = frozenset(saved_ops()) | frozenset(also)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
