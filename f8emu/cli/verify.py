@@ -127,8 +127,7 @@ def _show_contract() -> int:
 def _verify(options: _Options) -> int:
     from f8emu.conformance.cases.golden import read_golden, shipped_golden
     from f8emu.conformance.diagnosis.report import diagnosed
-    from f8emu.conformance.run.processes import Workers, parts_of, processes_for
-    from f8emu.conformance.run.stages import STAGES
+    from f8emu.conformance.run.processes import Workers, processes_for
     from f8emu.conformance.run.subject import SUBJECTS
     from f8emu.conformance.run.verify import stages_by_name, stages_with, verify
 
@@ -140,7 +139,7 @@ def _verify(options: _Options) -> int:
         workers = None
         if is_whole and options.jobs is None and (os.cpu_count() or 1) > 1:
             # They import torch and JAX while this process does.
-            workers = stack.enter_context(Workers(2, parts_of(list(STAGES), list(SUBJECTS))))
+            workers = stack.enter_context(Workers(2, list(SUBJECTS)))
         # 2. The subjects, and how many processes they are worth.
         loaded, not_run = _load(options)
         subjects = list(loaded.values())

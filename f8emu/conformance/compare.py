@@ -17,6 +17,9 @@ Describe = Callable[[tuple[int, ...]], str]
 """Index of an output -> the inputs that lead to it, as hex."""
 
 
+# Bits, and words for them
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
     """One output that differs, or one case that failed as a whole."""
@@ -48,13 +51,19 @@ class Mismatch:
         return f"{head}{place}{inputs} => {self.observed}  expected: {self.expected}{share}"
 
 
+def bits(array: np.ndarray) -> np.ndarray:
+    """Bit patterns as unsigned integers of the same width."""
+    array = np.asarray(array)
+    return array.view(f"u{array.dtype.itemsize}")
+
+
 def shape_fault(observed: object, expected: np.ndarray) -> str:
     """Empty where `observed` can be compared with `expected`, else what is wrong with its type, dtype or shape."""
+    wanted = f"{expected.dtype.name}{list(expected.shape)}"
     if not isinstance(observed, np.ndarray | np.generic):
-        return f"gave {type(observed).__name__}, expected an array {expected.dtype.name}{list(expected.shape)}"
-    if observed.dtype != expected.dtype or observed.shape != expected.shape:
-        return f"gave {observed.dtype.name}{list(observed.shape)}, expected {expected.dtype.name}{list(expected.shape)}"
-    return ""
+        return f"gave {type(observed).__name__}, expected an array {wanted}"
+    found = f"{observed.dtype.name}{list(observed.shape)}"
+    return "" if found == wanted else f"gave {found}, expected {wanted}"
 
 
 def different(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -66,12 +75,6 @@ def different(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
         return unequal & ~(np.isnan(observed) & np.isnan(expected))
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    """Bit patterns as unsigned integers of the same width."""
-    array = np.asarray(array)
-    return array.view(f"u{array.dtype.itemsize}")
-
-
 def mismatches(
     case: str, part: str, observed: np.ndarray, expected: np.ndarray, describe: Describe | None = None
 ) -> Iterator[Mismatch]:
@@ -79,14 +82,9 @@ def mismatches(
     observed, expected = np.asarray(observed), np.asarray(expected)
     for where in np.argwhere(different(observed, expected)):
         index = tuple(int(i) for i in where)
-        yield Mismatch(
-            case=case,
-            part=part,
-            index=index,
-            inputs=describe(index) if describe else "",
-            observed=show(observed[index]),
-            expected=show(expected[index]),
-        )
+        inputs = describe(index) if describe else ""
+        was, right = show(observed[index]), show(expected[index])
+        yield Mismatch(case=case, part=part, index=index, inputs=inputs, observed=was, expected=right)
 
 
 def show(scalar: np.ndarray | np.generic) -> str:
@@ -94,8 +92,7 @@ def show(scalar: np.ndarray | np.generic) -> str:
     scalar = np.asarray(scalar)
     if scalar.dtype.kind in "biu":
         return str(scalar[()])
-    value = scalar.astype(np.float32)[()]
-    return f"{hexadecimal(scalar)} ({value:.9g})"
+    return f"{hexadecimal(scalar)} ({scalar.astype(np.float32)[()]:.9g})"
 
 
 def hexadecimal(scalar: np.ndarray | np.generic) -> str:
@@ -107,12 +104,11 @@ def hexadecimal(scalar: np.ndarray | np.generic) -> str:
 def abbreviated(array: np.ndarray, name: str, *, shown: int = 8) -> str:
     """The codes of a vector, `a=<38 c0 7e .. 7c>(512)`: the first, the last, how many."""
     codes = bits(np.asarray(array)).ravel()
-    width = 2 * codes.dtype.itemsize
     if codes.size == 1:
-        return f"{name}={int(codes[0]):#0{width + 2}x}"
-    head = " ".join(f"{int(code):0{width}x}" for code in codes[:shown])
-    tail = f" .. {int(codes[-1]):0{width}x}" if codes.size > shown else ""
-    return f"{name}=<{head}{tail}>({codes.size})"
+        return f"{name}={hexadecimal(codes[0])}"
+    words = [hexadecimal(code)[2:] for code in codes[:shown]]
+    words += ["..", hexadecimal(codes[-1])[2:]] if codes.size > shown else []
+    return f"{name}=<{' '.join(words)}>({codes.size})"
 
 
 def counted(count: int, one: str, many: str = "") -> str:
@@ -134,18 +130,21 @@ def said_by(error: BaseException, longest: int = 400) -> str:
     return f"{type(error).__name__}: {lines[0][:longest]}" if lines else type(error).__name__
 
 
+# How far off
+
+
 LAST_BIN = 18
 """Bin of everything beyond 2^16 ulps."""
-_APART: dict[tuple[int, int], str] = {
-    (0, 1): "number for infinity",
-    (0, 2): "number for NaN",
-    (1, 0): "infinity for number",
-    (1, 1): "the other infinity",
-    (1, 2): "infinity for NaN",
-    (2, 0): "NaN for number",
-    (2, 1): "NaN for infinity",
+_APART = {
+    1: "number for infinity",
+    2: "number for NaN",
+    3: "infinity for number",
+    4: "the other infinity",
+    5: "infinity for NaN",
+    6: "NaN for number",
+    7: "NaN for infinity",
 }
-"""(observed, expected), where 0 is a finite number, 1 an infinity, 2 NaN -> the name of what has no distance."""
+"""3 * kind of what was observed + kind of what was expected (`_kind`) -> the name of what has no distance."""
 APART = tuple(_APART.values())
 NOT_COMPARED = "not compared"
 """Outputs of a case that raised, or whose dtype or shape is wrong."""
@@ -171,7 +170,6 @@ def distances(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _places(array: np.ndarray) -> np.ndarray:
-    """Signed index of each value among those of its format; both zeros are 0."""
     codes = bits(array)
     if array.dtype.name == "float8_e8m0fnu":  # it has no sign
         return codes.astype(np.int64)
@@ -226,9 +224,8 @@ class UlpHistogram:
         found = ["1 output differs" if self.total == 1 else f"{self.total:,} outputs differ"]
         if self.finite:
             low, high = f"{self.lowest:+,}", f"{self.highest:+,}"
-            found.append(
-                f"by {low} ulp{'s' * (low not in ('+1', '-1'))}" if low == high else f"by {low} to {high} ulps"
-            )
+            ulps = "ulp" if low == high in ("+1", "-1") else "ulps"
+            found.append(f"by {low if low == high else f'{low} to {high}'} {ulps}")
         name, count = max(self.labelled().items(), key=lambda item: item[1])
         found.append(f"most often {name} ({100 * count / self.total:.0f} %)")
         return "; ".join([", ".join(found), *(f"{name} {count:,}" for name, count in self.apart.items())])
@@ -252,14 +249,14 @@ def ulp_histogram(observed: np.ndarray, expected: np.ndarray) -> UlpHistogram:
     kinds = np.bincount(3 * _kind(observed[apart]) + _kind(expected[apart]), minlength=9)
     return UlpHistogram(
         finite={int(index): int(count) for index, count in zip(found, counts, strict=True)},
-        apart={name: int(kinds[3 * o + e]) for (o, e), name in _APART.items() if kinds[3 * o + e]},
+        apart={name: int(kinds[pair]) for pair, name in _APART.items() if kinds[pair]},
         lowest=int(finite.min()) if finite.size else 0,
         highest=int(finite.max()) if finite.size else 0,
     )
 
 
 def _kind(array: np.ndarray) -> np.ndarray:
-    """0 of a finite number, 1 of an infinity, 2 of NaN."""
+    # 0 of a finite number, 1 of an infinity, 2 of NaN.
     with np.errstate(invalid="ignore"):  # of signalling NaN
         return np.where(np.isnan(array), 2, np.where(np.isfinite(array), 0, 1))
 

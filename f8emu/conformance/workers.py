@@ -1,43 +1,45 @@
-"""Processes that the suite starts: one runs a function that gets the other end of a connection, and is ended with it.
+"""Processes that the suite starts: each answers requests over a connection, and ends with its parent.
 
 A worker has a session of its own, so Ctrl-C reaches the parent alone, and ending it ends what it started.
 """
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO
+from typing import IO, Any
 
 _SHOWN = 200
 
 
 class Worker:
-    """One process, from its start to its end."""
+    """One process, from its start to its end: what is sent to its `connection` it answers there, in order."""
 
     def __init__(
         self,
-        function: str,
+        answers: str,
         *arguments: object,
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         keeps_prints: bool = False,
     ) -> None:
-        """Starts `function(connection, *arguments)`, a `module:name`, in a Python with `flags`.
+        """Starts a Python with `flags`, in which `answers(*arguments)`, a `module:name`, gives the answering function.
 
         With `keeps_prints` what it prints is kept for `fate`.
         """
-        module, _, name = function.partition(":")
+        module, _, name = answers.partition(":")
         self.connection, theirs = Pipe()
         self._printed = tempfile.TemporaryFile() if keeps_prints else None
         program = (
-            f"from multiprocessing.connection import Connection; from {module} import {name}; "
-            f"{name}(Connection({theirs.fileno()}), *{arguments!r})"
+            f"from multiprocessing.connection import Connection; from {__name__} import serve; "
+            f"from {module} import {name}; serve(Connection({theirs.fileno()}), {name}, {arguments!r})"
         )
         places = [os.path.abspath(place) for place in sys.path]  # "" is the current directory
         self.process = subprocess.Popen(
@@ -63,17 +65,13 @@ class Worker:
             status = self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             return "its process closed its connection"
-        if status < 0:
-            fate = f"its process was ended by {signal.Signals(-status).name}"
-        else:
-            fate = f"its process exited with status {status}"
+        ended = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         assert self._printed is not None, "whoever asks keeps what was printed"
         self._printed.seek(0)
         lines = [line.strip() for line in self._printed.read().decode(errors="replace").splitlines() if line.strip()]
         current = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
         frames = [line for line in lines[current:] if line.startswith("File ")]  # faulthandler: most recent call first
-        told = (frames or lines[-1:])[:1]
-        return f"{fate}; {told[0][:_SHOWN]}" if told else fate
+        return "; ".join([f"its process {ended}", *(line[:_SHOWN] for line in (frames or lines[-1:])[:1])])
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, printed: IO[bytes] | None) -> None:
@@ -85,3 +83,24 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, printed: IO[b
     connection.close()
     if printed is not None:
         printed.close()
+
+
+def serve(connection: Connection, answers: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...]) -> None:
+    """The worker's side: answers requests until the parent is gone, even while it works on one."""
+    requests: queue.Queue[tuple[Any, ...]] = queue.Queue()
+
+    def receive() -> None:
+        while True:
+            try:
+                requests.put(connection.recv())
+            except (EOFError, OSError):
+                os._exit(0)
+
+    threading.Thread(target=receive, daemon=True).start()
+    answer = answers(*arguments)
+    while True:
+        found = answer(*requests.get())
+        try:
+            connection.send(found)
+        except OSError:
+            os._exit(0)

@@ -6,7 +6,7 @@ import numpy as np
 
 from f8emu.conformance.compare import APART, LAST_BIN, NOT_COMPARED, UlpHistogram, bin_label, bins
 from f8emu.conformance.run.breakdown import Breakdown
-from f8emu.conformance.run.check import DifferenceMap, is_matrix
+from f8emu.conformance.run.result import DifferenceMap, is_matrix
 from f8emu.report.page import Plot, Table
 from f8emu.report.svg import Svg, number, runs, ticks
 

@@ -28,8 +28,8 @@ from f8emu.conformance.compare import (
     ulp_histogram,
 )
 from f8emu.conformance.run.breakdown import Tally, breakdowns, contrasts, percent
-from f8emu.conformance.run.check import MAX_CELLS, Case, answer, difference_map, run_case
-from f8emu.conformance.run.result import joined
+from f8emu.conformance.run.check import Case, answer, run_case
+from f8emu.conformance.run.result import MAX_CELLS, StageResult, Status, difference_map, joined
 from f8emu.conformance.run.subject import NotOffered
 from f8emu.conformance.run.verify import Result
 from f8emu.report.page import parts
@@ -112,40 +112,41 @@ def case(**parts: object) -> Case:
     return Case(id="c", run=lambda subject: parts)  # type: ignore[arg-type,return-value]
 
 
+def result_of(case: Case, expected: Any) -> StageResult:
+    return run_case(case, NOBODY, expected).result
+
+
 def test_outcome_counts_every_output_and_names_the_first_part() -> None:
     expected = {"amax": f32(1, 2), "codes": u8(1, 2, 3), "product": f32(5)}
-    given = case(amax=f32(1, 2), codes=u8(9, 2, 8), product=f32(6))
-    outcome = run_case(given, NOBODY, expected)
-    assert (outcome.outputs_total, outcome.outputs_equal) == (6, 3)
-    assert outcome.first_difference == "codes"
-    mismatch = outcome.mismatch
-    assert mismatch is not None and (mismatch.part, mismatch.index) == ("codes", (0,))
+    found = result_of(case(amax=f32(1, 2), codes=u8(9, 2, 8), product=f32(6)), expected)
+    assert (found.outputs_total, found.outputs_equal, found.status) == (6, 3, Status.DIFFERENT)
+    assert found.first_differences == {"codes": 1}
+    (mismatch,) = found.mismatches
+    assert (mismatch.part, mismatch.index) == ("codes", (0,))
     assert mismatch.line() == "c: codes [0] => 9  expected: 1; 2 of 3 differ"
-    assert not outcome.is_equal
 
 
 def test_a_missing_part_or_a_wrong_dtype_is_a_difference() -> None:
     expected = {"a": f32(1), "b": f32(2)}
-    outcome = run_case(case(a=f32(1)), NOBODY, expected)
-    assert (outcome.outputs_equal, outcome.first_difference, outcome.is_equal) == (1, "b", False)
-    outcome = run_case(case(a=f64(1), b=f32(2)), NOBODY, expected)
-    assert (outcome.outputs_equal, outcome.first_difference) == (1, "a")
-    assert outcome.mismatch is not None and "gave float64[1], expected float32[1]" in outcome.mismatch.line()
+    found = result_of(case(a=f32(1)), expected)
+    assert (found.outputs_equal, found.first_differences, found.cases_equal) == (1, {"b": 1}, 0)
+    found = result_of(case(a=f64(1), b=f32(2)), expected)
+    assert (found.outputs_equal, found.first_differences) == (1, {"a": 1})
+    assert "gave float64[1], expected float32[1]" in found.mismatches[0].line()
 
 
 def test_exceptions_are_failures_and_not_offered_is_neither() -> None:
     expected = {"": np.zeros(4, np.float32)}
     fails = Case(id="c", run=raising(ZeroDivisionError("oh\nsecond line")))
-    outcome = run_case(fails, NOBODY, expected)
-    assert (outcome.outputs_total, outcome.outputs_equal, outcome.is_equal) == (4, 0, False)
-    assert outcome.mismatch is not None and outcome.mismatch.line() == "c => raised ZeroDivisionError: oh"
+    found = result_of(fails, expected)
+    assert (found.outputs_total, found.outputs_equal, found.status) == (4, 0, Status.DIFFERENT)
+    assert found.mismatches[0].line() == "c => raised ZeroDivisionError: oh"
 
-    outcome = run_case(Case(id="c", run=raising(NotOffered("no such thing"))), NOBODY, expected)
-    assert (outcome.not_offered, outcome.outputs_total, outcome.is_equal) == ("no such thing", 0, False)
+    found = result_of(Case(id="c", run=raising(NotOffered("no such thing"))), expected)
+    assert (found.reason, found.outputs_total, found.status) == ("no such thing", 0, Status.NOT_OFFERED)
 
-    outcome = run_case(case(), NOBODY, answer(fails, NOBODY))
-    assert outcome.mismatch is not None and "the oracle raised ZeroDivisionError" in outcome.mismatch.line()
-    assert not outcome.is_equal
+    found = result_of(case(), answer(fails, NOBODY))
+    assert "the oracle raised ZeroDivisionError" in found.mismatches[0].line() and found.status is Status.DIFFERENT
 
 
 # How far
@@ -217,14 +218,14 @@ def test_map_of_a_matrix_and_of_larger_outputs() -> None:
     observed[299, 69] = np.nan
     place = difference_map("case", "part", observed, expected)
     assert place.cell == (3, 1) and place.differing.shape == (100, 70)
-    assert place.outputs_differing == 3 and place.differing[2, 3] == 2 and place.farthest[2, 3] == -4
+    assert place.differing.sum() == 3 and place.differing[2, 3] == 2 and place.farthest[2, 3] == -4
     assert place.apart.nonzero() == (np.array([99]), np.array([69]))
     assert "3 of 21,000 outputs differ, in 2 of 100 rows of cells (3 each) and 2 of 70 columns" in place.summary()
     assert "by -4 to -4 ulps" in place.summary()
     for shape in ((1000,), (1000, 1), (1, 1000), (10, 10, 10)):
         x = np.arange(1000, dtype=np.float32).reshape(shape)
         vector = difference_map("case", "", x, np.zeros(shape, np.float32))
-        assert vector.differing.shape == (4, MAX_CELLS) and vector.outputs_differing == 999
+        assert vector.differing.shape == (4, MAX_CELLS) and vector.differing.sum() == 999
 
 
 # A case
@@ -239,16 +240,17 @@ def test_outcome_keeps_how_far_and_where() -> None:
     wrong = ones.copy()
     wrong[1, 2:4] = 1 + 2.0**-23
     case = _case({"a": ones, "b": ones, "c": ones}, {"a": ones, "b": wrong, "c": ones[:2]})
-    outcome = run_case(case, NOBODY, answer(case, None))
-    assert (outcome.outputs_total, outcome.outputs_equal, outcome.first_difference) == (72, 46, "b")
-    assert outcome.ulps["float32"].labelled() == {"+1": 2, NOT_COMPARED: 24}
-    assert outcome.place is not None and outcome.place.part == "b"
-    assert np.argwhere(outcome.place.differing).tolist() == [[1, 2], [1, 3]]
-    assert outcome.mismatch is not None and outcome.mismatch.index == (1, 2) and outcome.traits == {"kind": "planted"}
-    failed = run_case(replace(case, run=raising(MemoryError())), NOBODY, answer(case, None))
-    assert failed.ulps["float32"].labelled() == {NOT_COMPARED: 72} and failed.place is None
-    equal = run_case(_case({"": ones}, {"": ones}), NOBODY, {"": ones})
-    assert equal.is_equal and equal.ulps == {} and equal.place is None
+    found = result_of(case, answer(case, None))
+    assert (found.outputs_total, found.outputs_equal, found.first_differences) == (72, 46, {"b": 1})
+    assert found.ulps["float32"].labelled() == {"+1": 2, NOT_COMPARED: 24}
+    (place,) = found.places
+    assert place.part == "b" and np.argwhere(place.differing).tolist() == [[1, 2], [1, 3]]
+    tally = Tally(cases=1, cases_differing=1, outputs=72, outputs_differing=26)
+    assert found.mismatches[0].index == (1, 2) and found.tallies == {"kind": {"planted": tally}}
+    failed = result_of(replace(case, run=raising(MemoryError())), answer(case, None))
+    assert failed.ulps["float32"].labelled() == {NOT_COMPARED: 72} and failed.places == []
+    equal = result_of(_case({"": ones}, {"": ones}), {"": ones})
+    assert equal.status is Status.EQUAL and equal.ulps == {} and equal.places == []
 
 
 # A subject

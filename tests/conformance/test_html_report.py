@@ -14,7 +14,7 @@ from PIL import Image
 
 from f8emu.conformance import load_subject, shipped_golden, verify
 from f8emu.conformance.run import subject
-from f8emu.conformance.run.check import DifferenceMap
+from f8emu.conformance.run.result import DifferenceMap
 from f8emu.report.figures import map_plot
 from f8emu.report.html import render
 from f8emu.report.page import Cell, Page, Section, Share, Table, Text

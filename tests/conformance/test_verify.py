@@ -3,9 +3,9 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain, permutations, product
+from itertools import chain, permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from f8emu.conformance.run import stages
 from f8emu.conformance.run.check import Case
 from f8emu.conformance.run.oracle import gemm_oracle, value_oracle
 from f8emu.conformance.run.processes import parts_of, processes_for
-from f8emu.conformance.run.result import StageResult, Tally, joined
+from f8emu.conformance.run.result import Silent, StageResult, Tally, joined
 from f8emu.conformance.run.subject import SUBJECTS, NotOffered, without_split_k
 from f8emu.native import library
 from f8emu.spec import E4M3FN, FLOAT32, TENSORWISE, SpecError
@@ -191,12 +191,7 @@ def test_every_subject_takes_and_gives_numpy(name: str) -> None:
 
 
 def test_processes_ask_the_same(tmp_path: Path) -> None:
-    """Parts hold every stage of every subject once; workers give what one process gives, in its order."""
-    parts = parts_of(list(stages.STAGES), list(SUBJECTS))
-    asked = [(s, n) for part in parts if part.mode is None for s in part.stages for n in part.subjects]
-    shared = [(part.stages, part.subjects, part.mode) for part in parts if part.mode is not None]
-    assert shared == [(("layers",), ("f8emu.jax",), mode) for mode in (LayerMode.COMPILED, LayerMode.EAGER)]
-    assert sorted([*asked, ("layers", "f8emu.jax")]) == sorted(product(stages.STAGES, SUBJECTS))
+    """Workers give what one process gives, in its order."""
     few = few_recorded(tmp_path / "few.safetensors", 0, 1)
     subjects, chosen = [load_subject("f8ref.numpy")], ["golden", "live"]
     one, *others = (verify(subjects, stages=chosen, golden=few, processes=n).subjects[0].stages for n in (1, 2, 3))
@@ -207,22 +202,23 @@ def test_processes_ask_the_same(tmp_path: Path) -> None:
         verify([renamed(subjects[0])], processes=2, golden=few)
 
 
-@pytest.mark.parametrize("processes", [3, 16])
-def test_many_processes_share_every_stage(processes: int, golden: GoldenFile, numpy_subject: Subject) -> None:
+@pytest.mark.parametrize("processes", [2, 3, 16])
+def test_processes_share_every_stage(processes: int, golden: GoldenFile, numpy_subject: Subject) -> None:
     """No case twice, none lost; what takes long, compiled layers of full size, is dealt out evenly."""
     parts = parts_of(list(stages.STAGES), ["torch", "f8ref.numpy"], processes)
-    assert all(part.subjects == ("torch", "f8ref.numpy") and part.mode is None for part in parts)
-    assert parts[0].stages == ("layers",), "the longest first"
+    assert all(part.subjects == ("torch", "f8ref.numpy") for part in parts)
+    assert parts[0].stage == "layers", "the longest first"
     # as on a GPU, where layers train at full size
     subject = replace(numpy_subject, train=lambda case: {}, runs_full_size=True)
     for name, stage in stages.STAGES.items():
         if name == "live":  # its inputs take a second to draw
             stage = replace(stage, cases=lambda *_: (Case(id=f"live {i}", run=lambda _: {}) for i in range(96)))
-        shares = [part.share for part in parts if part.stages == (name,)]
+        shares = [part for part in parts if part.stage == name]
         found = [
-            [case.id for case in stages.share_of(stage, *share).cases(subject, golden)] for share in shares if share
+            [case.id for case in stages.share_of(stage, part.share, part.shares).cases(subject, golden)]
+            for part in shares
         ]
-        assert len(found) == len(shares)
+        assert len(found) == shares[0].shares
         assert sorted(chain.from_iterable(found)) == sorted(case.id for case in stage.cases(subject, golden))
         if name == "layers":
             compiled = [sum(case.endswith("compiled") for case in share) for share in found]
@@ -293,16 +289,19 @@ def test_own_splits_of_shares_are_joined() -> None:
         assert (found.status, found.cases_differing, found.outputs_differing) == (Status.DIFFERENT, 1, 1)
 
 
+class AfterOne(Silent):
+    """Does something when a part of a run is done."""
+
+    def __init__(self, advance: Callable[[], object]) -> None:
+        self.advance = advance  # type: ignore[method-assign]
+
+
 def test_ctrl_c_keeps_what_processes_finished(tmp_path: Path) -> None:
-    few, ended = few_recorded(tmp_path / "few.safetensors", 0, 1), []
-
-    def keep(subject: str, result: StageResult) -> None:
-        ended.append(result.stage)
-        raise KeyboardInterrupt
-
-    found = verify([load_subject("f8ref.numpy")], stages=["golden", "live"], golden=few, processes=2, keep=keep)
+    few, stopped = few_recorded(tmp_path / "few.safetensors", 0, 1), AfterOne(raising(KeyboardInterrupt()))
+    subjects, chosen = [load_subject("f8ref.numpy")], ["formats", "scales"]
+    found = verify(subjects, stages=chosen, golden=few, processes=2, progress=stopped)
     assert found.is_interrupted and not found.is_equal
-    assert [stage.stage for stage in found.subjects[0].stages] == ended and len(ended) == 1
+    assert [stage.stage in chosen for stage in found.subjects[0].stages] == [True]
 
 
 def test_a_worker_that_is_gone_is_told(
@@ -312,14 +311,11 @@ def test_a_worker_that_is_gone_is_told(
     few, start = few_recorded(tmp_path / "few.safetensors", 0, 1), subprocess.Popen
     started: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **rest: started.append(start(*args, **rest)) or started[-1])
-
-    def keep(subject: str, result: StageResult) -> None:
-        for process in started:
-            process.kill()
+    gone = AfterOne(lambda: [process.kill() for process in started])
 
     def run() -> int:
         names = ["golden", "live", "layers"]
-        verify([load_subject("f8ref.numpy")], stages=names, golden=few, processes=2, keep=keep)
+        verify([load_subject("f8ref.numpy")], stages=names, golden=few, processes=2, progress=gone)
         return 0
 
     assert guarded(run) == BAD_USAGE

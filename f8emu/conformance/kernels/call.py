@@ -1,10 +1,10 @@
 """How the suite runs a declared kernel: the case that it gets, its call, and what is checked around it."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from f8emu.conformance.compare import text_of
 from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written, unwritten
 from f8emu.conformance.kernels.imported import function_of
 from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, Laid, filled, laid_operand, laid_scale
-from f8emu.spec import Format, Granularity, SpecError, format_by_name
+from f8emu.spec import BFLOAT16, Format, Granularity, format_by_name
 
 _SQUARE = Granularity.BLOCKWISE_128X128
 _VECTOR = Granularity.BLOCKWISE_1X128
@@ -25,6 +25,7 @@ _LAYOUT = re.compile(r"\b(strid|contiguous|align|CUBLAS_STATUS_INVALID_VALUE)", 
 """What a RuntimeError says that refuses where operands lie; `misaligned address` is a crash."""
 _NOT_SUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"
 """The library's word for a GEMM that it has no kernel for."""
+_Pair = tuple[Granularity, Granularity]
 
 
 def question(kernel: Kernel, case: GemmCase) -> GemmCase:
@@ -46,22 +47,20 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
     if case.bias is not None and not kernel.takes_bias:
         case, changes = replace(case, bias=None), [*changes, "no bias"]
     if case.scale_a is not None and _needs_squares(kernel, (case.granularity_a, case.granularity_b)):
-        case = replace(case, scale_a=np.repeat(case.scale_a[::_SIDE], _SIDE, axis=0)[: case.a.shape[0]])
-        changes = [*changes, "a's scales in squares"]
+        case = replace(case, scale_a=_repeated(case.scale_a[::_SIDE], case.a.shape[0]))
+        changes.append("a's scales in squares")
     has_inverse = any(layout.is_inverse for pair in kernel.scales.values() for layout in pair)
     if has_inverse and case.scale_a is not None and case.scale_b is not None:
         case = replace(case, scale_a=_power_of_two(case.scale_a), scale_b=_power_of_two(case.scale_b))
-        changes = [*changes, "scales powers of two"]
+        changes.append("scales powers of two")
     # 3. The calls between, in the same form.
-    if case.between:
-        case = replace(case, between=tuple(question(kernel, one) for one in case.between))
+    case = replace(case, between=tuple(question(kernel, one) for one in case.between))
     return replace(case, id=f"{case.id} ({', '.join(changes)})") if changes else case
 
 
 def rows_run(kernel: Kernel, case: GemmCase) -> int:
-    """With how many rows the kernel is called for a case: M padded."""
-    multiple = 1 if kernel.is_grouped else _multiples(kernel, case.granularity_a)[0]
-    return -(-case.a.shape[0] // multiple) * multiple
+    """With how many rows the kernel is called for a case: M padded, but not of groups."""
+    return case.a.shape[0] if kernel.is_grouped else _padded(kernel, case.granularity_a, case.a.shape[0], 1, 1)[0]
 
 
 def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[..., Any]]:
@@ -72,13 +71,21 @@ def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[...
     Raises:
         SpecError: its function cannot be imported, and nothing says how to install it.
     """
-    if Arg.OUT in kernel.args and framework.name == "jax":
-        raise SpecError(f"Kernel {kernel.name!r}: a jax.Array cannot be written to; let the kernel return its output")
+    kernel.require_writable(framework.name)
     try:
-        call = _Call(kernel=kernel, framework=framework, function=function_of(kernel, framework))
+        call = _Called(kernel=kernel, framework=framework, function=function_of(kernel, framework))
     except NotOffered as reason:
         return absent(str(reason))
-    return {**{verb: partial(call.run, verb) for verb in _VERBS}, "in_turn": call.in_turn}
+    begun = {verb: partial(call.begun, verb) for verb in _VERBS}
+
+    def run(verb: str, *arguments: Any, **options: Any) -> np.ndarray:
+        return begun[verb](*arguments, **options)()
+
+    def in_turn(calls: Sequence[Call]) -> tuple[np.ndarray, ...]:
+        outputs: list[_Output] = [call.run(begun) for call in calls]
+        return tuple(output() for output in outputs)
+
+    return {**{verb: partial(run, verb) for verb in _VERBS}, "in_turn": in_turn}
 
 
 def absent(reason: str) -> dict[str, Callable[..., Any]]:
@@ -94,211 +101,177 @@ _Output = Callable[[], np.ndarray]
 """Looks at what a call returned, and at what it did beside: the output, or an exception."""
 
 
+class _Asked(NamedTuple):
+    """The arguments of a verb. Groups have rowwise scales."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scale_a: np.ndarray
+    scale_b: np.ndarray
+    offs: np.ndarray | None = None
+    granularity_a: Granularity = Granularity.ROWWISE
+    granularity_b: Granularity = Granularity.ROWWISE
+    bias: np.ndarray | None = None
+    out_dtype: Format = BFLOAT16
+    use_fast_accum: bool = False
+    split_k: int = 1
+    placement: Placement | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _Called:
     """A kernel with its framework."""
 
     kernel: Kernel
     framework: Framework
     function: Callable[..., Any]
 
-    def run(self, verb: str, *arguments: Any, **options: Any) -> np.ndarray:
-        """The output of a verb."""
-        return self._begun()[verb](*arguments, **options)()
-
-    def in_turn(self, calls: Sequence[Call]) -> tuple[np.ndarray, ...]:
-        """The outputs of several calls, looked at after the last; raises as the verbs."""
-        outputs: list[_Output] = [call.run(self._begun()) for call in calls]
-        return tuple(output() for output in outputs)
-
-    def _begun(self) -> dict[str, Callable[..., _Output]]:
-        """The verbs, which call the kernel and do not look at what it returned."""
-        return {"scaled_mm": self._scaled_mm, "scaled_grouped_mm": self._scaled_grouped_mm}
-
-    def _scaled_mm(
-        self,
-        a: np.ndarray,
-        b: np.ndarray,
-        scale_a: np.ndarray,
-        scale_b: np.ndarray,
-        *,
-        granularity_a: Granularity,
-        granularity_b: Granularity,
-        bias: np.ndarray | None,
-        out_dtype: Format,
-        use_fast_accum: bool,
-        split_k: int,
-        placement: Placement | None = None,
-    ) -> _Output:
+    def begun(self, verb: str, *arguments: Any, **options: Any) -> _Output:
+        """Calls the kernel as a verb is called, and does not look at what it returned."""
         # 1. What the kernel does not declare is not offered.
-        name, is_placed = self.kernel.name, placement is not None
-        _offer(
-            (not self.kernel.is_grouped, f"{name} multiplies only groups of rows"),
-            (not (is_placed and self.framework.name == "jax"), "JAX decides where its arrays lie"),
-            (split_k == 1, "the library chooses the split-K, and your own kernel is not passed it"),
-            *self._declared(a, b, out_dtype, use_fast_accum, is_blockwise=granularity_a.is_blockwise),
-            (bias is None or self.kernel.takes_bias, f"{name} takes no bias"),
-        )
-        # 2. Scales in the granularities that it takes: rows of 1x128 scales that repeat are 128x128 ones.
-        pair = granularity_a, granularity_b
-        if _needs_squares(self.kernel, pair):
-            squares = scale_a[::_SIDE]
-            is_repeated = np.array_equal(np.repeat(squares, _SIDE, axis=0)[: len(a)], scale_a)
-            _offer((is_repeated, f"{name} takes 128x128 scales of a; these are 1x128"))
-            pair, scale_a = (_SQUARE, _SQUARE), squares
-        _offer((pair in self.kernel.scales, f"{name} takes no scales {pair[0].value} x {pair[1].value}"))
-        layouts = self.kernel.scales[pair]
-        for layout, scale in zip(layouts, (scale_a, scale_b), strict=True):
-            is_exact = not layout.is_inverse or bool((scale == _power_of_two(scale)).all())
-            _offer((is_exact, f"{name} takes inverse scales, exact only for powers of two"))
-        # 3. Operands and scales padded with zeros and ones, and laid out as declared.
-        m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), _multiples(self.kernel, granularity_a))
-        at = placement or Placement()
-        values: dict[Arg, Any] = {
-            Arg.A: laid_operand(a, (m, k), self.kernel.a)._replace(padding=at.padding_a, offset=at.offset_a),
-            Arg.B: laid_operand(b.T, (n, k), self.kernel.b)._replace(padding=at.padding_b, offset=at.offset_b),
-            Arg.SCALE_A: laid_scale(scale_a.reshape(_shape(scale_a, pair[0])), pair[0], (m, k), layouts[0]),
-            Arg.SCALE_B: laid_scale(scale_b.T.reshape(_shape(scale_b.T, pair[1])), pair[1], (n, k), layouts[1]),
-            Arg.BIAS: None if bias is None else Laid(np.pad(bias, (0, n - bias.size)), False),
-            Arg.GRANULARITY_A: self.kernel.granularity_word(pair[0]),
-            Arg.GRANULARITY_B: self.kernel.granularity_word(pair[1]),
-        }
-        if Arg.SCALE_PRODUCT in self.kernel.args:
-            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                values[Arg.SCALE_PRODUCT] = float((scale_a.reshape(-1) * scale_b.reshape(-1))[0])
-        # 4. The call, and later a look at what it returned.
+        asked, name = _Asked(*arguments, **options), self.kernel.name
+        for reason in self._refusals(verb, asked):
+            raise NotOffered(reason)
+        # 2. Operands and scales, padded and laid out as declared.
+        rows, n = len(asked.a), asked.b.shape[-1]
+        m, up_n, k = _padded(self.kernel, asked.granularity_a, rows, n, asked.a.shape[1])
+        m = m if asked.offs is None else rows
+        values = self._values(asked, m, up_n, k)
+        # 3. The call, and later a look at what it returned.
         try:
-            output = self._called(values, (m, n), out_dtype, use_fast_accum)
+            output = self._output_of(values, (m, up_n), dtype_of(asked.out_dtype))
         except (NotOffered, KernelFault):
             raise
         except Exception as refusal:  # what no declaration says of memory a kernel may refuse, aloud
-            if isinstance(refusal, RuntimeError) and _NOT_SUPPORTED in str(refusal):
+            is_runtime = isinstance(refusal, RuntimeError)
+            if is_runtime and _NOT_SUPPORTED in str(refusal):
                 raise NotOffered(f"{name}: {_NOT_SUPPORTED}") from None
-            is_of_layout = isinstance(refusal, RuntimeError) and _LAYOUT.search(str(refusal))
-            if placement is None or not (isinstance(refusal, ValueError) or is_of_layout):
+            is_of_layout = isinstance(refusal, ValueError) or (is_runtime and _LAYOUT.search(str(refusal)))
+            if asked.placement is None or not is_of_layout:
                 raise
-            raise NotOffered(f"{name} refuses {placement.text}: {refusal}") from None
-        return lambda: output()[: a.shape[0], : b.shape[1]]
+            raise NotOffered(f"{name} refuses {asked.placement.text}: {refusal}") from None
+        return lambda: output()[:rows, :n]
 
-    def _scaled_grouped_mm(
-        self,
-        a: np.ndarray,
-        b: np.ndarray,
-        scale_a: np.ndarray,
-        scale_b: np.ndarray,
-        offs: np.ndarray,
-        *,
-        out_dtype: Format,
-        use_fast_accum: bool,
-    ) -> _Output:
-        _offer(
-            (self.kernel.is_grouped, f"{self.kernel.name} has no groups"),
-            *self._declared(a, b, out_dtype, use_fast_accum, is_blockwise=False),
-        )
-        _, up_n, k = _padded((1, b.shape[2], a.shape[1]), self.kernel.multiples)
+    def _refusals(self, verb: str, asked: _Asked) -> Iterator[str]:
+        """Why the kernel does not have such a call, by its declaration."""
+        kernel, pair = self.kernel, (asked.granularity_a, asked.granularity_b)
+        formats = format_by_name(asked.a.dtype.name), format_by_name(asked.b.dtype.name)
+        if kernel.is_grouped != (verb == "scaled_grouped_mm"):
+            yield f"{kernel.name} {'multiplies only groups of rows' if kernel.is_grouped else 'has no groups'}"
+        if asked.placement is not None and self.framework.name == "jax":
+            yield "JAX decides where its arrays lie"
+        if asked.split_k != 1:
+            yield "the library chooses the split-K, and your own kernel is not passed it"
+        if formats not in kernel.formats:
+            yield f"{kernel.name} does not multiply {formats[0]} x {formats[1]}"
+        if asked.out_dtype not in kernel.out_dtypes:
+            yield f"{kernel.name} has no output {asked.out_dtype}"
+        if not kernel.has_accumulation(pair, asked.use_fast_accum):
+            yield f"{kernel.name} has only {kernel.accumulation.value} accumulation"
+        if asked.bias is not None and not kernel.takes_bias:
+            yield f"{kernel.name} takes no bias"
+
+    def _values(self, asked: _Asked, m: int, n: int, k: int) -> dict[Arg, Any]:
+        kernel, at, offs = self.kernel, asked.placement or Placement(), asked.offs
+        if offs is None:
+            pair, scale_a, scale_b = self._scales(asked, m, n, k)
+        else:
+            pair = asked.granularity_a, asked.granularity_b
+            scale_a, scale_b = Laid(asked.scale_a), Laid(_wider(asked.scale_b, n, 1))
+        a, b = laid_operand(asked.a, (m, k), kernel.a), laid_operand(asked.b.swapaxes(-1, -2), (n, k), kernel.b)
         values: dict[Arg, Any] = {
-            Arg.A: laid_operand(a, (len(a), k), self.kernel.a),
-            Arg.B: laid_operand(b.swapaxes(1, 2), (up_n, k), self.kernel.b),
-            Arg.SCALE_A: Laid(scale_a, False),
-            Arg.SCALE_B: Laid(np.pad(scale_b, ((0, 0), (0, up_n - b.shape[2])), constant_values=1), False),
-            Arg.GRANULARITY_A: self.kernel.granularity_word(Granularity.ROWWISE),
-            Arg.GRANULARITY_B: self.kernel.granularity_word(Granularity.ROWWISE),
-            Arg.OFFS: Laid(offs, False),
-            Arg.GROUP_SIZES: Laid(np.diff(offs, prepend=offs.dtype.type(0)), False),
+            Arg.A: a._replace(padding=at.padding_a, offset=at.offset_a),
+            Arg.B: b._replace(padding=at.padding_b, offset=at.offset_b),
+            Arg.SCALE_A: scale_a,
+            Arg.SCALE_B: scale_b,
+            Arg.BIAS: None if asked.bias is None else Laid(_wider(asked.bias, n, 0)),
+            Arg.GRANULARITY_A: kernel.granularity_word(pair[0]),
+            Arg.GRANULARITY_B: kernel.granularity_word(pair[1]),
+            Arg.OUT_DTYPE: self.framework.dtype(asked.out_dtype),
+            Arg.USE_FAST_ACCUM: asked.use_fast_accum,
+            Arg.USE_SPLIT_ACCUMULATOR: not asked.use_fast_accum,
+            Arg.ZEROS: Laid(np.zeros((m, n), dtype_of(asked.out_dtype)), kernel.out_column_major),
         }
-        output = self._called(values, (len(a), up_n), out_dtype, use_fast_accum)
-        return lambda: output()[:, : b.shape[2]]
+        if offs is not None:
+            values[Arg.OFFS], values[Arg.GROUP_SIZES] = Laid(offs), Laid(np.diff(offs, prepend=offs.dtype.type(0)))
+        if Arg.SCALE_PRODUCT in kernel.args:
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                values[Arg.SCALE_PRODUCT] = float((asked.scale_a.reshape(-1) * asked.scale_b.reshape(-1))[0])
+        return values
 
-    def _declared(
-        self, a: np.ndarray, b: np.ndarray, out_dtype: Format, use_fast_accum: bool, *, is_blockwise: bool
-    ) -> tuple[tuple[bool, str], ...]:
-        """For `_offer`: what every kernel declares."""
-        kernel = self.kernel
-        formats = format_by_name(a.dtype.name), format_by_name(b.dtype.name)
-        is_fast = kernel.accumulation is Accumulation.FAST
-        has_accumulation = kernel.chooses_accumulation or is_blockwise or use_fast_accum == is_fast
-        return (
-            (formats in kernel.formats, f"{kernel.name} does not multiply {formats[0]} x {formats[1]}"),
-            (out_dtype in kernel.out_dtypes, f"{kernel.name} has no output {out_dtype}"),
-            (has_accumulation, f"{kernel.name} has only {kernel.accumulation.value} accumulation"),
-        )
+    def _scales(self, asked: _Asked, m: int, n: int, k: int) -> tuple[_Pair, Laid | float, Laid | float]:
+        """In granularities that the kernel takes: rows of 1x128 scales that repeat are 128x128 ones."""
+        kernel, pair, scale_a = self.kernel, (asked.granularity_a, asked.granularity_b), asked.scale_a
+        if _needs_squares(kernel, pair):
+            pair, scale_a = (_SQUARE, _SQUARE), scale_a[::_SIDE]
+            if not np.array_equal(_repeated(scale_a, len(asked.a)), asked.scale_a):
+                raise NotOffered(f"{kernel.name} takes 128x128 scales of a; these are 1x128")
+        if pair not in kernel.scales:
+            raise NotOffered(f"{kernel.name} takes no scales {pair[0].value} x {pair[1].value}")
+        of_a, of_b = kernel.scales[pair]
+        for layout, scale in ((of_a, scale_a), (of_b, asked.scale_b)):
+            if layout.is_inverse and not (scale == _power_of_two(scale)).all():
+                raise NotOffered(f"{kernel.name} takes inverse scales, exact only for powers of two")
+        scale_a, scale_b = (
+            np.atleast_2d(scale_a),
+            np.atleast_2d(asked.scale_b.T),
+        )  # recorded tensorwise ones are vectors
+        return pair, laid_scale(scale_a, pair[0], (m, k), of_a), laid_scale(scale_b, pair[1], (n, k), of_b)
 
-    def _called(
-        self, values: dict[Arg, Any], shape: tuple[int, int], out_dtype: Format, use_fast_accum: bool
-    ) -> _Output:
+    def _output_of(self, values: dict[Arg, Any], shape: tuple[int, int], dtype: np.dtype) -> _Output:
         """Calls the kernel; its output is [M, N] with the padding."""
         framework, kernel = self.framework, self.kernel
-        values[Arg.ZEROS] = Laid(np.zeros(shape, dtype_of(out_dtype)), kernel.out_column_major)
         inputs = {
             arg: Guarded(framework, f"the input {arg.value}", laid)
             for arg, laid in values.items()
             if isinstance(laid, Laid) and arg in kernel.args
         }
-        output: Guarded | None = None
+        given, out = {**values, **{arg: guarded.array for arg, guarded in inputs.items()}}, list[Guarded]()
         if Arg.OUT in kernel.args:
-            empty = Laid(unwritten(shape, dtype_of(out_dtype)), kernel.out_column_major)
-            output = Guarded(framework, "the output", empty)
-        given = {
-            **values,
-            **{arg: guarded.array for arg, guarded in inputs.items()},
-            Arg.OUT: None if output is None else output.array,
-            Arg.OUT_DTYPE: framework.dtype(out_dtype),
-            Arg.USE_FAST_ACCUM: use_fast_accum,
-            Arg.USE_SPLIT_ACCUMULATOR: not use_fast_accum,
-        }
+            out = [Guarded(framework, "the output", Laid(unwritten(shape, dtype), kernel.out_column_major))]
+            given[Arg.OUT] = out[0].array
         keywords = {name: filled(template, given) for name, template in kernel.keywords.items()}
         try:
             returned = self.function(*filled(kernel.arguments, given), **keywords)
         except NotImplementedError as reason:
             raise NotOffered(text_of(reason)) from None
-        return partial(self._output, returned, inputs, output, shape)
 
-    def _output(
-        self, returned: Any, inputs: dict[Arg, Guarded], output: Guarded | None, shape: tuple[int, int]
-    ) -> np.ndarray:
-        """What a call returned or wrote, after a look at the memory around its arrays."""
-        framework = self.framework
-        for guarded in (*inputs.values(), *([] if output is None else [output])):
-            guarded.check_guards()
-        for guarded in inputs.values():
-            guarded.check_unchanged()
-        if output is not None:
-            returned = output.array
-        elif not isinstance(returned, framework.array_type):
-            raise TypeError(f"gave {type(returned).__name__}, expected an array of {framework.name}")
-        computed = framework.store(returned)
-        if computed.shape != shape:  # before the padding is cut off, which would hide it
-            raise TypeError(f"gave an output of shape {list(computed.shape)}, expected {list(shape)}")
-        if output is not None:
-            check_written(computed)
-        return computed
+        def output() -> np.ndarray:
+            for guarded in (*inputs.values(), *out):
+                guarded.check_guards()
+            for guarded in inputs.values():
+                guarded.check_unchanged()
+            found = out[0].array if out else returned
+            if not isinstance(found, framework.array_type):
+                raise TypeError(f"gave {type(found).__name__}, expected an array of {framework.name}")
+            computed = framework.store(found)
+            if computed.shape != shape:  # before the padding is cut off, which would hide it
+                raise TypeError(f"gave an output of shape {list(computed.shape)}, expected {list(shape)}")
+            if out:
+                check_written(computed)
+            return computed
+
+        return output
 
 
-def _offer(*conditions: tuple[bool, str]) -> None:
-    """Raises NotOffered with the reason of the first condition that does not hold."""
-    for holds, reason in conditions:
-        if not holds:
-            raise NotOffered(reason)
-
-
-def _multiples(kernel: Kernel, granularity_a: Granularity) -> tuple[int, int, int]:
-    return kernel.block_multiples if granularity_a.is_blockwise else kernel.multiples
-
-
-def _padded(sizes: tuple[int, int, int], multiples: tuple[int, int, int]) -> tuple[int, ...]:
+def _padded(kernel: Kernel, granularity_a: Granularity, *sizes: int) -> tuple[int, ...]:
+    multiples = kernel.block_multiples if granularity_a.is_blockwise else kernel.multiples
     return tuple(-(-size // multiple) * multiple for size, multiple in zip(sizes, multiples, strict=True))
 
 
-def _shape(scale: np.ndarray, granularity: Granularity) -> tuple[int, int]:
-    """Recorded tensorwise scales have one dimension."""
-    return (1, 1) if granularity is Granularity.TENSORWISE else (scale.shape[0], scale.shape[1])
+def _wider(x: np.ndarray, columns: int, value: int) -> np.ndarray:
+    return np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, columns - x.shape[-1])], constant_values=value)
 
 
-def _needs_squares(kernel: Kernel, pair: tuple[Granularity, Granularity]) -> bool:
-    """Whether a kernel of 128x128 by 128x128 scales is asked with 1x128 by 128x128 ones whose rows repeat."""
+def _needs_squares(kernel: Kernel, pair: _Pair) -> bool:
+    # A kernel of 128x128 by 128x128 scales is asked with 1x128 by 128x128 ones whose rows repeat.
     return pair == (_VECTOR, _SQUARE) and pair not in kernel.scales and (_SQUARE, _SQUARE) in kernel.scales
 
 
+def _repeated(squares: np.ndarray, rows: int) -> np.ndarray:
+    return np.repeat(squares, _SIDE, axis=0)[:rows]
+
+
 def _power_of_two(scale: np.ndarray) -> np.ndarray:
-    """The significand cut off."""
+    # The significand cut off.
     return (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)

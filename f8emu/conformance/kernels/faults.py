@@ -62,6 +62,9 @@ class TimedOut(KernelFault):
     """An isolated kernel gave no output in time."""
 
 
+# Memory
+
+
 class Guarded:
     """An array between guard zones, for one call of a kernel. Arrays of JAX have none: nothing can write to them."""
 
@@ -71,21 +74,19 @@ class Guarded:
     def __init__(self, framework: Framework, name: str, laid: Laid) -> None:
         contents, column_major, padding, offset = laid
         lying = np.array(contents.swapaxes(-1, -2) if column_major else contents, order="C")
-        self._framework, self._name, self._contents = framework, name, contents
-        self._memory: Any = None
-        self._poison = 0 if contents.dtype.kind in "iu" else _POISON[contents.dtype.itemsize]
+        self._framework, self._name, self._contents, self._memory = framework, name, contents, None
         if framework.name == "jax":
             self.array = framework.load(lying.swapaxes(-1, -2) if column_major else lying)
             return
-        # 1 Room for the guards and for the way to the boundary.
-        columns = lying.shape[-1] if lying.ndim > 1 else 1
-        pitch, itemsize = columns + padding, lying.dtype.itemsize
-        rows = lying.size // columns if columns else 0
+        # 1. Room for the guards and for the way to the boundary.
+        columns, itemsize = lying.shape[-1] if lying.ndim > 1 else 1, lying.dtype.itemsize
+        pitch, rows = columns + padding, lying.size // columns if columns else 0
         least, boundary = _GUARD_BYTES // itemsize, _ALIGNMENT // itemsize
         before, behind = max(pitch, least), max(_GUARD_ROWS * pitch, least)
+        self._poison = 0 if contents.dtype.kind in "iu" else _POISON[itemsize]
         codes = np.full(before + 2 * boundary + rows * pitch + behind, self._poison, bits(lying).dtype)
         self._memory = framework.load(codes.view(contents.dtype))
-        # 2 Where it begins is known once the framework has its memory.
+        # 2. Where it begins is known once the framework has its memory.
         begin = before + (-(framework.address(self._memory) // itemsize + before)) % boundary + offset // itemsize
         # A dimension of one element has no order of its own, and kernels check strides: so the order is made here.
         shape = (*lying.shape[:-1], pitch) if padding else lying.shape
@@ -98,21 +99,16 @@ class Guarded:
         self.array = inside.swapaxes(-1, -2) if column_major else inside
 
     def check_guards(self) -> None:
-        """Raises where something beside the array was written.
-
-        Raises:
-            WroteOutOfBounds: a guard zone was changed.
-        """
+        """Raises WroteOutOfBounds where a guard zone was changed."""
         if self._memory is None:
             return
         codes = bits(np.asarray(self._framework.store(self._memory)))
         written = np.flatnonzero((codes != self._poison) & ~self._inside)
         before, behind = written[written < self._begin], written[written >= self._end]
-        between = written.size - before.size - behind.size
         places: list[str] = []
         if before.size:
             places.append(f"{before.size} before its begin, the nearest {self._begin - before[-1]} elements away")
-        if between:
+        if between := written.size - before.size - behind.size:
             places.append(f"{between} between its rows")
         if behind.size:
             places.append(f"{behind.size} behind its end, the nearest {behind[0] - self._end + 1} elements away")
@@ -120,11 +116,7 @@ class Guarded:
             raise WroteOutOfBounds(f"elements outside {self._name} were written: {'; '.join(places)}; check the masks")
 
     def check_unchanged(self) -> None:
-        """Raises where the array has other bits than before.
-
-        Raises:
-            ChangedInput: names the first element.
-        """
+        """Raises ChangedInput, which names the first element that has other bits than before."""
         before = self._contents
         after = np.asarray(self._framework.store(self.array)).reshape(before.shape)
         changed = np.argwhere(bits(after) != bits(before))
@@ -142,11 +134,7 @@ def unwritten(shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
 
 
 def check_written(output: np.ndarray) -> None:
-    """Raises where an output still has its poison.
-
-    Raises:
-        LeftUnwritten: at least one output was never written.
-    """
+    """Raises LeftUnwritten where an output still has its poison."""
     left = np.argwhere(bits(output) == _POISON[output.dtype.itemsize])
     if left.size:
         raise LeftUnwritten(
@@ -155,28 +143,30 @@ def check_written(output: np.ndarray) -> None:
         )
 
 
-class _Calls:
-    """Which threads run code of others, and which of them have forked meanwhile.
-
-    Programs that are started, as a compiler is, are no forks to Python.
-    """
-
-    def __init__(self) -> None:
-        self.running: set[int] = set()
-        self.forked: set[int] = set()
-        os.register_at_fork(after_in_parent=self._in_parent, after_in_child=self._in_child)
-
-    def _in_parent(self) -> None:
-        if threading.get_ident() in self.running:
-            self.forked.add(threading.get_ident())
-
-    def _in_child(self) -> None:
-        """The child would go on with the suite, or wait for ever for threads that it does not have."""
-        if threading.get_ident() in self.running:
-            os._exit(0)
+# The process
 
 
-_CALLS = _Calls()
+class _Thread(threading.local):
+    """Whether this thread runs code of others, and whether that has forked. A program that is started is no fork."""
+
+    is_running = False
+    has_forked = False
+
+
+_THREAD = _Thread()
+
+
+def _in_parent() -> None:
+    _THREAD.has_forked = _THREAD.is_running
+
+
+def _in_child() -> None:
+    # The child would go on with the suite, or wait for ever for threads that it does not have.
+    if _THREAD.is_running:
+        os._exit(0)
+
+
+os.register_at_fork(after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,11 +192,9 @@ def contained(
     """
 
     def call(*args: object, **keywords: object) -> _T:
-        thread, process = threading.get_ident(), os.getpid()
         # 1. What the call may take with it: a fork, the streams, numpy's error state.
-        is_outermost = thread not in _CALLS.running
-        streams = sys.stdout, sys.stderr
-        _CALLS.running.add(thread)
+        process, streams, was_running = os.getpid(), (sys.stdout, sys.stderr), _THREAD.is_running
+        _THREAD.is_running = True
         try:
             with np.errstate():  # what it sets is its own
                 found = function(*args, **keywords)
@@ -222,11 +210,10 @@ def contained(
             if os.getpid() != process:  # forked by the C library: the child would go on with the suite
                 os._exit(0)
             sys.stdout, sys.stderr = streams  # or the verdict is printed nowhere
-            if is_outermost:
-                _CALLS.running.discard(thread)
+            _THREAD.is_running = was_running
         # 2. A fork is told by the thread that made it, in the parent alone.
-        if thread in _CALLS.forked:
-            _CALLS.forked.discard(thread)
+        if _THREAD.has_forked:
+            _THREAD.has_forked = False
             raise Forked(f"{what} forked this process; start a separate program instead")
         return found
 

@@ -63,7 +63,6 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
 
 
 def _require_signature(kernel: Kernel, function: Callable[..., Any]) -> None:
-    """Require that the function can be called as its declaration says, as far as Python knows before the call."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a builtin nothing is known
@@ -96,8 +95,7 @@ def attribute(path: str) -> Any:
 
 
 def _imported(place: str, names: str) -> Any:
-    is_file = place.endswith(".py") or os.sep in place
-    found: Any = _module_of_file(place) if is_file else _module(place)
+    found: Any = _module_of_file(place) if place.endswith(".py") or os.sep in place else _module(place)
     for name in names.split("."):
         if not hasattr(found, name):
             raise AttributeError(f"{place} has no attribute {name!r}{_near(name, _offered(found))}")
@@ -120,8 +118,8 @@ def _module_of_file(place: str) -> ModuleType:
     if not path.is_file():
         files = [os.path.join(os.path.dirname(place), one.name) for one in sorted(path.parent.glob("*.py"))]
         raise ImportError(f"there is no file {place}{_near(place, files)}")
-    name = path.stem
     # 1. A file that is imported already is not run again: its kernels may keep state.
+    name = path.stem
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
@@ -147,7 +145,7 @@ def _module_of_file(place: str) -> ModuleType:
 
 
 def _offered(found: Any) -> list[str]:
-    """Names of kernels and of functions that were written there."""
+    # Kernels, and functions that were written there.
     home = getattr(found, "__name__", None)
     return [
         name
@@ -158,49 +156,43 @@ def _offered(found: Any) -> list[str]:
 
 def _near(name: str, known: Iterable[str]) -> str:
     """What a message adds of names that are there, the nearest first."""
-    names = [one for one in known if not os.path.basename(one).startswith("_")]
-    base = {os.path.basename(one): one for one in reversed(names)}
-    near = [base[one] for one in get_close_matches(os.path.basename(name), base, 1)]
-    others = [one for one in names if one not in near]
+    base = {os.path.basename(one): one for one in known if not os.path.basename(one).startswith("_")}
+    near = [base.pop(one) for one in get_close_matches(os.path.basename(name), base, 1)]
     said = f"; did you mean {near[0]}?" if near else ""
-    return said + (f"; {'also ' * bool(near)}there: {', '.join(others[:_NAMED])}" if others else "")
+    return said + (f"; {'also ' * bool(near)}there: {', '.join([*base.values()][:_NAMED])}" if base else "")
 
 
 def is_interpreted(function: Callable[..., Any] | str) -> bool:
     """Whether Triton's part of a function is interpreted. Nothing is imported to find out.
 
-    It is where the function, one that its module names, or one beside such a one was made by `triton.jit` to be
-    interpreted; and where the function names Triton, which may load it when it is called, while Triton is told to
-    interpret. `function` may be `package.module:function`, of a module that was imported.
+    It is where `triton.jit` made the function, one that its module names, or one beside such a one to be interpreted;
+    and where the function names Triton, which it may load when it is called, while Triton is told to interpret.
+    `function` may be `package.module:function`, of a module that was imported.
     """
-    # 1. The function, what its module names, and the modules of those: where Triton's own part may be.
     found: Any = function
     if isinstance(function, str):
         place, _, names = function.rpartition(":")
         found = sys.modules.get(place)
         for name in names.split("."):
             found = getattr(found, name, None)
-    beside = [found, *_namespace(found).values()]
-    modules = {id(names): names for names in map(_namespace, beside)}
+    beside = [found, *_globals(found).values()]
+    modules = {id(names): names for names in map(_globals, beside)}
     if any(_is_made_so(value) for value in (found, *(x for names in modules.values() for x in list(names.values())))):
         return True
-    # 2. A function that loads Triton when it is called: what Triton is told then.
     triton = sys.modules.get("triton")
     is_told = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
     is_told = is_told if triton is None else bool(triton.knobs.runtime.interpret)
     return is_told and any("triton" in name for name in getattr(getattr(found, "__code__", None), "co_names", ()))
 
 
-def _namespace(value: Any) -> dict[str, Any]:
-    """The names that a function sees."""
+def _globals(value: Any) -> dict[str, Any]:
     found = getattr(value, "__globals__", None)
     return found if isinstance(found, dict) else {}
 
 
 def _is_made_so(value: Any) -> bool:
-    """Autotuners and heuristics have the function that they wrap as `fn`."""
     while type(value).__module__.startswith("triton.runtime"):
         if type(value).__name__ == "InterpretedFunction":
             return True
-        value = getattr(value, "fn", None)
+        value = getattr(value, "fn", None)  # what an autotuner or a heuristic wraps
     return False

@@ -15,6 +15,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,14 +32,11 @@ class Arg(Enum):
     SCALE_B = "scale_b"
     SCALE_PRODUCT = "scale_a * scale_b"
     """The float32 product of tensorwise scales, as a Python float."""
-    BIAS = "bias"
-    """[N] of the output's type, or None."""
+    BIAS = "bias"  # [N] of the output's type, or None
     OUT_DTYPE = "out_dtype"
-    """The output type, as the framework's own dtype."""
     USE_FAST_ACCUM = "use_fast_accum"
     USE_SPLIT_ACCUMULATOR = "not use_fast_accum"
-    GRANULARITY_A = "granularity of a"
-    """The granularity of the scales, as `Kernel.granularity_word` spells it."""
+    GRANULARITY_A = "granularity of a"  # as `Kernel.granularity_word` spells it
     GRANULARITY_B = "granularity of b"
     OFFS = "offs"
     """int32 [groups], the end of each group's rows. The kernel is then a grouped one."""
@@ -48,9 +46,6 @@ class Arg(Enum):
     """The output, preallocated. Without it the kernel returns its output."""
     ZEROS = "zeros"
     """Zeros of the output's shape and type, for a kernel that insists on adding to something."""
-
-
-_GROUPS = (Arg.OFFS, Arg.GROUP_SIZES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +69,8 @@ ROWS_BY_K = OperandLayout()
 """[R, K] row-major: `a` of every library, `b` of those called `nt` or `TN`."""
 K_BY_ROWS = OperandLayout(k_first=True)
 """[K, R] column-major, a transposed view: `b` of torch."""
-PADDED_ROWS_BY_K = OperandLayout(takes_padding=True)
-"""[R, K] of which the rows may be apart: `a` of torch."""
-PADDED_K_BY_ROWS = OperandLayout(k_first=True, takes_padding=True)
-"""[K, R] of which the columns may be apart: `b` of torch."""
+PADDED_ROWS_BY_K, PADDED_K_BY_ROWS = (replace(layout, takes_padding=True) for layout in (ROWS_BY_K, K_BY_ROWS))
+"""`a` and `b` of torch: rows of `a`, or columns of `b`, may be apart."""
 K_BY_ROWS_ROW_MAJOR = OperandLayout(k_first=True, k_contiguous=False)
 """[K, R] row-major."""
 
@@ -118,10 +111,6 @@ BLOCKWISE_128X128: Scales = {(Granularity.BLOCKWISE_128X128, Granularity.BLOCKWI
 """[M/128, K/128] and [N/128, K/128], row-major. The judge takes 1x128 by 128x128 scales whose rows repeat."""
 
 
-def _value(granularity: Granularity) -> str:
-    return granularity.value
-
-
 class Accumulation(Enum):
     """The accumulation of a kernel that takes no argument for it."""
 
@@ -156,7 +145,7 @@ class Kernel:
     out_column_major: bool = False
     accumulation: Accumulation = Accumulation.PROMOTED
     """The accumulation, if no argument selects it."""
-    granularity_word: Callable[[Granularity], Any] = _value
+    granularity_word: Callable[[Granularity], Any] = attrgetter("value")
     multiples: tuple[int, int, int] = (16, 16, 16)
     """Multiples of M, N and K. Smaller cases are padded with zeros, which change no other output."""
     block_multiples: tuple[int, int, int] = (16, 16, 128)
@@ -174,25 +163,25 @@ class Kernel:
     """What the kernel gave, if that was recorded; printed after the prediction."""
 
     def __post_init__(self) -> None:
-        places = self.args
+        fault = ""
         for arg in (Arg.A, Arg.B):
-            if places.count(arg) != 1:
-                raise SpecError(
-                    f"Kernel {self.name!r}: expected Arg.{arg.name} once among its arguments; found it "
-                    f"{places.count(arg)} times; name each operand at its place"
-                )
+            if (count := self.args.count(arg)) != 1:
+                fault = f"expected Arg.{arg.name} once among its arguments; found it {count} times"
         if not self.is_grouped and not self.scales:
-            raise SpecError(
-                f"Kernel {self.name!r}: expected the layouts of its scales; found none; pass scales=, for instance "
-                "ROWWISE_VECTORS"
-            )
-        if Arg.OUT in places and self.arrays == "jax":
-            raise SpecError(f"Kernel {self.name!r}: a jax.Array cannot be written to; let the kernel return its output")
+            fault = "expected the layouts of its scales; found none; pass scales=, for instance ROWWISE_VECTORS"
         if not self.out_dtypes or not self.formats or any(n < 1 for n in (*self.multiples, *self.block_multiples)):
-            raise SpecError(
-                f"Kernel {self.name!r}: expected at least one output type and pair of formats, and multiples of at "
-                f"least 1; got {self.out_dtypes}, {self.formats}, {self.multiples}, {self.block_multiples}"
+            fault = (
+                "expected at least one output type and pair of formats, and multiples of at least 1; got "
+                f"{self.out_dtypes}, {self.formats}, {self.multiples}, {self.block_multiples}"
             )
+        if fault:
+            raise SpecError(f"Kernel {self.name!r}: {fault}")
+        self.require_writable(self.arrays)
+
+    def require_writable(self, arrays: str | None) -> None:
+        """Raises SpecError if the kernel writes its output, which an array of this framework does not allow."""
+        if Arg.OUT in self.args and arrays == "jax":
+            raise SpecError(f"Kernel {self.name!r}: a jax.Array cannot be written to; let the kernel return its output")
 
     @property
     def args(self) -> tuple[Arg, ...]:
@@ -201,7 +190,7 @@ class Kernel:
 
     @property
     def is_grouped(self) -> bool:
-        return any(arg in self.args for arg in _GROUPS)
+        return Arg.OFFS in self.args or Arg.GROUP_SIZES in self.args
 
     @property
     def takes_bias(self) -> bool:
@@ -212,10 +201,17 @@ class Kernel:
         """Whether an argument selects fast accumulation."""
         return Arg.USE_FAST_ACCUM in self.args or Arg.USE_SPLIT_ACCUMULATOR in self.args
 
+    def has_accumulation(self, pair: tuple[Granularity, Granularity], use_fast_accum: bool) -> bool:
+        """Whether it can accumulate so with scales of this pair; block scales have one accumulation."""
+        is_fixed = not self.chooses_accumulation and not pair[0].is_blockwise
+        return not is_fixed or use_fast_accum is (self.accumulation is Accumulation.FAST)
+
     def outline(self) -> "Kernel":
         """The declaration without its call: it decides which cases are run, and can be sent to another process."""
-        call: dict[str, Any] = {"function": "", "arguments": self.args, "keywords": {}, "granularity_word": _value}
-        return replace(self, scales=dict(self.scales), **call)
+        word = attrgetter("value")
+        return replace(
+            self, scales=dict(self.scales), function="", arguments=self.args, keywords={}, granularity_word=word
+        )
 
 
 def _args(value: Any) -> list[Arg]:
@@ -237,7 +233,7 @@ class Laid(NamedTuple):
     """An array, and how it is to lie in the kernel's memory."""
 
     array: np.ndarray
-    column_major: bool
+    column_major: bool = False
     padding: int = 0
     """Elements between its contiguous rows."""
     offset: int = 0
@@ -264,5 +260,5 @@ def laid_scale(
         return float(scale[0, 0])
     scale = np.pad(scale, ((0, 0), (0, -scale.shape[1] % layout.k_multiple)))
     if layout.ndim < 2:
-        return Laid(scale.reshape((-1,) if layout.ndim else ()), False)
+        return Laid(scale.reshape((-1,) if layout.ndim else ()))
     return Laid(scale.T if layout.k_first else scale, layout.column_major)

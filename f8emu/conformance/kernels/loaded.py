@@ -4,14 +4,10 @@ In its own process a crash, an exit or a hang is the error of one case, and the 
 by GEMM, and lives until it fails; then a fresh one is started.
 """
 
-import os
-import queue
 import sys
-import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +29,7 @@ from f8emu.conformance.kernels.kernel import (
 )
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.workers import Worker
-from f8emu.spec import HIGH_PRECISION, F8Error, MissingExtraError, SpecError
+from f8emu.spec import HIGH_PRECISION, F8Error, SpecError
 
 _START_SECONDS = 300.0
 """For imports, of which some build what they import."""
@@ -100,24 +96,23 @@ def load_kernel(path: str) -> Kernel:
         return KERNELS[path]
     try:
         found = attribute(path)
-        if not callable(found) and not isinstance(found, Kernel):
-            raise AttributeError(f"{path} is not callable, and not a Kernel")
-    except MissingExtraError:
-        raise  # says what to install
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(
-            f"f8emu verify {path}: expected package.module:function or path/to/file.py:function, or a Kernel there; "
-            f"{error}. Run it where the module can be imported, or set PYTHONPATH"
-        ) from None
-    except KernelFault as fault:
-        raise SpecError(f"f8emu verify {path}: {fault}") from None
+        if callable(found) or isinstance(found, Kernel):
+            return found if isinstance(found, Kernel) else scaled_mm_kernel(path, found)
+        fault = f"{path} is not callable, and not a Kernel"
     except F8Error:
-        raise
+        raise  # says what to install, or to declare
+    except KernelFault as error:
+        raise SpecError(f"f8emu verify {path}: {error}") from None
+    except (ImportError, AttributeError, ValueError) as error:
+        fault = str(error)
     except Exception as error:  # the module's own
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.filename}:{place.lineno}"
         raise SpecError(f"f8emu verify {path}: its import raised {type(error).__name__}: {error} ({where})") from None
-    return found if isinstance(found, Kernel) else scaled_mm_kernel(path, found)
+    raise SpecError(
+        f"f8emu verify {path}: expected package.module:function or path/to/file.py:function, or a Kernel there; "
+        f"{fault}. Run it where the module can be imported, or set PYTHONPATH"
+    )
 
 
 def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
@@ -164,10 +159,9 @@ class IsolatedKernel:
     def __init__(self, name: str, arrays: str, timeout: float) -> None:
         self._name, self._arrays, self._timeout = name, arrays, timeout
         self._worker: Worker | None = None
-        self._hangs = self._ends = 0
-        """The number of hangs in a row. A hang is an end too: the process is stopped."""
+        self._hangs = self._ends = 0  # in a row; a hang is an end too: the process is stopped
         try:
-            found = self._running()[1]
+            found: LoadedKernel = self._start()
         except KernelFault as fault:
             raise SpecError(f"f8emu verify {name}: while it was imported: {fault}") from None
         self.loaded = found._replace(verbs={verb: partial(self.run, verb) for verb in found.verbs})
@@ -187,24 +181,22 @@ class IsolatedKernel:
             raise ProcessEnded(f"not run: {_ENDS} GEMMs in a row ended or broke their process")
         # 2. The question, to a child that is started where there is none.
         try:
-            kind, *found = self._reply(self._running()[0], ("run", verb, args, options), self._timeout)
+            if self._worker is None:
+                self._start()
+            kind, *found = self._reply((verb, args, options), self._timeout)
         except BaseException as error:  # also Ctrl-C: what the child would answer later belongs to no question
             self._hangs = self._hangs + 1 if isinstance(error, TimedOut) else 0
             self._ends += 1
             self.close()
             raise
-        # 3. What the child found out; a spoilt one is not asked again.
-        self._hangs = 0
+        # 3. What the child found out; a spoilt one is not asked again: a fault may have spoilt its memory too.
+        fault = getattr(faults, found[0], None) if kind == "raised" else None
+        is_spoilt = kind == "raised" and (fault is not None or found[2])
+        self._hangs, self._ends = 0, self._ends + 1 if is_spoilt else 0
+        if is_spoilt:
+            self.close()
         if kind == "raised":
-            name, text, is_spoilt = found
-            fault = getattr(faults, name, None)
-            if is_spoilt or fault is not None:  # a fault may have spoilt the child's memory too
-                self._ends += 1
-                self.close()
-            else:
-                self._ends = 0
-            raise (fault or type(name, (KernelFault,), {}))(text)
-        self._ends = 0
+            raise (fault or type(found[0], (KernelFault,), {}))(found[1])
         if kind == "not offered":
             raise NotOffered(found[0])
         return found[0]
@@ -215,68 +207,54 @@ class IsolatedKernel:
             self._worker.end()
             self._worker = None
 
-    def _running(self) -> tuple[Worker, LoadedKernel]:
-        """The child, and what it said when it was started."""
-        if self._worker is not None:
-            return self._worker, self.loaded
-        worker = Worker("f8emu.conformance.kernels.loaded:serve", flags=("-X", "faulthandler"), keeps_prints=True)
+    def _start(self) -> Any:
+        self._worker = Worker(
+            f"{__name__}:answers", self._name, self._arrays, flags=("-X", "faulthandler"), keeps_prints=True
+        )
         try:
-            kind, *found = self._reply(worker, ("load", self._name, self._arrays), _START_SECONDS)
+            kind, *found = self._reply((), _START_SECONDS)
+            if kind != "done":
+                raise SpecError(found[1] if kind == "raised" else found[0])
         except BaseException:
-            worker.end()
+            self.close()
             raise
-        if kind != "done":
-            worker.end()
-            raise SpecError(found[1] if kind == "raised" else found[0])
-        self._worker = worker
-        return worker, found[0]
+        return found[0]
 
-    def _reply(self, worker: Worker, request: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
+    def _reply(self, request: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
         """What the child answers.
 
         Raises:
             ProcessEnded: the process is gone.
             TimedOut: no answer in time.
         """
+        assert self._worker is not None, "a child that was started is asked"
         try:
-            worker.connection.send(request)
-            if not worker.connection.poll(seconds):
+            self._worker.connection.send(request)
+            if not self._worker.connection.poll(seconds):
                 raise TimedOut(f"no output within {seconds:g} s; its process was stopped")
-            return worker.connection.recv()
+            return self._worker.connection.recv()
         except (EOFError, OSError):
-            raise ProcessEnded(worker.fate()) from None
+            raise ProcessEnded(self._worker.fate()) from None
 
 
-def serve(connection: Connection) -> None:
-    """The child's side: answers requests until the parent is gone, even while a kernel runs."""
-    requests: queue.Queue[tuple[Any, ...]] = queue.Queue()
-
-    def receive() -> None:
-        while True:
-            try:
-                requests.put(connection.recv())
-            except (EOFError, OSError):
-                os._exit(0)
-
-    threading.Thread(target=receive, daemon=True).start()
+def answers(name: str, arrays: str) -> Callable[..., tuple[Any, ...]]:
+    """The child's side: the first request, which is empty, loads the kernel."""
     here: LoadedKernel | None = None
-    while True:
-        action, *rest = requests.get()
+
+    def answer(verb: str = "", args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+        nonlocal here
         try:
-            if here is None or action == "load":
-                name, arrays = rest
+            if here is None:
                 here = loaded(load_kernel(name), arrays)
-                outline = here._replace(kernel=here.kernel.outline(), verbs=dict.fromkeys(here.verbs))
-                answer: tuple[Any, ...] = ("done", outline)
-            else:
-                verb, args, options = rest
-                answer = ("done", here.verbs[verb](*args, **options))
+                return "done", here._replace(kernel=here.kernel.outline(), verbs=dict.fromkeys(here.verbs))
+            return "done", here.verbs[verb](*args, **(options or {}))
         except NotOffered as reason:
-            answer = ("not offered", str(reason))
+            return "not offered", str(reason)
         except Exception as error:  # of the kernel: the parent reports it
             is_spoilt = here is not None and here.runs_full_size and not _gpu_computes()
-            answer = ("raised", type(error).__name__, text_of(error), is_spoilt)
-        connection.send(answer)
+            return "raised", type(error).__name__, text_of(error), is_spoilt
+
+    return answer
 
 
 def _gpu_computes() -> bool:

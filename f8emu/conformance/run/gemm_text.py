@@ -1,5 +1,7 @@
 """A GEMM in a report: its options and traits, what leads to an output, and that output as a program in plain torch."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from f8emu.conformance.cases.distributions import CODES, VALUES
@@ -7,7 +9,6 @@ from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.compare import Mismatch, abbreviated, hexadecimal
 from f8emu.spec import Granularity
 
-_SCALES = ("scale_a", "scale_b")
 _LONGEST_K = 1024
 _COPIES = 16
 """How many copies of the column to multiply: torch takes N in multiples of 16."""
@@ -30,7 +31,8 @@ def describe_gemm(gemm: GemmCase, index: tuple[int, ...]) -> str:
     b = gemm.b if gemm.offs is None else gemm.b[gemm.group_of(row)]
     words = [abbreviated(gemm.a[row], f"a[{row}]"), abbreviated(b[column], f"b[{column}]")]
     if gemm.mode is not Mode.BF16:
-        words += [abbreviated(x, name, shown=4) for x, name in zip(_scales_of(gemm, row, column), _SCALES, strict=True)]
+        scales = _scales_of(gemm, row, column)
+        words += [abbreviated(x, name, shown=4) for x, name in zip(scales, ("scale_a", "scale_b"), strict=True)]
     if gemm.bias is not None:
         words.append(f"bias={hexadecimal(gemm.bias[column])}")
     return " ".join(words)
@@ -57,48 +59,44 @@ def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:
     # 1. The row, the column, and their scales; groups have rowwise ones.
     row, column = mismatch.index
     b = gemm.b if gemm.offs is None else gemm.b[gemm.group_of(row)]
-    of_a, of_b = gemm.granularity_a, gemm.granularity_b
-    if gemm.offs is not None:
-        of_a = of_b = Granularity.ROWWISE
-    is_blockwise, out = of_a.is_blockwise, gemm.out_dtype
-    a_scale, b_scale = _scales_of(gemm, row, column)
-    a_shape, b_shape = ("" if of is Granularity.TENSORWISE else "1, -1" for of in (of_a, of_b))
-    # 2. The program, line by line.
+    of_a, of_b = (Granularity.ROWWISE,) * 2 if gemm.offs is not None else (gemm.granularity_a, gemm.granularity_b)
+    side, out = 128 if of_a.is_blockwise else 16, gemm.out_dtype
+    codes_a, codes_b = (np.pad(x.view(np.uint8), (0, -len(x) % side)) for x in (gemm.a[row], b[column]))
+    scale_a, scale_b = _scales_of(gemm, row, column)
     copies = 1 if of_b in (Granularity.TENSORWISE, Granularity.BLOCKWISE_128X128) else _COPIES
-    turn = "" if of_b is Granularity.TENSORWISE else ".T"
+    of_rows = "float32)" if of_a is Granularity.TENSORWISE else "float32, 1, -1)"
+    of_columns = "float32)" if of_b is Granularity.TENSORWISE else f"float32, {copies}, -1).T"
+    # 2. The program, line by line.
     lines = [
         "import torch",
         'device = "cuda" if torch.cuda.is_available() else "cpu"',
         "bits = lambda text, dtype, *shape: torch.frombuffer(bytearray.fromhex(text),",
         "    dtype=torch.uint8).view(dtype).reshape(shape).to(device)",
-        *_array("a", _padded(gemm.a[row], is_blockwise), gemm.a.dtype.name, "1, -1"),
-        *_array("b", _padded(b[column], is_blockwise), b.dtype.name, f"{_COPIES}, -1", _COPIES, ".T"),
-        *_array("scale_a", a_scale, "float32", a_shape),
-        *_array("scale_b", b_scale, "float32", b_shape.replace("1, ", f"{copies}, "), copies, turn),
+        *_array("a", codes_a, f"{gemm.a.dtype.name}, 1, -1)"),
+        *_array("b", codes_b, f"{b.dtype.name}, {_COPIES}, -1).T", _COPIES),
+        *_array("scale_a", scale_a, of_rows),
+        *_array("scale_b", scale_b, of_columns, copies),
     ]
     if gemm.bias is None:
         lines += ["bias = None"]
     else:
-        lines += _array("bias", gemm.bias[column : column + 1], out.name, str(_COPIES), _COPIES)
-    call = "out = torch._scaled_mm(a, b, scale_a, scale_b, bias=bias,"
-    lines += [call, f"    out_dtype=torch.{out.name}, use_fast_accum={gemm.use_fast_accum})"]
-    shown = f"out.view(torch.int{out.bits})[0, 0].item() % 2**{out.bits}"
-    lines += [
-        f"# expected {mismatch.expected}, observed {mismatch.observed}",
-        "# Only a Hopper GPU prints the expected bits: a CPU may print others.",
-        f"print(hex({shown}))",
-    ]
-    return "\n".join(lines)
+        lines += _array("bias", gemm.bias[column : column + 1], f"{out.name}, {_COPIES})", _COPIES)
+    return "\n".join(
+        [
+            *lines,
+            "out = torch._scaled_mm(a, b, scale_a, scale_b, bias=bias,",
+            f"    out_dtype=torch.{out.name}, use_fast_accum={gemm.use_fast_accum})",
+            f"# expected {mismatch.expected}, observed {mismatch.observed}",
+            "# Only a Hopper GPU prints the expected bits: a CPU may print others.",
+            f"print(hex(out.view(torch.int{out.bits})[0, 0].item() % 2**{out.bits}))",
+        ]
+    )
 
 
-def _padded(codes: np.ndarray, is_blockwise: bool) -> np.ndarray:
-    return np.pad(codes.view(np.uint8), (0, -len(codes) % (128 if is_blockwise else 16)))
-
-
-def _array(name: str, values: np.ndarray, dtype: str, shape: str, copies: int = 1, turn: str = "") -> list[str]:
+def _array(name: str, values: np.ndarray, rest: str, copies: int = 1) -> list[str]:
+    # `rest` is what follows the bytes in the call: a dtype of torch, a shape, how it is turned.
     text = np.ascontiguousarray(values).tobytes().hex()
-    times = f" * {copies}" if copies > 1 else ""
-    end = f"{times}, torch.{dtype}{f', {shape}' if shape else ''}){turn}"
+    end = f"{f' * {copies}' if copies > 1 else ''}, torch.{rest}"
     if len(line := f'{name} = bits("{text}"{end}') <= _WIDTH:
         return [line]
     parts = [f'    "{text[i : i + _DIGITS]}"' for i in range(0, len(text), _DIGITS)]
@@ -108,8 +106,7 @@ def _array(name: str, values: np.ndarray, dtype: str, shape: str, copies: int = 
 # What GEMMs have in common: the traits by which differences are counted
 
 
-_K_BOUNDS = (128, 512, 2048)
-_ROW_BOUNDS = (1, 16, 64, 128, 256)
+_K_BOUNDS, _ROW_BOUNDS = (128, 512, 2048), (1, 16, 64, 128, 256)
 """Sizes are counted in ranges: few enough to read."""
 _STEP, _PROMOTION = 32, 128
 """[ACC-1] [CHAIN-2] What a K that is no multiple leaves a tail of."""
@@ -120,12 +117,15 @@ _RECORDED = {"special": "specials", "layer": "a layer of Llama-3"}
 def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:
     """The traits of a GEMM. `inputs` says how it was recorded, if the case does not know its distribution."""
     m, n = gemm.full_size
+    scales = {
+        Mode.BF16: "none",
+        Mode.GROUPED_ROWWISE: "grouped rowwise",
+        Mode.BLOCKWISE: f"{gemm.granularity_a.value} x {gemm.granularity_b.value}",
+    }
     tail = f"whole steps (a multiple of {_STEP})" if gemm.k % _STEP == 0 else "a part of a step"
     return {
         "accumulation": "bf16 matmul" if gemm.mode is Mode.BF16 else "fast" if gemm.use_fast_accum else "promoted",
-        "scales": f"{gemm.granularity_a.value} x {gemm.granularity_b.value}"
-        if gemm.mode is Mode.BLOCKWISE
-        else {Mode.BF16: "none", Mode.GROUPED_ROWWISE: "grouped rowwise"}.get(gemm.mode, gemm.mode.value),
+        "scales": scales.get(gemm.mode, gemm.mode.value),
         "operands": f"{gemm.a.dtype} x {gemm.b.dtype}",
         "output": gemm.out_dtype.name,
         "bias": "without bias" if gemm.bias is None else "with bias",
@@ -140,12 +140,10 @@ def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:
 
 
 def _range_of(size: int, bounds: tuple[int, ...]) -> str:
-    first = 1
-    for last in bounds:
+    for before, last in pairwise((0, *bounds)):
         if size <= last:
-            return f"{first} to {last}" if first < last else str(last)
-        first = last + 1
-    return f"{first} and more"
+            return f"{before + 1} to {last}" if before + 1 < last else str(last)
+    return f"{bounds[-1] + 1} and more"
 
 
 def recorded_inputs(name: str, mode: Mode) -> str:

@@ -39,6 +39,7 @@ MOST_SLICES = 32
 _PROMOTION = 128
 _LOOKED_AT = 3
 """Rows and columns of the outputs that differ, on which most S fail."""
+_TENSORWISE = Granularity.TENSORWISE
 
 
 @cache
@@ -75,7 +76,7 @@ def layer_oracle(subject: str) -> Subject:
 
 
 def _is_numpy(subject: str) -> bool:
-    """Whether a subject is f8ref.numpy, or a function of it given as a kernel."""
+    # Also a function of f8ref.numpy given as a kernel.
     return subject.partition(":")[0].startswith("f8ref.numpy")
 
 
@@ -112,6 +113,9 @@ class OwnSplit:
         return not different(observed, self.judge(case)).any()
 
 
+# The scalar definition, one element at a time, as verbs of numpy arrays
+
+
 def exact_subject() -> Subject:
     """f8ref.exact, one element at a time, as verbs of numpy arrays."""
     import f8ref.exact as exact
@@ -124,43 +128,33 @@ def exact_subject() -> Subject:
         source = _format(x)
         return _each(lambda code: exact.cast(code, source, format, overflow), format, x)
 
-    def amax(x: np.ndarray, granularity: Granularity = Granularity.TENSORWISE) -> np.ndarray:
+    def amax(x: np.ndarray, granularity: Granularity = _TENSORWISE) -> np.ndarray:
         source, codes = _format(x), bits(x)
         rows, columns = _extents(granularity, x.shape)
         shape = granularity.scale_shape(*x.shape)
-        found = [
-            exact.amax(codes[r * rows : (r + 1) * rows, c * columns : (c + 1) * columns].ravel().tolist(), source)
-            for r, c in product(range(shape[0]), range(shape[1]))
-        ]
-        return _typed(found, FLOAT32, shape)
+        corners = [(r * rows, c * columns) for r, c in product(*map(range, shape))]
+        blocks = (codes[r : r + rows, c : c + columns].ravel().tolist() for r, c in corners)
+        return _typed((exact.amax(block, source) for block in blocks), FLOAT32, shape)
 
     def scale_from_amax(amax: np.ndarray, format: Format, rule: ScaleRule | None = None, *, margin: int = 0) -> Scales:
         pairs = [exact.scale_from_amax(code, format, rule, margin=margin) for code in _codes(amax)]
-        return Scales(
-            inv_scale=_typed((pair.inv_scale for pair in pairs), FLOAT32, amax.shape),
-            scale=_typed((pair.scale for pair in pairs), FLOAT32, amax.shape),
-        )
+        columns = zip(*((pair.inv_scale, pair.scale) for pair in pairs), strict=True)
+        return Scales(*(_typed(codes, FLOAT32, amax.shape) for codes in columns))
 
     def quantize(
-        x: np.ndarray, inv_scale: np.ndarray, format: Format, granularity: Granularity = Granularity.TENSORWISE
+        x: np.ndarray, inv_scale: np.ndarray, format: Format, granularity: Granularity = _TENSORWISE
     ) -> np.ndarray:
-        source = _format(x)
-        factors = _spread(inv_scale, granularity, x.shape)
+        source, factors = _format(x), _spread(inv_scale, granularity, x.shape)
         return _each(lambda code, factor: exact.quantize(code, source, factor, format), format, x, factors)
 
-    def dequantize(
-        codes: np.ndarray, scale: np.ndarray, granularity: Granularity = Granularity.TENSORWISE
-    ) -> np.ndarray:
-        source = _format(codes)
-        factors = _spread(scale, granularity, codes.shape)
+    def dequantize(codes: np.ndarray, scale: np.ndarray, granularity: Granularity = _TENSORWISE) -> np.ndarray:
+        source, factors = _format(codes), _spread(scale, granularity, codes.shape)
         return _each(lambda code, factor: exact.dequantize(code, source, factor), FLOAT32, codes, factors)
 
     def state_of(state: DelayedState) -> DelayedState:
-        return DelayedState(
-            amax_history=_typed(state.amax_history, FLOAT32, (len(state.amax_history),)),
-            inv_scale=_typed([state.inv_scale], FLOAT32, ()),
-            initialized=np.array(state.initialized),
-        )
+        history = _typed(state.amax_history, FLOAT32, (len(state.amax_history),))
+        inv_scale, initialized = _typed([state.inv_scale], FLOAT32, ()), np.array(state.initialized)
+        return DelayedState(amax_history=history, inv_scale=inv_scale, initialized=initialized)
 
     def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
         return state_of(exact.initial_delayed_state(delayed))
@@ -168,27 +162,13 @@ def exact_subject() -> Subject:
     def update_delayed_state(
         state: DelayedState, amax: np.ndarray, format: Format, rule: ScaleRule, delayed: DelayedScaling
     ) -> DelayedState:
-        scalars = DelayedState(
-            amax_history=tuple(_codes(state.amax_history)),
-            inv_scale=_codes(state.inv_scale)[0],
-            initialized=bool(state.initialized),
-        )
+        history, (inv_scale,) = tuple(_codes(state.amax_history)), _codes(state.inv_scale)
+        scalars = DelayedState(amax_history=history, inv_scale=inv_scale, initialized=bool(state.initialized))
         return state_of(exact.update_delayed_state(scalars, _codes(amax)[0], format, rule, delayed))
 
-    return Subject(
-        name="f8ref.exact",
-        engine="f8ref.exact, python integers and fractions",
-        verbs={
-            "decode": decode,
-            "cast": cast,
-            "amax": amax,
-            "scale_from_amax": scale_from_amax,
-            "quantize": quantize,
-            "dequantize": dequantize,
-            "initial_delayed_state": initial_delayed_state,
-            "update_delayed_state": update_delayed_state,
-        },
-    )
+    verbs = (decode, cast, amax, scale_from_amax, quantize, dequantize, initial_delayed_state, update_delayed_state)
+    engine = "f8ref.exact, python integers and fractions"
+    return Subject(name="f8ref.exact", engine=engine, verbs={verb.__name__: verb for verb in verbs})
 
 
 def _format(array: np.ndarray) -> Format:
@@ -204,18 +184,17 @@ def _typed(codes: Iterable[int], fmt: Format, shape: tuple[int, ...]) -> np.ndar
 
 
 def _each(function: Callable[..., Any], fmt: Format, *arrays: np.ndarray) -> np.ndarray:
-    """`function` of the codes of every element."""
     return _typed((function(*codes) for codes in zip(*map(_codes, arrays), strict=True)), fmt, arrays[0].shape)
 
 
 def _extents(granularity: Granularity, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of one group."""
+    # Rows and columns of one group.
     rows, columns = granularity.block
     return rows or max(shape[0], 1), columns or max(shape[1], 1)
 
 
 def _spread(scales: np.ndarray, granularity: Granularity, shape: tuple[int, ...]) -> np.ndarray:
-    """The scale of every element."""
+    # The scale of every element.
     rows, columns = _extents(granularity, shape)
     r, c = np.arange(shape[0]) // rows, np.arange(shape[1]) // columns
     return scales[r[:, None], c[None, :]]

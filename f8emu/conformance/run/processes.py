@@ -10,19 +10,16 @@ import importlib
 import os
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
-from itertools import product
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from f8emu.conformance.cases.golden import GoldenFile, read_golden
-from f8emu.conformance.layers.layer import LayerMode
-from f8emu.conformance.run.result import Progress, StageResult, joined
+from f8emu.conformance.run.result import Progress, Silent, StageResult
 from f8emu.conformance.run.runner import Runner
-from f8emu.conformance.run.stages import STAGES, layers_of, share_of
+from f8emu.conformance.run.stages import STAGES, share_of
 from f8emu.conformance.run.subject import SUBJECTS, Subject, load_subject
 from f8emu.conformance.workers import Worker
 from f8emu.spec import F8Error
@@ -45,11 +42,9 @@ _COLLECTED = (200_000, 20, 100)
 _OF_A_WORKER = 4 << 30
 """Bytes of a GPU's memory: the contexts of torch and JAX, and the tensors of a case."""
 _MOST_PROCESSES = 16
-_LONG = ("golden", "gemms", "live")
-"""Stages of which every process has a share; of layers, a case of which takes seconds, they have several."""
 
-Keep = Callable[[str, StageResult], None]
-"""Called with the name of a subject and a finished stage, or a share of one."""
+Shares = list[tuple[str, StageResult]]
+"""Name of a subject -> a share of one of its stages."""
 
 
 class WorkerEnded(F8Error, RuntimeError):
@@ -57,21 +52,19 @@ class WorkerEnded(F8Error, RuntimeError):
 
 
 class Part(NamedTuple):
-    """What one worker runs in one go, stage by stage, every subject."""
+    """What one worker runs in one go, for every subject: a share of the cases of a stage."""
 
-    stages: tuple[str, ...]
+    stage: str
     subjects: tuple[str, ...]
-    mode: LayerMode | None = None
-    """The mode whose layers run, where the stage is those alone; None is every case."""
-    share: tuple[int, int] | None = None
-    """Which of how many shares of the cases; None is every case."""
+    share: int
+    shares: int
 
 
 def processes_for(subjects: Sequence[Subject], is_whole: bool) -> int:
     """How many processes run the suite for these subjects sooner than one, without filling the memory of a GPU.
 
     On a GPU the suite has layers of full size, on which compilers and the oracle, on the host, spend minutes. On a CPU
-    a whole run (`is_whole`) takes two: its parts are cut for that.
+    a whole run (`is_whole`) takes two.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if any(subject.name not in SUBJECTS for subject in subjects) or cores == 1:
@@ -84,59 +77,32 @@ def processes_for(subjects: Sequence[Subject], is_whole: bool) -> int:
     return found if found > 2 else 1
 
 
-def parts_of(stages: Sequence[str], subjects: Sequence[str], processes: int = 2) -> list[Part]:
-    """A run in parts, short ones last; together they ask everything once."""
-    # 1. More than two processes: shares of the cases of a stage. Those of layers, which take longest, come first, and
-    # are more than there are processes, so that none waits for long.
-    if processes > 2:
-        counts = dict.fromkeys(stages, 1) | {stage: processes for stage in _LONG if stage in stages}
-        if "layers" in stages:
-            counts["layers"] = 4 * processes + 1  # odd: cases alternate between eager and compiled
-        order = sorted(stages, key=lambda stage: -counts[stage])
-        return [Part((s,), tuple(subjects), share=(i, counts[s])) for s in order for i in range(counts[s])]
-    # 2. Two processes: whole stages, because answers of oracles belong to a stage. Layers are most of a run, so those
-    # that train are a part each, of f8emu.jax two: its jitted layers share no program with others, while eager ones
-    # find the GEMMs of other stages compiled. Those of torch wait for compilers in turn, and are the longest part.
-    # Formats and scales are so short that every subject is a part.
-    layers = ("layers",) if "layers" in stages else ()
-    multiplied = tuple(stage for stage in stages if stage in ("golden", "gemms"))
-    values = tuple(stage for stage in stages if stage not in (*layers, *multiplied))
-    jax, torch = (tuple(name for name in subjects if name == one) for one in ("f8emu.jax", "torch"))
-    rest = tuple(name for name in subjects if name not in (*jax, *torch))
-    found = [Part(layers, torch), Part(layers, jax, LayerMode.COMPILED)]
-    found += [Part(multiplied, tuple(subjects)), Part(layers, jax, LayerMode.EAGER)]
-    found += [Part(layers, rest), *(Part(values, (name,)) for name in subjects)]
-    return [part for part in found if part.stages and part.subjects]
+def shares_of(stage: str, processes: int) -> int:
+    """In how many parts the cases of a stage are run."""
+    # A case of layers takes seconds: more shares than processes, so that none waits for long; and an odd number,
+    # because cases alternate between eager and compiled.
+    return {"layers": 4 * processes + 1, "formats": 1, "scales": 1}.get(stage, processes)
 
 
-def whole_stages(parts: Sequence[Part], errors: int, keep: Keep) -> Keep:
-    """Gathers the shares of a stage, and keeps it once they are complete."""
-    shares: dict[tuple[str, str], list[StageResult]] = {}
-
-    def gather(subject: str, result: StageResult) -> None:
-        found = shares.setdefault((subject, result.stage), [])
-        found.append(result)
-        if len(found) == sum(subject in part.subjects and result.stage in part.stages for part in parts):
-            keep(subject, joined(found, errors) if len(found) > 1 else result)
-
-    return gather
+def parts_of(stages: Sequence[str], subjects: Sequence[str], processes: int) -> list[Part]:
+    """A run in parts, the long ones first; together they ask everything once."""
+    shares = {
+        stage: shares_of(stage, processes) for stage in sorted(stages, key=lambda one: -shares_of(one, processes))
+    }
+    return [Part(stage, tuple(subjects), i, count) for stage, count in shares.items() for i in range(count)]
 
 
 class Workers:
-    """Processes that run parts, ended with the context. They may be started before the parts are known.
+    """Processes that run parts, ended with the context. Until then they import the modules of the subjects `early`."""
 
-    `first` are the parts that they are probably given first: meanwhile they import the modules of those subjects.
-    """
-
-    def __init__(self, processes: int, first: Sequence[Part] = ()) -> None:
-        early = [part.subjects for part in first[:processes]] + [()] * (processes - len(first))
+    def __init__(self, processes: int, early: Sequence[str] = ()) -> None:
         with ExitStack() as stack:
             programs = stack.enter_context(tempfile.TemporaryDirectory(prefix="f8emu-programs-"))
             environment = _ENVIRONMENT | (_ONE_THREAD if processes > 2 else {}) | dict(os.environ)
             environment |= {"JAX_COMPILATION_CACHE_DIR": programs, **_KEEPS_ALL}
             self._connections: list[Connection] = []
-            for names in early:
-                worker = Worker("f8emu.conformance.run.processes:serve", names, environment=environment)
+            for _ in range(processes):
+                worker = Worker(f"{__name__}:answers", tuple(early), environment=environment)
                 stack.callback(worker.end)
                 self._connections.append(worker.connection)
             self._stack = stack.pop_all()
@@ -151,10 +117,10 @@ class Workers:
         """End the processes."""
         self._stack.close()
 
-    def run(self, parts: Sequence[Part], golden: GoldenFile, errors: int, progress: Progress, keep: Keep) -> None:
-        """Runs the parts; `keep` gets the stages, or their shares, as they finish.
-
-        Progress shows the stage that began last.
+    def run(
+        self, parts: Sequence[Part], golden: GoldenFile, errors: int, progress: Progress
+    ) -> Iterator[tuple[str, StageResult]]:
+        """Runs the parts, and gives the name of a subject and a share of a stage as they finish.
 
         Raises:
             WorkerEnded: a worker crashed, or was killed.
@@ -163,78 +129,49 @@ class Workers:
         running: dict[Connection, Part] = {}
 
         def give(connection: Connection) -> None:
-            running.pop(connection, None)
             if waiting:
                 running[connection] = waiting.pop(0)
                 with suppress(OSError):  # a worker that is gone is met when it is listened to
                     connection.send((running[connection], str(golden.path), errors))
 
         # 1. A part for every worker. 2. The next one for whoever is done, until none is left and all are back.
+        progress.begin(f"{len(parts[0].subjects)} subjects", f"in {len(self._connections)} processes", len(parts))
         for connection in self._connections:
             give(connection)
-        shown: Any = None
         while running:
             for one in wait(list(running)):
                 assert isinstance(one, Connection), "nothing else is waited for"
+                part = running.pop(one)
                 try:
-                    kind, *rest = one.recv()
+                    found: Shares | Exception = one.recv()
                 except (EOFError, OSError):
                     raise WorkerEnded(
-                        f"verify: a worker process ended while it ran {', '.join(running[one].stages)} of "
-                        f"{', '.join(running[one].subjects)}; expected its results. Was it out of memory? Use --jobs 1"
+                        f"verify: a worker process ended while it ran {part.stage} of {', '.join(part.subjects)}; "
+                        "expected its results. Was it out of memory? Use --jobs 1"
                     ) from None
-                match kind:
-                    case "begin":
-                        shown = one
-                        progress.begin(*rest)
-                    case "advance" if one is shown:
-                        progress.advance()
-                    case "stage":
-                        keep(*rest)
-                    case "done":
-                        give(one)
-                    case "raised":
-                        raise rest[0]
+                if isinstance(found, Exception):
+                    raise found
+                give(one)
+                yield from found
+                progress.advance()
 
 
-class _Told:
-    """Progress that is sent to the parent."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection, self.lock = connection, threading.Lock()
-
-    def send(self, *words: Any) -> None:
-        with self.lock:  # cases run in threads
-            self.connection.send(words)
-
-    def begin(self, subject: str, stage: str, cases: int) -> None:
-        self.send("begin", subject, stage, cases)
-
-    def advance(self) -> None:
-        self.send("advance")
-
-
-def serve(connection: Connection, early: tuple[str, ...] = ()) -> None:
-    """The worker's side: imports the modules of the subjects `early`, then runs parts until the parent is gone."""
-    told = _Told(connection)
+def answers(early: Sequence[str]) -> Callable[[Part, str, int], Shares | Exception]:
+    """The worker's side: imports the modules of the subjects `early`; then it runs parts."""
     for name in early:
         with suppress(ImportError):  # the parent tells what is missing
-            importlib.import_module("f8emu.torch" if name == "torch" else name)
+            importlib.import_module("f8emu.torch" if name == "torch" else name.partition(":")[0])
     read = cache(read_golden)
-    try:
-        while True:
-            (stages, names, mode, share), golden, errors = connection.recv()
-            chosen = [STAGES[stage] if mode is None else layers_of(mode) for stage in stages]
-            subjects = {name: load_subject(name) for name in sorted(names, key=lambda name: name != "torch")}
-            gc.freeze()
-            gc.set_threshold(*_COLLECTED)
-            runner = Runner(read(golden), errors, told)
-            try:
-                for name, stage in product(names, chosen):
-                    shared = stage if share is None else share_of(stage, *share)
-                    told.send("stage", name, runner.stage(shared, subjects[name]))
-            except Exception as error:  # the parent raises it
-                told.send("raised", error)
-            told.send("done")
-    except (EOFError, OSError):
-        os._exit(0)  # the parent is gone
+
+    def run(part: Part, golden: str, errors: int) -> Shares | Exception:
+        # torch first: JAX then knows that it must leave the GPU's memory to others
+        subjects = {name: load_subject(name) for name in sorted(part.subjects, key=lambda name: name != "torch")}
+        gc.freeze()
+        gc.set_threshold(*_COLLECTED)
+        runner, stage = Runner(read(golden), errors, Silent()), share_of(STAGES[part.stage], part.share, part.shares)
+        try:
+            return [(name, runner.stage(stage, subjects[name])) for name in part.subjects]
+        except Exception as error:  # the parent raises it
+            return error
+
+    return run

@@ -1,4 +1,4 @@
-"""What a run found: of every stage of every subject how many cases are equal, and where the others differ."""
+"""What a run found: for every stage of every subject how many cases are equal, and where the others differ."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,10 +6,15 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from f8emu.conformance.cases.golden import GoldenFile
-from f8emu.conformance.compare import Mismatch, UlpHistogram, merged
-from f8emu.conformance.run.check import CaseResult, DifferenceMap
+import numpy as np
 
+from f8emu.conformance.cases.golden import GoldenFile
+from f8emu.conformance.compare import Mismatch, UlpHistogram, different, distances, merged
+
+MAX_CELLS = 128
+"""Rows and columns of a map; a larger output has cells of several outputs."""
+_FOLD = 256
+"""Outputs in a row of the map of a vector: with every code of 16 bits in order, a row is a high byte."""
 _WORST = 6
 """Cases of a stage of which the map is kept."""
 _K = TypeVar("_K")
@@ -33,6 +38,85 @@ class Silent:
 
     def advance(self) -> None:
         pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DifferenceMap:
+    """One output, cell by cell."""
+
+    case: str
+    part: str
+    dtype: str
+    shape: tuple[int, ...]
+    """The shape of the output."""
+    cell: tuple[int, int]
+    """Rows and columns of the output in one cell."""
+    differing: np.ndarray
+    """[R, C] integers: outputs of the cell that differ."""
+    farthest: np.ndarray
+    """[R, C] int64: their largest distance in ulps, signed as `distances` signs it."""
+    apart: np.ndarray
+    """[R, C] bool: a NaN or an infinity is on one side alone."""
+
+    @property
+    def share(self) -> float:
+        return int(self.differing.sum()) / int(np.prod(self.shape))
+
+    def summary(self) -> str:
+        """What the picture shows, in words."""
+        words = [f"{int(self.differing.sum()):,} of {int(np.prod(self.shape)):,} outputs differ"]
+        places: list[str] = []
+        for axis, name in enumerate(("rows", "columns")):
+            hit = self.differing.any(axis=1 - axis)
+            cells = f" of cells ({self.cell[axis]} each)" if self.cell[axis] > 1 else ""
+            places.append(f"{hit.sum()} of {hit.size} {name}{cells}")
+        words.append(f"in {' and '.join(places)}")
+        finite = self.farthest[(self.differing > 0) & ~self.apart]
+        if finite.size:
+            words.append(f"by {finite.min():+,} to {finite.max():+,} ulps")
+        if self.apart.any():
+            words.append(f"{int(self.apart.sum())} cells with a NaN or an infinity on one side only")
+        return ", ".join(words)
+
+
+def difference_map(case: str, part: str, observed: np.ndarray, expected: np.ndarray) -> DifferenceMap:
+    """The map of two arrays of one dtype and shape, not empty."""
+    wrong = _rows(different(observed, expected))
+    distance, apart = (_rows(array) for array in distances(observed, expected))
+    cell = (-(-wrong.shape[0] // MAX_CELLS), -(-wrong.shape[1] // MAX_CELLS))
+    farthest = _cells(np.where(wrong, distance, 0), cell)
+    lowest, highest = farthest.min(axis=-1), farthest.max(axis=-1)
+    return DifferenceMap(
+        case=case,
+        part=part,
+        dtype=np.asarray(expected).dtype.name,
+        shape=np.shape(expected),
+        cell=cell,
+        differing=np.asarray(np.count_nonzero(_cells(wrong, cell), axis=-1)),
+        farthest=np.where(-lowest > highest, lowest, highest),
+        apart=np.asarray(_cells(wrong & apart, cell).any(axis=-1)),
+    )
+
+
+def is_matrix(shape: tuple[int, ...]) -> bool:
+    """Whether rows and columns of a map are those of the output."""
+    return len(shape) == 2 and min(shape) > 1
+
+
+def _rows(array: np.ndarray) -> np.ndarray:
+    # A matrix as it is; anything else in rows of 256, the last one padded with zeros.
+    if is_matrix(array.shape):
+        return array
+    flat = array.ravel()
+    width = min(_FOLD, flat.size)
+    return np.pad(flat, (0, -flat.size % width)).reshape(-1, width)
+
+
+def _cells(array: np.ndarray, cell: tuple[int, int]) -> np.ndarray:
+    # [R, C, outputs of a cell], padded with zeros.
+    array = np.pad(array, ((0, -array.shape[0] % cell[0]), (0, -array.shape[1] % cell[1])))
+    rows, columns = array.shape[0] // cell[0], array.shape[1] // cell[1]
+    return array.reshape(rows, cell[0], columns, cell[1]).transpose(0, 2, 1, 3).reshape(rows, columns, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +157,11 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
-    """One stage of one subject."""
+    """One stage of one subject, or some of its cases."""
 
-    stage: str
-    title: str
-    oracle: str
+    stage: str = ""
+    title: str = ""
+    oracle: str = ""
     cases_total: int = 0
     """The cases that ran; those that were not offered are counted separately."""
     cases_equal: int = 0
@@ -130,8 +214,8 @@ class SubjectResult:
     @property
     def is_equal(self) -> bool:
         """Something ran, and nothing that ran differed."""
-        statuses = [stage.status for stage in self.stages]
-        return Status.EQUAL in statuses and not {Status.DIFFERENT, Status.EMPTY} & set(statuses)
+        statuses = {stage.status for stage in self.stages}
+        return Status.EQUAL in statuses and not {Status.DIFFERENT, Status.EMPTY} & statuses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +230,7 @@ class Result:
     @property
     def is_equal(self) -> bool:
         """Whether everything ran to its end and was equal."""
-        is_all_equal = bool(self.subjects) and all(subject.is_equal for subject in self.subjects)
-        return is_all_equal and not self.is_interrupted
+        return bool(self.subjects) and all(one.is_equal for one in self.subjects) and not self.is_interrupted
 
     @property
     def has_difference(self) -> bool:
@@ -156,42 +239,8 @@ class Result:
         return bool(found & {Status.DIFFERENT, Status.EMPTY})
 
 
-def stage_result(about: StageResult, outcomes: Sequence[CaseResult], errors: int) -> StageResult:
-    """The cases of a stage counted; `about` says which stage it is, and how long it took."""
-    found = joined([about, *(_of_case(about, outcome) for outcome in outcomes)], errors)
-    return replace(found, places=_worst(outcomes))
-
-
-def _of_case(about: StageResult, outcome: CaseResult) -> StageResult:
-    """The result of a stage of this case alone."""
-    if outcome.not_offered:
-        return replace(about, seconds=0.0, cases_not_offered=1, reason=outcome.not_offered)
-    total = outcome.outputs_total
-    tally = Tally(
-        cases=1,
-        cases_differing=int(outcome.is_different),
-        outputs=total,
-        outputs_differing=total - outcome.outputs_equal if outcome.is_different else 0,
-    )
-    split, mismatch = outcome.own_split, outcome.mismatch
-    return replace(
-        about,
-        seconds=0.0,
-        cases_total=1,
-        cases_equal=int(outcome.is_equal),
-        own_splits={split.slices: Tally(cases=1, outputs=total)} if split else {},
-        outputs_total=total,
-        outputs_equal=outcome.outputs_equal,
-        mismatches=[] if mismatch is None else [mismatch],
-        example=mismatch if mismatch is not None and mismatch.snippet else None,
-        first_differences={outcome.first_difference: 1} if outcome.first_difference else {},
-        tallies={trait: {value: tally} for trait, value in outcome.traits.items()},
-        ulps=outcome.ulps,
-    )
-
-
 def joined(results: Sequence[StageResult], errors: int) -> StageResult:
-    """One stage of one subject, of which each result has a share of the cases."""
+    """One stage of one subject, named as the first result, of which each result has a share of the cases."""
     first_differences = Counter[str]()
     for result in results:
         first_differences.update(result.first_differences)
@@ -221,14 +270,3 @@ def _summed(tallies: Iterable[Mapping[_K, Tally]]) -> dict[_K, Tally]:
         for key, tally in one.items():
             found[key] = found.get(key, Tally()) + tally
     return found
-
-
-def _worst(outcomes: Sequence[CaseResult]) -> list[DifferenceMap]:
-    """The maps with the largest shares; one of each dtype and first trait before a second, so that they tell more."""
-    found = [(outcome.place, next(iter(outcome.traits.values()), "")) for outcome in outcomes if outcome.place]
-    seen: dict[tuple[str, str], int] = {}
-    ranked: list[tuple[int, float, DifferenceMap]] = []
-    for place, trait in sorted(found, key=lambda one: -one[0].share):
-        seen[place.dtype, trait] = seen.get((place.dtype, trait), 0) + 1
-        ranked.append((seen[place.dtype, trait], -place.share, place))
-    return [place for *_, place in sorted(ranked, key=lambda rank: rank[:2])[:_WORST]]

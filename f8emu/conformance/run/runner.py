@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from f8emu.conformance.compare import said_by, shape_fault
 from f8emu.conformance.kernels import faults
 from f8emu.conformance.kernels.imported import REMEDY
 from f8emu.conformance.run import subject as subjects
-from f8emu.conformance.run.check import Case, CaseResult, Parts, answer, are_excused, run_case
-from f8emu.conformance.run.result import Progress, StageResult, stage_result
+from f8emu.conformance.run.check import Case, Outcome, Parts, answer, are_excused, run_case
+from f8emu.conformance.run.result import Progress, StageResult, joined
 from f8emu.conformance.run.stages import Stage
 from f8emu.conformance.run.subject import FirstCall, NotOffered, Subject
 from f8emu.spec import F8Error, SpecError
@@ -49,7 +49,7 @@ class Runner:
     def stage(self, stage: Stage, subject: Subject) -> StageResult:
         """The result of one stage of one subject."""
         # 1. The cases of the subject, and who judges them.
-        about = StageResult(stage=stage.name, title=stage.title, oracle=f"recorded on {self.golden.device}")
+        about = StageResult(stage=stage.name, title=stage.title)
         try:
             missing = [verb for verb in stage.needs if verb not in subject.verbs]
             if missing:
@@ -57,36 +57,36 @@ class Runner:
             cases = list(stage.cases(subject, self.golden))
             judge = None if stage.judge is None else stage.judge(subject.name)
         except NotOffered as reason:
-            return replace(about, oracle="", reason=str(reason))
-        if judge is not None:
-            assert judge.name != subject.name, f"{subject.name} would judge itself"
-            about = replace(about, oracle=judge.engine)
+            return replace(about, reason=str(reason))
+        assert judge is None or judge.name != subject.name, f"{subject.name} would judge itself"
         assert len({case.id for case in cases}) == len(cases), f"{stage.name}: two cases of one name share an answer"
         # 2. What is expected, then what the subject gives; its time alone is counted.
         answers = self._answers(stage, cases, judge, subject.name)
         self.progress.begin(subject.name, stage.title, len(cases))
         start = time.perf_counter()
 
-        def run(index: int) -> CaseResult:
+        def run(index: int) -> Outcome:
             outcome = run_case(cases[index], subject, answers[index])
             self.progress.advance()
             return outcome
 
         outcomes = _mapped(run, range(len(cases)), subject)
-        # 3. [CHAIN-3] Whether the S that a subject picked itself explain all that differs.
+        seconds = time.perf_counter() - start
+        # 3. [CHAIN-3] Whether the S that a subject picked itself explain all that differs. An error, or an output of
+        # another shape, is a difference of its own, and says nothing of S.
         splits = [outcome.own_split for outcome in outcomes if outcome.own_split]
-        # An error, or an output of another shape, is a difference of its own, and says nothing of S.
-        is_wrong = any(outcome.is_different and outcome.place is not None for outcome in outcomes)
-        if splits and not is_wrong and are_excused(splits):
-            outcomes = [outcome.excused() if outcome.own_split else outcome for outcome in outcomes]
-        elif splits and not is_wrong and not stage.is_whole:
-            return replace(about, oracle="", reason=_TOO_FEW)
-        elif splits:
-            outcomes = [replace(outcome, own_split=None) for outcome in outcomes]
-        return stage_result(replace(about, seconds=time.perf_counter() - start), outcomes, self.errors)
+        is_wrong = any(outcome.result.places and not outcome.own_split for outcome in outcomes)
+        found = [outcome.result for outcome in outcomes]
+        if splits and not is_wrong:
+            if are_excused(splits):
+                found = [outcome.excused() for outcome in outcomes]
+            elif not stage.is_whole:
+                return replace(about, reason=_TOO_FEW)
+        oracle = f"recorded on {self.golden.device}" if judge is None else judge.engine
+        return joined([replace(about, oracle=oracle, seconds=seconds), *found], self.errors)
 
     def _answers(self, stage: Stage, cases: list[Case], judge: Subject | None, subject: str) -> list[Parts | Exception]:
-        """What is expected of each case; an answer that a judge gave for an earlier subject is reused."""
+        # An answer that a judge gave for an earlier subject is reused.
         if judge is None:
             return [answer(case, None) for case in cases]
 
@@ -110,21 +110,15 @@ def _mapped(function: Callable[[_T], _R], items: Sequence[_T], subject: Subject)
         return list(pool.map(function, items))
 
 
+# The first call
+
+
 _LARGEST = 1 << 20
 """Products in a GEMM that is called first."""
 _TRIES = 6
 """Kinds of GEMM, each of which fails, before the kernel is given up."""
 _OWN = 24
 """GEMMs for this kernel alone of which kinds are taken."""
-
-
-class _Tried(NamedTuple):
-    is_made: bool
-    """A GEMM had an output, none is offered, or the kernel has a fault that the suite reports."""
-    tried: int = 0
-    error: str = ""
-    """The first one."""
-    first: FirstCall | None = None
 
 
 def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
@@ -139,25 +133,25 @@ def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
     subject = load(arrays=arrays)
     if name in subjects.SUBJECTS or ":" not in name:
         return subject
-    found = _tried(subject)
-    if found.is_made:
-        return replace(subject, first_call=found.first)
+    first, failed = _called(subject)
+    if not failed:
+        return replace(subject, first_call=first)
     remedy = REMEDY
     for works in FRAMEWORKS:
         with suppress(F8Error):  # not installed, or not for this kernel
-            if works != arrays and (other := load(arrays=works)).engine != subject.engine and _tried(other).is_made:
+            if works != arrays and (other := load(arrays=works)).engine != subject.engine and not _called(other)[1]:
                 remedy = f"it works with arrays of {works}: add --arrays {works}"
                 break
     raise SpecError(
-        f"f8emu verify {subject.name}: expected an output from a first call ({subject.engine}); each of {found.tried} "
-        f"kinds of GEMM failed, the first: {found.error}; {remedy}"
+        f"f8emu verify {subject.name}: expected an output from a first call ({subject.engine}); each of {len(failed)} "
+        f"kinds of GEMM failed, the first: {failed[0]}; {remedy}"
     )
 
 
-def _tried(subject: Subject) -> _Tried:
-    # One kind after the other: the first output ends it, and so does a fault, which the suite reports itself.
-    error, tried = "", 0
+def _called(subject: Subject) -> tuple[FirstCall | None, list[str]]:
+    """The first call, if one was offered, and how each kind failed if none has an output: a fault is no failure."""
     first: FirstCall | None = None
+    failed: list[str] = []
     for gemm in _kinds(subject):
         try:
             output = np.array(subject.gemm(gemm))  # its own memory: a later call may change the kernel's
@@ -167,15 +161,14 @@ def _tried(subject: Subject) -> _Tried:
             continue
         except Exception as raised:  # of the kernel, which may raise anything
             first = first or FirstCall(gemm, raised)
-            if getattr(faults, type(raised).__name__, None) is type(raised):
-                return _Tried(True, first=first)
-            fault = said_by(raised)
+            is_fault = getattr(faults, type(raised).__name__, None) is type(raised)  # which the suite reports itself
+            fault = "" if is_fault else said_by(raised)
         if not fault:
-            return _Tried(True, first=first)
-        error, tried = error or fault, tried + 1
-        if tried == _TRIES:
+            return first, []
+        failed.append(fault)
+        if len(failed) == _TRIES:
             break
-    return _Tried(not tried, tried, error)
+    return first, failed
 
 
 def _kinds(subject: Subject) -> Iterator[GemmCase]:

@@ -32,11 +32,11 @@ from f8emu.conformance.compare import abbreviated, different, hexadecimal
 from f8emu.conformance.layers.layer import LayerCase, LayerMode, describe_layer, layer_traits
 from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.conformance.layers.trace import SplitK, layer_parts, trace_parts
-from f8emu.conformance.run.check import Case, Parts, Split, Traits
+from f8emu.conformance.run.check import Case, Parts, Split
 from f8emu.conformance.run.gemm_text import describe_gemm, gemm_traits, options_of, recorded_inputs, torch_snippet
 from f8emu.conformance.run.oracle import OwnSplit, gemm_oracle, layer_oracle, value_oracle
 from f8emu.conformance.run.subject import NotOffered, Subject
-from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
+from f8emu.spec import HIGH_PRECISION, HOPPER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,12 @@ class Stage:
 
     def is_offered_by(self, subject: Subject) -> bool:
         """Whether a subject has the verbs; without those it cannot run any of it."""
-        has_layer = subject.train is not None or "linear" in subject.verbs
-        return set(self.needs) <= subject.verbs.keys() if self.needs else has_layer
+        return set(self.needs) <= subject.verbs.keys() if self.needs else subject.has_layer
+
+
+def share_of(stage: Stage, index: int, count: int) -> Stage:
+    """The stage with one of `count` shares of its cases."""
+    return replace(stage, cases=lambda subject, golden: islice(stage.cases(subject, golden), index, None, count))
 
 
 # 1 Formats
@@ -67,26 +71,24 @@ def _formats(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     """Every code decoded; every bfloat16 and float16 and the boundaries of float32 cast, under both policies."""
     for fmt in DECODED:
         x = all_codes(fmt)
-        traits = {"operation": "decode", "format": fmt.name}
-        yield _value_case(f"decode {fmt}", lambda s, x=x: s.verbs["decode"](x), x, traits=traits)
+        yield Case(
+            id=f"decode {fmt}",
+            run=lambda s, x=x: {"": s.verbs["decode"](x)},
+            describe=partial(_element, x),
+            traits={"operation": "decode", "format": fmt.name},
+        )
     for source, target, overflow in CASTS:
         x = cast_inputs(source, target)
-        yield _value_case(
-            f"cast {source} to {target} {overflow.value}",
-            lambda s, x=x, target=target, overflow=overflow: s.verbs["cast"](x, target, overflow=overflow),
-            x,
+        yield Case(
+            id=f"cast {source} to {target} {overflow.value}",
+            run=lambda s, x=x, target=target, overflow=overflow: {"": s.verbs["cast"](x, target, overflow=overflow)},
+            describe=partial(_element, x),
             traits={"operation": "cast", "format": target.name, "from": source.name, "overflow": overflow.value},
         )
 
 
-def _value_case(name: str, run: Callable[[Subject], np.ndarray], *inputs: np.ndarray, traits: Traits) -> Case:
-    """A case whose output has the shape of its inputs."""
-    return Case(
-        id=name,
-        run=lambda subject: {"": run(subject)},
-        describe=lambda part, index: " ".join(hexadecimal(x[index]) for x in inputs),
-        traits=traits,
-    )
+def _element(x: np.ndarray, part: str, index: tuple[int, ...]) -> str:
+    return hexadecimal(x[index])
 
 
 # 2 Scales
@@ -105,67 +107,51 @@ def _scales(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     for i, (distribution, shape, granularity) in enumerate(quantize_inputs()):
         x, target = values(distribution, shape, HIGH_PRECISION[i % 3]), HOPPER.operand_formats[i // 2 % 2]
         factors = inv_scales(x, granularity, target)
+
+        def quantize(s: Subject, x=x, factors=factors, to=(target, granularity)) -> Parts:
+            codes = s.verbs["quantize"](x, factors, *to)
+            return {"codes": codes, "values": s.verbs["dequantize"](codes, factors, to[1])}
+
+        def describe(part: str, index: tuple[int, ...], x=x, factors=factors, block=granularity.block) -> str:
+            factor = factors[tuple(i // (side or n) for i, side, n in zip(index, block, x.shape, strict=True))]
+            return f"x={hexadecimal(x[index])} factor={hexadecimal(factor)}"
+
+        operation = {"operation": "quantize and dequantize", "granularity": granularity.value}
         yield Case(
             id=f"quantize {distribution} {x.dtype} {shape[0]}x{shape[1]} {granularity.value} to {target}",
-            run=partial(_quantize, x, factors, target, granularity),
-            describe=partial(_describe_quantize, x, factors, granularity),
-            traits={
-                "operation": "quantize and dequantize",
-                "granularity": granularity.value,
-                "inputs": distribution,
-                "format": target.name,
-            },
+            run=quantize,
+            describe=describe,
+            traits={**operation, "inputs": distribution, "format": target.name},
         )
     for (rule, margin), target in product(SCALE_RULES, HOPPER.operand_formats):
         amax = amax_corners()
         power = " power of two" if rule.power_of_two else ""
+
+        def scale(s: Subject, amax=amax, to=(target, rule), margin=margin) -> Parts:
+            return s.verbs["scale_from_amax"](amax, *to, margin=margin)._asdict()
+
         yield Case(
             id=f"scale_from_amax {target}{power} floor {rule.amax_floor:g} margin {margin}",
-            run=partial(_scale_from_amax, amax, target, rule, margin),
-            describe=lambda part, index, amax=amax: hexadecimal(amax[index]),
-            traits={"operation": "scale_from_amax", "format": target.name, "rule": _rule(rule)},
+            run=scale,
+            describe=partial(_element, amax),
+            traits={"operation": "scale_from_amax", "format": target.name, "rule": power.strip() or "any scale"},
         )
     for delayed, rule, target in DELAYED_TRACES:
-        name = f"delayed {delayed.reduction.value} of {delayed.history_length} margin {delayed.margin} {target}"
+        power = " power of two" if rule.power_of_two else ""
+
+        def steps(s: Subject, to=(target, rule, delayed)) -> Parts:
+            states = [s.verbs["initial_delayed_state"](to[-1])]
+            for amax in DELAYED_AMAXES:
+                states.append(s.verbs["update_delayed_state"](states[-1], np.full((1, 1), amax, np.float32), *to))
+            named = ((f"step {i} {name}", x) for i, one in enumerate(states) for name, x in one._asdict().items())
+            return {name: np.asarray(x) for name, x in named}
+
         yield Case(
-            id=name + (" power of two" if rule.power_of_two else ""),
-            run=partial(_delayed, delayed, rule, target),
+            id=f"delayed {delayed.reduction.value} of {delayed.history_length} margin {delayed.margin} {target}{power}",
+            run=steps,
             describe=lambda part, index: "amaxes " + " ".join(f"{x:g}" for x in DELAYED_AMAXES),
-            traits={"operation": "delayed scaling", "format": target.name, "rule": _rule(rule)},
+            traits={"operation": "delayed scaling", "format": target.name, "rule": power.strip() or "any scale"},
         )
-
-
-def _rule(rule: ScaleRule) -> str:
-    return "power of two" if rule.power_of_two else "any scale"
-
-
-def _quantize(x: np.ndarray, factors: np.ndarray, fmt: Format, granularity: Granularity, subject: Subject) -> Parts:
-    codes = subject.verbs["quantize"](x, factors, fmt, granularity)
-    return {"codes": codes, "values": subject.verbs["dequantize"](codes, factors, granularity)}
-
-
-def _describe_quantize(
-    x: np.ndarray, factors: np.ndarray, granularity: Granularity, part: str, index: tuple[int, ...]
-) -> str:
-    rows, columns = granularity.block
-    factor = factors[index[0] // (rows or x.shape[0]), index[1] // (columns or x.shape[1])]
-    return f"x={hexadecimal(x[index])} factor={hexadecimal(factor)}"
-
-
-def _scale_from_amax(amax: np.ndarray, fmt: Format, rule: ScaleRule, margin: int, subject: Subject) -> Parts:
-    scales = subject.verbs["scale_from_amax"](amax, fmt, rule, margin=margin)
-    return {"inv_scale": scales.inv_scale, "scale": scales.scale}
-
-
-def _delayed(delayed: DelayedScaling, rule: ScaleRule, fmt: Format, subject: Subject) -> Parts:
-    state = subject.verbs["initial_delayed_state"](delayed)
-    parts: dict[str, np.ndarray] = {}
-    for step, amax in enumerate((None, *DELAYED_AMAXES)):
-        if amax is not None:
-            x = np.full((1, 1), amax, np.float32)
-            state = subject.verbs["update_delayed_state"](state, x, fmt, rule, delayed)
-        parts |= {f"step {step} {field}": np.asarray(value) for field, value in state._asdict().items()}
-    return parts
 
 
 # 3 GEMMs
@@ -176,23 +162,21 @@ def _golden(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     for case in golden.cases:
         mode = case.gemm.mode.value
         name = case.id if mode in case.id else f"{case.id} {mode}"
-        traits = gemm_traits(case.gemm, recorded_inputs(case.name, case.gemm.mode))
-        yield _gemm_case(case.gemm, f"{name} {options_of(case.gemm)}", traits, own_split, recorded=case.out)
+        inputs = recorded_inputs(case.name, case.gemm.mode)
+        yield _gemm_case(case.gemm, name, own_split, inputs=inputs, recorded=case.out)
 
 
 def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     own_split = _own_split(subject)
     first = subject.first_call
     if first is not None:
-        case = _gemm_case(
-            first.gemm, f"first call: {first.gemm.id} {options_of(first.gemm)}", gemm_traits(first.gemm), own_split
-        )
+        case = _gemm_case(first.gemm, f"first call: {first.gemm.id}", own_split)
         judged = case.run
         yield replace(case, run=lambda asked: first.outputs() if asked is subject else judged(asked))
     for gemm in (*gemm_cases(), *subject.more_gemms()):
         if subject.takes(gemm):
             asked = subject.question(gemm)
-            yield _gemm_case(asked, f"{asked.id} {options_of(asked)}", gemm_traits(asked), own_split)
+            yield _gemm_case(asked, asked.id, own_split)
 
 
 def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
@@ -201,8 +185,8 @@ def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     own_split = _own_split(subject)
     for gemm in live_cases():
         asked = subject.question(gemm)
-        name = asked.id if asked is gemm else f"{asked.id} {options_of(asked)}"
-        yield _gemm_case(asked, name, gemm_traits(asked), own_split)
+        case = _gemm_case(asked, asked.id, own_split)
+        yield replace(case, id=asked.id) if asked is gemm else case
 
 
 def _own_split(subject: Subject) -> OwnSplit | None:
@@ -210,7 +194,7 @@ def _own_split(subject: Subject) -> OwnSplit | None:
 
 
 def _gemm_case(
-    gemm: GemmCase, name: str, traits: Traits, own_split: OwnSplit | None, recorded: np.ndarray | None = None
+    gemm: GemmCase, name: str, own_split: OwnSplit | None, *, inputs: str = "", recorded: np.ndarray | None = None
 ) -> Case:
     turns = gemm.in_turn
 
@@ -224,35 +208,25 @@ def _gemm_case(
         return found
 
     return Case(
-        id=name,
+        id=f"{name} {options_of(gemm)}",
         run=lambda subject: subject.outputs(gemm),
         recorded=None if recorded is None else {"": recorded},
         own_split=explained,
         describe=lambda part, index: describe_gemm(turns[part], index),
         snippet=lambda mismatch: torch_snippet(turns[mismatch.part], mismatch),
-        traits=traits,
+        traits=gemm_traits(gemm, inputs),
     )
 
 
 # 4 Layers
 
 
-def layers_of(mode: LayerMode) -> Stage:
-    """The stage with the layers of one mode only."""
-    return replace(STAGES["layers"], cases=partial(_layers, only=mode))
-
-
-def share_of(stage: Stage, index: int, count: int) -> Stage:
-    """The stage with one of `count` shares of its cases."""
-    return replace(stage, cases=lambda subject, golden: islice(stage.cases(subject, golden), index, None, count))
-
-
-def _layers(subject: Subject, golden: GoldenFile, only: LayerMode | None = None) -> Iterator[Case]:
+def _layers(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     """The layers that a subject trains itself, eager and compiled; for another subject, those of the verb `linear`."""
-    if subject.train is None and "linear" not in subject.verbs:
+    if not subject.has_layer:
         raise NotOffered(f"{subject.name} has neither a layer that trains nor linear")
     for case in layer_cases(full_size=subject.runs_full_size):
-        if (case.mode is LayerMode.TRACE) == (subject.train is None) and only in (None, case.mode):
+        if (case.mode is LayerMode.TRACE) == (subject.train is None):
             yield Case(
                 id=case.id,
                 run=partial(_run_layer, case, subject.slices_of),

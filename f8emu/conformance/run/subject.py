@@ -6,7 +6,7 @@ emulated torch must never be taken for hardware.
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -30,11 +30,9 @@ from f8emu.conformance.run.extra_gemms import engine_cases, kernel_cases
 from f8emu.native import library
 from f8emu.spec import HOPPER, MissingExtraError, SpecError, UnsupportedError
 
-GEMM_VERBS = ("scaled_mm", "scaled_grouped_mm", "mm")
-"""What f8ref.jax offers."""
-STATE_VERBS = ("initial_delayed_state", "update_delayed_state")
-VERBS = (*GEMM_VERBS, *STATE_VERBS, "decode", "cast", "amax", "scale_from_amax", "quantize", "dequantize")
-"""What f8emu.torch and f8emu.jax offer, whose layers train; f8ref.numpy has the verb `linear` too."""
+_GEMM_VERBS = ("scaled_mm", "scaled_grouped_mm", "mm")
+_STATE_VERBS = ("initial_delayed_state", "update_delayed_state")
+_VERBS = (*_GEMM_VERBS, *_STATE_VERBS, "decode", "cast", "amax", "scale_from_amax", "quantize", "dequantize")
 
 
 class FirstCall(NamedTuple):
@@ -58,7 +56,6 @@ class Subject:
     engine: str
     """The software and hardware that compute: `f8ref.numpy, numpy 2.4.6`, `torch._scaled_mm on NVIDIA H200`, ..."""
     verbs: Verbs
-    """The verbs that the subject has, out of `VERBS`."""
     train: Callable[[LayerCase], Mapping[str, np.ndarray]] | None = None
     """Runs the layer that people train, and returns its parts."""
     takes_any_size: bool = True
@@ -69,26 +66,35 @@ class Subject:
     """True: cases may run side by side."""
     is_idle: bool = False
     """True: nothing on this machine computes with it, so that it runs only if it is asked for."""
-    is_kernel: bool = False
-    """True: its operands lie where a case says; its verbs take `placement`, and `in_turn` is one of them."""
     chooses_split_k: bool = False
     """True: the library chooses the split-K itself [CHAIN-3]; the verbs do not pass `split_k` on."""
     slices_of: SplitK = planned
     """S of the GEMMs of its layers: the plan's, or on a Hopper GPU what its library says."""
-    question: Callable[[GemmCase], GemmCase] = lambda case: case
-    """A generated GEMM in the form in which this subject can run it; its oracle gets the same."""
     more_gemms: Callable[[], Iterable[GemmCase]] = tuple
     """Generated GEMMs for this subject alone."""
-    rows_run: Callable[[GemmCase], int] = lambda case: case.a.shape[0]
-    """The number of rows with which a GEMM is run: more than it has if M is padded."""
+    kernel: Kernel | None = None
+    """Its declaration: operands lie where a case says; verbs take `placement`, and `in_turn` is one of them."""
     first_call: FirstCall | None = None
     """The first call of a kernel, made before the run; it is compared with the generated GEMMs."""
+
+    @property
+    def has_layer(self) -> bool:
+        """Whether it trains layers, or has the verb `linear`."""
+        return self.train is not None or "linear" in self.verbs
 
     def takes(self, case: GemmCase) -> bool:
         """Whether a generated GEMM is in this subject's range."""
         if case.split_k != 1 and self.chooses_split_k:
             return False
         return self.takes_any_size or is_aligned(case)
+
+    def question(self, case: GemmCase) -> GemmCase:
+        """A generated GEMM in the form in which this subject can run it; its oracle gets the same."""
+        return case if self.kernel is None else question(self.kernel, case)
+
+    def rows_run(self, case: GemmCase) -> int:
+        """The number of rows with which a GEMM is run: more than it has if M is padded."""
+        return case.a.shape[0] if self.kernel is None else rows_run(self.kernel, case)
 
     def outputs(self, case: GemmCase) -> Mapping[str, np.ndarray]:
         """The outputs of a GEMM by name: one, or those of several calls in turn, all read after the last.
@@ -97,7 +103,7 @@ class Subject:
             NotOffered: the subject has no such GEMM.
         """
         turns = case.in_turn
-        if not (self.is_kernel and case.between):
+        if self.kernel is None or not case.between:
             return {name: self.gemm(one) for name, one in turns.items()}
         return dict(zip(turns, self.verbs["in_turn"]([one.call() for one in turns.values()]), strict=True))
 
@@ -110,7 +116,7 @@ class Subject:
         if case.verb not in self.verbs:
             raise NotOffered(f"{self.name} has no {case.verb}")
         if case.sample is None:
-            return case.run(self.verbs, is_placed=self.is_kernel)
+            return case.run(self.verbs, is_placed=self.kernel is not None)
         if self.runs_full_size:
             output = case.embedded(case.sample).run(self.verbs)
             return output[np.ix_(case.sample.rows, case.sample.cols)]
@@ -166,28 +172,25 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
 
 
 def _of_kernel(found: LoadedKernel) -> Subject:
-    kernel = found.kernel
     return Subject(
-        name=kernel.name,
+        name=found.kernel.name,
         engine=found.engine,
         verbs=found.verbs,
         runs_full_size=found.runs_full_size,
-        is_kernel=True,
         chooses_split_k=True,
-        question=partial(question, kernel),
-        more_gemms=partial(kernel_cases, kernel),
-        rows_run=partial(rows_run, kernel),
+        more_gemms=partial(kernel_cases, found.kernel),
+        kernel=found.kernel,
     )
+
+
+# The implementations of f8emu
 
 
 def _f8ref_numpy() -> Subject:
     import f8ref.numpy
 
-    return Subject(
-        name="f8ref.numpy",
-        engine=f"f8ref.numpy, numpy {np.__version__}",
-        verbs={verb: getattr(f8ref.numpy, verb) for verb in (*VERBS, "linear")},
-    )
+    verbs = {verb: getattr(f8ref.numpy, verb) for verb in (*_VERBS, "linear")}
+    return Subject(name="f8ref.numpy", engine=f"f8ref.numpy, numpy {np.__version__}", verbs=verbs)
 
 
 def _f8ref_jax() -> Subject:
@@ -197,7 +200,7 @@ def _f8ref_jax() -> Subject:
     return Subject(
         name="f8ref.jax",
         engine=f"f8ref.jax, jax {framework.version}, {framework.device}",
-        verbs=_travelling(framework, f8ref.jax, GEMM_VERBS),
+        verbs=_travelling(framework, f8ref.jax, _GEMM_VERBS),
         is_thread_safe=not framework.on_gpu,
         is_idle=not framework.on_gpu and library.library() is not None,
     )
@@ -211,12 +214,12 @@ def _f8emu_native(width: str | None = None) -> Subject:
     import f8ref.numpy
     from f8emu.numpy import emulation
 
-    names = ("amax", "quantize", *GEMM_VERBS)
+    names = ("amax", "quantize", *_GEMM_VERBS)
     verbs: dict[str, Any] = {name: partial(getattr(emulation, name), width=width) for name in names}
     verbs["scale_from_amax"] = emulation.scale_from_amax
     verbs["linear"] = partial(engine_linear, dict(verbs))
     # The states, which layers need, are the oracle's.
-    verbs |= {name: getattr(f8ref.numpy, name) for name in STATE_VERBS}
+    verbs |= {name: getattr(f8ref.numpy, name) for name in _STATE_VERBS}
     return Subject(
         name="f8emu.native" if width is None else f"f8emu.native:{width.lower()}",
         engine=f"f8emu.native, {width or library.widths()[0]} on cpu",
@@ -231,24 +234,16 @@ def _torch() -> Subject:
     modules = ("f8emu.torch", "f8emu.torch.gemm.engine", "f8emu.split_k.ask")
     implementation, engine, cublaslt = map(importlib.import_module, modules)
     at = framework.load(np.zeros(1, np.float32)).device
-    on_hardware = engine.has_float8_hardware(at)
     try:
         multiplies = engine.engine_of("cuda" if framework.on_gpu else "cpu")
     except MissingExtraError:  # its casts run all the same
         multiplies = "no GEMMs: JAX, which would emulate them, is not installed"
-    verbs = _travelling(framework, implementation, VERBS)
-    return Subject(
-        name="torch",
-        engine=f"torch {framework.version}, {multiplies}",
-        verbs=without_split_k(verbs) if on_hardware else verbs,
+    asks_library = engine.is_device_of(HOPPER, at)
+    return replace(
+        _production("torch", framework, implementation, multiplies, engine.has_float8_hardware(at)),
         train=partial(train, TorchTraining, framework),
         takes_any_size=False,
-        is_thread_safe=not framework.on_gpu,
-        runs_full_size=on_hardware,
-        chooses_split_k=on_hardware,
-        slices_of=(lambda gemm: cublaslt.split_k_at_hand(gemm, HOPPER).split_k)
-        if engine.is_device_of(HOPPER, at)
-        else planned,
+        slices_of=(lambda gemm: cublaslt.split_k_at_hand(gemm, HOPPER).split_k) if asks_library else planned,
     )
 
 
@@ -257,12 +252,16 @@ def _f8emu_jax() -> Subject:
     implementation, engine = map(importlib.import_module, ("f8emu.jax", "f8emu.jax.gemm.engine"))
     multiplies = engine.engine_of()
     on_hardware = not multiplies.startswith("emulated")
-    verbs = _travelling(framework, implementation, VERBS)
+    found = _production("f8emu.jax", framework, implementation, multiplies, on_hardware)
+    return replace(found, train=partial(train, JaxTraining, framework))
+
+
+def _production(name: str, framework: Framework, module: ModuleType, multiplies: str, on_hardware: bool) -> Subject:
+    verbs = _travelling(framework, module, _VERBS)
     return Subject(
-        name="f8emu.jax",
-        engine=f"jax {framework.version}, {multiplies}",
+        name=name,
+        engine=f"{framework.name} {framework.version}, {multiplies}",
         verbs=without_split_k(verbs) if on_hardware else verbs,
-        train=partial(train, JaxTraining, framework),
         is_thread_safe=not framework.on_gpu,
         runs_full_size=on_hardware,
         chooses_split_k=on_hardware,

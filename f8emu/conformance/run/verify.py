@@ -8,8 +8,8 @@ from itertools import product
 
 from f8emu.conformance.cases.golden import GoldenFile, shipped_golden
 from f8emu.conformance.run.check import Case
-from f8emu.conformance.run.processes import Keep, Workers, parts_of, whole_stages
-from f8emu.conformance.run.result import Progress, Result, Silent, StageResult, SubjectResult
+from f8emu.conformance.run.processes import Workers, parts_of, shares_of
+from f8emu.conformance.run.result import Progress, Result, Silent, StageResult, SubjectResult, joined
 from f8emu.conformance.run.result import Status as Status
 from f8emu.conformance.run.runner import Runner
 from f8emu.conformance.run.stages import STAGES, Stage
@@ -42,13 +42,12 @@ def stages_with(
     """
     expressions = {pattern: re.compile(".*".join(map(re.escape, pattern.split("*")))) for pattern in patterns}
 
-    def matched(case: Case) -> set[str]:
-        name = printable(case.id)
+    def matched(name: str) -> set[str]:
         return {pattern for pattern, one in expressions.items() if name == pattern or one.fullmatch(name)}
 
     def only(stage: Stage) -> Stage:
         def cases(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-            found = [case for case in stage.cases(subject, golden) if matched(case)]
+            found = [case for case in stage.cases(subject, golden) if matched(printable(case.id))]
             if not found:
                 raise NotOffered(f"{subject.name} has no case {', '.join(patterns)} of {stage.title}")
             return iter(found)
@@ -60,22 +59,20 @@ def stages_with(
     found: list[Stage] = []
     unmatched = set(patterns)
     for stage in stages:
-        cases = [case for subject in subjects for case in _cases(stage, subject, golden)]
-        names += [printable(case.id) for case in cases]
-        if matches := set[str]().union(*map(matched, cases)):
+        drawn = [printable(case.id) for subject in subjects for case in _cases(stage, subject, golden)]
+        names += drawn
+        if matches := set[str]().union(*map(matched, drawn)):
             unmatched -= matches
             found.append(only(stage))
         if set(patterns) <= set(names):  # what follows need not be drawn
             break
     # 2. A pattern without a case is a mistake of the caller, never an empty run that passes.
-    for pattern in patterns:
-        if pattern in unmatched:
-            near = [name for name in names if pattern in name] or get_close_matches(pattern, names, 1, 0.3)
-            nearest = f"; the nearest is {near[0]!r}" if near else ""
-            raise SpecError(
-                f"verify --case: no case is called {pattern!r}{nearest}; take the name from a report, with * for any "
-                "text"
-            )
+    for pattern in unmatched:
+        near = [name for name in names if pattern in name] or get_close_matches(pattern, names, 1, 0.3)
+        nearest = f"; the nearest is {near[0]!r}" if near else ""
+        raise SpecError(
+            f"verify --case: no case is called {pattern!r}{nearest}; take the name from a report, with * for any text"
+        )
     return found
 
 
@@ -96,15 +93,13 @@ def verify(
     progress: Progress | None = None,
     processes: int = 1,
     workers: Workers | None = None,
-    keep: Keep | None = None,
 ) -> Result:
     """Run the stages for every subject. Answers of an oracle are computed once and serve all subjects.
 
     `only` gives stages themselves, in place of the suite's. `errors` is how many mismatches each stage keeps; all are
-    counted. `keep` is called with the name of the subject and every finished stage. KeyboardInterrupt ends the run, and
-    the result has the stages that were finished. With several `processes` the subjects must be among `SUBJECTS`, which
-    each process loads for itself; the cases and the order of the results stay the same. `workers` are such processes
-    that run already; they are ended.
+    counted. KeyboardInterrupt ends the run, and the result has the stages that were finished. With several `processes`
+    the subjects must be among `SUBJECTS`, which each process loads for itself; the cases and the order of the results
+    stay the same. `workers` are such processes that run already; they are ended.
 
     Raises:
         SpecError: an unknown stage, or your own subject or stage in several processes.
@@ -114,42 +109,41 @@ def verify(
     # 1. What runs, and whether several processes can load it by its names.
     chosen = stages_by_name(stages) if only is None else only
     golden = shipped_golden() if golden is None else golden
-    own = [subject.name for subject in subjects if subject.name not in SUBJECTS]
+    names = [subject.name for subject in subjects]
+    own = [name for name in names if name not in SUBJECTS]
     if processes > 1 and (own or only is not None):
         raise SpecError(
             f"verify: several processes run the suite's stages for {', '.join(SUBJECTS)}; got "
             f"{', '.join(own) or 'stages of your own'}; use 1 process (--jobs 1)"
         )
     progress = progress or Silent()
-    found: dict[tuple[str, str], StageResult] = {}
-    is_interrupted = False
+    shares: dict[tuple[str, str], list[StageResult]] = {}
 
-    def kept(subject: str, result: StageResult) -> None:
-        found[subject, result.stage] = result
-        if keep is not None:
-            keep(subject, result)
-
-    # 2. Stages as they finish, in whatever order.
-    try:
+    def ran() -> Iterator[tuple[str, StageResult]]:
         if processes > 1:
-            parts = parts_of([stage.name for stage in chosen], [subject.name for subject in subjects], processes)
+            parts = parts_of([stage.name for stage in chosen], names, processes)
             with workers or Workers(min(processes, len(parts))) as ready:
-                ready.run(parts, golden, errors, progress, whole_stages(parts, errors, kept))
+                yield from ready.run(parts, golden, errors, progress)
         else:
             runner = Runner(golden, errors, progress)
             for subject, stage in product(subjects, chosen):
-                kept(subject.name, runner.stage(stage, subject))
+                yield subject.name, runner.stage(stage, subject)
+
+    # 2. Stages, or their shares, as they finish, in whatever order.
+    is_interrupted = False
+    try:
+        for name, result in ran():
+            shares.setdefault((name, result.stage), []).append(result)
     except KeyboardInterrupt:
         is_interrupted = True
     # 3. In the order of the subjects and stages; after Ctrl-C those that were finished.
-    results = [
-        SubjectResult(
-            name=subject.name,
-            engine=subject.engine,
-            stages=[found[subject.name, stage.name] for stage in chosen if (subject.name, stage.name) in found],
-        )
-        for subject in subjects
-    ]
-    if is_interrupted:
-        results = [result for result in results if result.stages]
+    results: list[SubjectResult] = []
+    for subject in subjects:
+        stages_ran: list[StageResult] = []
+        for stage in chosen:
+            found = shares.get((subject.name, stage.name), [])
+            if len(found) == (shares_of(stage.name, processes) if processes > 1 else 1):
+                stages_ran.append(joined(found, errors))
+        if stages_ran or not is_interrupted:
+            results.append(SubjectResult(name=subject.name, engine=subject.engine, stages=stages_ran))
     return Result(golden=golden, subjects=results, is_interrupted=is_interrupted)
