@@ -23,8 +23,8 @@ from f8emu.capture.record import StepHeader
 from f8emu.capture.session import LIMIT_BYTES, Session
 from f8emu.capture.writer import Stored
 from f8emu.environment import versions
+from f8emu.jax.gemm.call import layer_split_k
 from f8emu.jax.gemm.engine import engine_of
-from f8emu.jax.gemm.planned import layer_split_k
 from f8emu.jax.layer.dot_general import DelayedDotGeneral, DotGeneral
 from f8emu.jax.layer.feed_forward import NAMES, DelayedFeedForward, FeedForward
 from f8emu.jax.layer.matmul import LAYOUTS, Plan

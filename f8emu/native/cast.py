@@ -103,27 +103,18 @@ def run(
 ) -> None:
     """Some stages of `amax`, `scale_from_amax` and `quantize` of a matrix that is not empty, in one reading.
 
-    Shapes: x and codes [rows, K]; those of `grid` `granularity.scale_shape(rows, K)`.
-    Exactness: the three functions of `f8ref.numpy`, every bit, at every width.
+    `format` is None without SCALE and ENCODE, `rule` without SCALE; `stages` are FIND, SCALE and ENCODE added up. Small
+    matrices take one thread. `width` is one of `library.widths()`, None the fastest.
 
-    Args:
-        x: the matrix.
-        granularity: what shares a scale.
-        grid: results, and what stages that are left out have found.
-        format: of the codes; None without SCALE and ENCODE.
-        rule: of the scales; None without SCALE.
-        codes: where they go.
-        stages: FIND, SCALE and ENCODE, added up.
-        threads: at most so many; small matrices take one.
-        width: one of `library.widths()`; None is the fastest.
+    Shapes: x and codes [rows, K], `grid` `granularity.scale_shape(rows, K)`.
+    Exactness: the three functions of `f8ref.numpy`, every bit, at every width.
 
     Raises:
         MemoryError: memory is short.
     """
     found = library.library()
     assert found is not None, library.unavailable()
-    # Lines are what lies in one piece.
-    # The engine reads lines, wherever the matrix has its stride of 1; blocks and scales turn with it.
+    # The engine reads lines: what lies in one piece. Where K does not, blocks, scales and codes turn with the matrix.
     block_rows, block_k = granularity.block
     order = 1 if x.k_stride == 1 else -1
     call = _Cast(
@@ -150,10 +141,7 @@ def run(
 def scales(
     amax: int, inv_scale: int, scale: int, count: int, format: Format, rule: ScaleRule, *, margin: int = 0
 ) -> None:
-    """`scale_from_amax` of `count` amaxes, float32 one after the other, as are both results.
-
-    Exactness: `f8ref.numpy.scale_from_amax`, every bit; a NaN is any NaN.
-    """
+    """`f8ref.numpy.scale_from_amax` of `count` amaxes, float32 one after the other as both results; a NaN is any NaN."""
     found = library.library()
     assert found is not None, library.unavailable()
     found.f8_scales(ctypes.byref(_rule(format, rule, margin)), count, amax, inv_scale, scale)

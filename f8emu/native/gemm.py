@@ -1,13 +1,17 @@
-"""One GEMM by the engine, on memory that the caller owns."""
+"""One GEMM by the engine, on memory that the caller owns: the structs of engine.h, and the calls."""
 
 import ctypes
+import functools
 from typing import NamedTuple
 
 from f8emu.native import library
-from f8emu.native.model import Model, model_of, slice_k
+from f8emu.spec.chip import AccumulationModel, Rounding
+from f8emu.spec.formats import FLOAT16, FLOAT32
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.spec.scaling import Granularity
 
+_LONGEST_ORDER = 32
+_GROUP_K = 16
 UNSCALED, TENSORWISE, ROWWISE, GROUPED, VECTORS, SQUARES = range(6)
 """How scales enter: `F8_UNSCALED` and those after it in engine.h."""
 FORMATS = {
@@ -17,6 +21,25 @@ FORMATS = {
     )
 }
 """Format name -> its number in engine.h."""
+
+
+class Model(ctypes.Structure):
+    """`f8_model` of engine.h."""
+
+    _fields_ = (
+        ("step_k", ctypes.c_int32),
+        ("aligned_fraction_bits", ctypes.c_int32),
+        ("result_fraction_bits", ctypes.c_int32),
+        ("promote_k", ctypes.c_int32),
+        ("nearest_even", ctypes.c_int32),
+        ("converts", ctypes.c_int32),
+        ("order_length", ctypes.c_int32),
+        ("order", ctypes.c_int32 * _LONGEST_ORDER),
+        ("interleaved", ctypes.c_int32),
+        ("fraction_bits", ctypes.c_int32),
+        ("accumulator_fraction_bits", ctypes.c_int32),
+        ("accumulator_reach", ctypes.c_int32),
+    )
 
 
 class Output(NamedTuple):
@@ -72,6 +95,50 @@ class Gemm(ctypes.Structure):
     )
 
 
+def fits(model: AccumulationModel) -> bool:
+    """Whether the engine has a model: all of `f8emu.spec.CHIPS`, and most of those that a user makes."""
+    # Its panels hold steps of 8, 16 or 32. A slice of K begins with a whole order, a promotion with a whole step and a
+    # group of 16.
+    order, promote_k = len(model.order) or 1, model.promote_k or 32
+    return (
+        model.accumulator == FLOAT32
+        and model.operand in (None, FLOAT16)
+        and model.step_k in (8, 16, 32)
+        and promote_k % model.step_k == promote_k % _GROUP_K == 0
+        and _LONGEST_ORDER % order == model.split_k_multiple % order == 0
+        and (model.floored is None or model.floored.interleaved in (1, 2, 4, 8))
+    )
+
+
+@functools.cache
+def model_of(model: AccumulationModel) -> Model:
+    """The struct of a model that `fits`."""
+    same = ("step_k", "aligned_fraction_bits", "result_fraction_bits")
+    # 0 stands for None, but for the reach, of which 0 is a value.
+    found = Model(
+        **{name: getattr(model, name) for name in same},
+        promote_k=model.promote_k or 0,
+        nearest_even=model.rounding is Rounding.NEAREST_EVEN,
+        converts=model.operand is not None,
+        order_length=len(model.order),
+        order=model.order,
+    )
+    if model.floored is not None:
+        for name in ("interleaved", "fraction_bits", "accumulator_fraction_bits"):
+            setattr(found, name, getattr(model.floored, name))
+        reach = model.floored.accumulator_reach
+        found.accumulator_reach = -1 if reach is None else reach
+    return found
+
+
+def slice_k(model: AccumulationModel, k: int, split_k: int) -> int:
+    """[CHAIN-3], [BF16-2] K of a slice: `ceil(K / S)` rounded up; all of K for one slice."""
+    if split_k == 1:
+        return max(k, 1)
+    multiple = model.split_k_multiple
+    return max(-(-k // (split_k * multiple)), 1) * multiple
+
+
 def scaling_of(granularities: tuple[Granularity, Granularity]) -> int:
     """How scales of these kinds enter."""
     if granularities[0] is Granularity.TENSORWISE:
@@ -98,10 +165,7 @@ def matrix(
 
 
 def described(call: GemmCall, a: Matrix, b: Matrix, out: Output) -> Gemm:
-    """A GEMM as the engine takes it: `out[m, n] = round(accumulate(a @ b^T) * scales + bias)`.
-
-    Shapes: a [M, K], b [N, K], out [M, N].
-    """
+    """A GEMM as the engine takes it: `out[m, n] = round(accumulate(a @ b^T) * scales + bias)`."""
     # The order is that of the struct's fields.
     scaling = UNSCALED if call.granularities is None else scaling_of(call.granularities)
     return Gemm(
@@ -123,14 +187,9 @@ def described(call: GemmCall, a: Matrix, b: Matrix, out: Output) -> Gemm:
 
 
 def run(gemm: Gemm, *, threads: int, width: str | None = None) -> None:
-    """The described GEMM.
+    """The described GEMM on at most so many threads, with vectors of one of `library.widths()`, None: the fastest.
 
     Exactness: `f8ref.numpy`, every bit, at every width.
-
-    Args:
-        gemm: what `described` gave.
-        threads: at most so many; small GEMMs take one.
-        width: one of `library.widths()`; None is the fastest.
 
     Raises:
         MemoryError: memory is short.
@@ -144,11 +203,7 @@ def run(gemm: Gemm, *, threads: int, width: str | None = None) -> None:
 
 
 def run_at(gemm: Gemm, a: int, b: int, scale_a: int, scale_b: int, out: int, bias: int, *, threads: int) -> None:
-    """The described GEMM on other memory: addresses of codes, scales, output and bias (0: none).
-
-    Raises:
-        MemoryError: memory is short.
-    """
+    """`run` on other memory: addresses of codes, scales, output and bias (0: none)."""
     call = Gemm.from_buffer_copy(gemm)  # other threads may run the same description
     of_a, of_b = call.a, call.b
     of_a.codes, of_a.scale, of_b.codes, of_b.scale = a, scale_a, b, scale_b

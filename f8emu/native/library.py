@@ -6,18 +6,12 @@ import os
 import platform
 import warnings
 from importlib import resources
-from typing import NamedTuple
 
 NAME = "_engine.abi3.so"
 """The file beside this module. It is no extension module: `ctypes` loads it, for every version of Python."""
 VARIABLE = "F8EMU_NATIVE_LIBRARY"
 """Names a library to load in place of the packaged one: one built with a sanitizer."""
-_REINSTALL = "pip install --force-reinstall --no-deps --no-cache-dir f8emu"
-
-
-class _Found(NamedTuple):
-    library: ctypes.CDLL | None
-    problem: str | None
+_REINSTALL = "run pip install --force-reinstall --no-deps --no-cache-dir f8emu"
 
 
 def path() -> str:
@@ -26,46 +20,44 @@ def path() -> str:
 
 
 @functools.cache
-def _load() -> _Found:
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
     # 1. No file: named by the variable, not built in a checkout, or left out of an installation.
     file = path()
     if not os.path.isfile(file):
         if os.environ.get(VARIABLE):
-            return _Found(None, f"{VARIABLE} names {file}, which is not there; unset it, or build the engine there")
+            return f"{VARIABLE} names {file}, which is not there; unset it, or build the engine there"
         if (resources.files("f8emu.native") / "src").is_dir():
-            return _Found(None, "this checkout's engine is not compiled; run make engine, which needs gcc or clang")
-        return _Found(
-            None,
-            "f8emu was installed without its engine, which no C compiler was found for; install gcc or clang, then run "
-            f"{_REINSTALL}",
-        )
+            return "this checkout's engine is not compiled; run make engine, which needs gcc or clang"
+        why = "f8emu was installed without its engine, which no C compiler was found for"
+        return f"{why}; install gcc or clang, then {_REINSTALL}"
     # 2. A file of another machine does not load, and a damaged or older one lacks a function.
     try:
         library = ctypes.CDLL(file)
         library.f8_width_name.restype = ctypes.c_char_p
-        library.f8_width_name.argtypes = library.f8_width_runs_here.argtypes = [ctypes.c_int]
-        library.f8_run.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        for function in (library.f8_width_name, library.f8_width_runs_here):
+            function.argtypes = [ctypes.c_int]
+        for function in (library.f8_run, library.f8_run_cast):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_int]
         library.f8_run_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-        library.f8_run_cast.argtypes = [ctypes.c_void_p, ctypes.c_int]
         library.f8_scales.argtypes = [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3]
     except (OSError, AttributeError) as problem:
         machine = f"{platform.system()} on {platform.machine()}"
-        return _Found(
-            None,
-            f"the engine does not load on {machine}, so that its file is damaged or of another machine: {problem}; "
-            f"install gcc or clang, then run {_REINSTALL}",
-        )
-    return _Found(library, None)
+        why = f"the engine does not load on {machine}, its file is damaged or of another machine: {problem}"
+        return f"{why}; install gcc or clang, then {_REINSTALL}"
+    return library
 
 
 def library() -> ctypes.CDLL | None:
     """The loaded library; None if it is `unavailable`."""
-    return _load().library
+    found = _load()
+    return None if isinstance(found, str) else found
 
 
 def unavailable() -> str | None:
     """Why there is no engine, and the remedy, in one sentence; None: there is one."""
-    return _load().problem
+    found = _load()
+    return found if isinstance(found, str) else None
 
 
 def is_there(caller: str, until_then: str) -> bool:

@@ -1,32 +1,27 @@
-"""From an array to its scales and codes, and back: amax, the scale rule, delayed scaling, cast, decode, quantize."""
+"""From an array to its scales and codes, and back: amax, the scale rule, delayed scaling, cast, decode, quantize.
+
+Exactness of all: the bits of the verbs of `f8ref.numpy`, which define them. Errors of all: OperandError for a wrong
+dtype, rank or shape, SpecError for an unknown format, granularity or margin.
+"""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from f8emu.numpy import emulation
-from f8emu.numpy.dtypes import (
-    Array,
-    FormatLike,
-    array_of,
-    float8_format,
-    output_format,
-    rows_of,
-    typed,
-)
+from f8emu.numpy.dtypes import Array, FormatLike, array_of, as_rows, float8_format, output_format, typed
 from f8emu.spec.formats import FLOAT32, Overflow
 from f8emu.spec.scaling import DelayedScaling, Granularity, ScaleRule
 from f8emu.spec.trace import DelayedState, Scales
 from f8ref import numpy as oracle
+from f8ref.numpy import initial_delayed_state as initial_delayed_state
 from f8ref.numpy.cast import convert
 
 
 def decode(x: ArrayLike) -> NDArray[np.float32]:
-    """The values of float8, bfloat16 or float16 codes as float32.
+    """The values of float8, bfloat16 or float16 codes as float32, every NaN as 0x7fffffff.
 
     Shapes:
         any -> float32 of the same shape.
-
-    Exactness: exact; every NaN becomes 0x7fffffff.
 
     Raises:
         OperandError: wrong dtype; codes as integers are viewed first, `codes.view(ml_dtypes.float8_e4m3fn)`.
@@ -35,15 +30,13 @@ def decode(x: ArrayLike) -> NDArray[np.float32]:
 
 
 def cast(x: ArrayLike, format: FormatLike, *, overflow: Overflow = Overflow.SATURATE) -> Array:
-    """Values rounded once to the nearest float8, ties to even.
+    """Values rounded once to the nearest float8, ties to even, float64 too.
 
     SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the format
     has it, otherwise NaN. NaN becomes `format.nan_code` under both.
 
     Shapes:
         numbers of any shape -> the float8 dtype, same shape.
-
-    Exactness: exact, float64 included: it is rounded once, not by way of the nearest float32.
 
     Raises:
         OperandError: no numbers, or integers that float32 does not hold.
@@ -64,17 +57,13 @@ def quantize(
         x [..., K], inv_scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the leading
         dimensions; a number is a tensorwise inv_scale -> float8 of x's shape.
 
-    Exactness: exact.
-
     Raises:
         OperandError: wrong dtype or rank, values that float32 does not hold, or scales of another shape.
         SpecError: unknown format or granularity.
     """
     target = float8_format("quantize", format)
-    values = typed("quantize", "x", x)
-    factors = typed("quantize", "inv_scale", inv_scale)
-    matrix = values.reshape(rows_of("quantize", "x", values))
-    return emulation.quantize(matrix, factors, target, granularity).reshape(values.shape)
+    values, factors = typed("quantize", "x", x), typed("quantize", "inv_scale", inv_scale)
+    return emulation.quantize(as_rows("quantize", "x", values), factors, target, granularity).reshape(values.shape)
 
 
 def dequantize(
@@ -87,8 +76,7 @@ def dequantize(
     """`decode(codes) * scale`, in `out_dtype`.
 
     Shapes:
-        codes float8 [..., K], scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the
-        leading dimensions; a number is a tensorwise scale -> out_dtype of the codes' shape.
+        codes float8 [..., K], scale as the inv_scale of `quantize` -> out_dtype of the codes' shape.
 
     Exactness: one rounded float32 product per element, NaN is 0x7fffffff; bfloat16 and float16 are that product,
     rounded again to nearest, ties to even.
@@ -100,17 +88,15 @@ def dequantize(
     """
     target = output_format("dequantize", out_dtype)
     array = array_of("dequantize", "codes", codes)
-    matrix = array.reshape(rows_of("dequantize", "codes", array))
+    matrix = as_rows("dequantize", "codes", array)
     values = oracle.dequantize(matrix, typed("dequantize", "scale", scale), granularity)
     return convert(values, target).reshape(array.shape)
 
 
 def _to_odd(x: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Float64 rounded to odd: toward zero, and the last bit set where that lost something.
-
-    The nearest float8 of the result is that of `x`: a float32 has more than two bits below the last of a float8, so
-    that no tie arises or is lost, and what is beyond float32 is beyond float8.
-    """
+    """Float64 rounded to odd: toward zero, and the last bit set where that lost something."""
+    # The nearest float8 of the result is that of `x`: a float32 has more than two bits below the last of a float8, so
+    # that no tie arises or is lost, and what is beyond float32 is beyond float8.
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         nearest = x.astype(np.float32)
     # 1. Toward zero. The bit patterns of one sign are ordered as their magnitudes are.
@@ -128,26 +114,21 @@ def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE) 
         x [..., K], float32, bfloat16, float16, or values that float32 holds -> float32
         `granularity.scale_shape(rows, K)`, where rows is the product of the leading dimensions.
 
-    Exactness: exact, a maximum does not round.
-
     Raises:
         OperandError: wrong dtype or rank, or values that float32 does not hold.
         SpecError: unknown granularity.
     """
-    values = typed("amax", "x", x)
-    return emulation.amax(values.reshape(rows_of("amax", "x", values)), granularity)
+    return emulation.amax(as_rows("amax", "x", typed("amax", "x", x)), granularity)
 
 
 def scale_from_amax(amax: ArrayLike, format: FormatLike, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
     """`inv_scale = float32(max * 2^-margin / max(amax, amax_floor))` and `scale = float32(1 / inv_scale)`.
 
     With `rule.power_of_two`, inv_scale loses its fraction bits before scale is taken. amax 0 counts as the floor,
-    amax inf gives 0 and inf, amax NaN gives NaN and NaN.
+    amax inf gives 0 and inf, amax NaN gives NaN and NaN. Both quotients are correctly rounded.
 
     Shapes:
         amax float32 or values that float32 holds, any shape -> two float32 arrays of that shape.
-
-    Exactness: both quotients are correctly rounded.
 
     Raises:
         OperandError: wrong dtype.
@@ -157,15 +138,6 @@ def scale_from_amax(amax: ArrayLike, format: FormatLike, rule: ScaleRule = Scale
     return emulation.scale_from_amax(typed("scale_from_amax", "amax", amax), target, rule, margin=margin)
 
 
-def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
-    """The state before the first step: a history of zeros, `inv_scale` 1, not initialised.
-
-    Shapes:
-        `amax_history` [history_length]; `inv_scale` and `initialized` [].
-    """
-    return oracle.initial_delayed_state(delayed)
-
-
 def update_delayed_state(
     state: DelayedState, amax: ArrayLike, format: FormatLike, rule: ScaleRule, delayed: DelayedScaling
 ) -> DelayedState:
@@ -173,8 +145,6 @@ def update_delayed_state(
 
     Shapes:
         `amax` has one element; the state keeps its shapes.
-
-    Exactness: exact.
 
     Raises:
         OperandError: `amax` is not one number that float32 holds, or the history is not of the rule's length.

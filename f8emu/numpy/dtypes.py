@@ -7,8 +7,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
-from f8emu.spec.formats import FLOAT8, FLOAT32, FORMATS, HIGH_PRECISION, Format
+from f8emu.spec import formats
+from f8emu.spec.chip import Chip
+from f8emu.spec.chips import chip_by_name
+from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.formats import FLOAT8, FLOAT32, FORMATS, Format
 
 Array = NDArray[Any]
 FormatLike = Format | str | DTypeLike
@@ -16,53 +19,40 @@ FormatLike = Format | str | DTypeLike
 
 
 def dtype_of(format: Format) -> np.dtype[Any]:
-    """The dtype of a format: numpy's own, or that of ml_dtypes."""
+    """The dtype of a format: numpy's own or one of ml_dtypes."""
     return np.dtype(getattr(ml_dtypes, format.name, format.name))
 
 
 def float8_format(call: str, format: FormatLike) -> Format:
-    """The float8 format that `call` casts to.
-
-    Raises:
-        SpecError: no float8 format that a cast gives.
-    """
+    """The float8 format that `call` casts to; SpecError for anything else."""
     return _format(call, "format", format, FLOAT8)
 
 
 def output_format(call: str, out_dtype: FormatLike) -> Format:
-    """The format of the output of a GEMM.
-
-    Raises:
-        SpecError: no such format.
-        UnsupportedError: one that no GEMM gives.
-    """
-    found = _format(call, "out_dtype", out_dtype, tuple(FORMATS.values()))
-    if found not in HIGH_PRECISION:
-        known = ", ".join(f.name for f in HIGH_PRECISION)
-        raise UnsupportedError(f"{call}: out_dtype must be one of {known}; got {found}; quantize the output instead")
-    return found
+    """The format of an output; SpecError for no format, UnsupportedError for one that no GEMM gives."""
+    return formats.output_format(call, _format(call, "out_dtype", out_dtype, tuple(FORMATS.values())))
 
 
 def _format(call: str, name: str, given: FormatLike, allowed: tuple[Format, ...]) -> Format:
-    if isinstance(given, Format):
-        found = given
-    else:
+    found: object = given
+    if not isinstance(given, Format):
         try:
             found = FORMATS.get(given if isinstance(given, str) else np.dtype(given).name)
         except TypeError:
             found = None
-    if found not in allowed:
+    if not isinstance(found, Format) or found not in allowed:
         known = ", ".join(f.name for f in allowed)
         raise SpecError(f"{call}: {name} must be one of {known}, by name, as a dtype or as a Format; got {given!r}")
     return found
 
 
-def array_of(call: str, name: str, x: ArrayLike) -> Array:
-    """`x` as an array, with the dtype that numpy gives it.
+def chip_of(call: str, chip: Chip | str) -> Chip:
+    """A profile, possibly the caller's own, or the known one of that name; SpecError for an unknown name."""
+    return chip if isinstance(chip, Chip) else chip_by_name(call, chip)
 
-    Raises:
-        OperandError: numpy makes no array of numbers of it.
-    """
+
+def array_of(call: str, name: str, x: ArrayLike) -> Array:
+    """`x` as an array, with the dtype that numpy gives it; OperandError for what is no array of numbers."""
     expected = f"{call}: {name} must be an array or nested lists of numbers"
     try:
         array = np.asarray(x)
@@ -77,9 +67,7 @@ def array_of(call: str, name: str, x: ArrayLike) -> Array:
 
 
 def typed(call: str, name: str, x: ArrayLike, format: Format = FLOAT32) -> Array:
-    """`x` as an array; what has no format of its own, as `format`, which must hold all its values.
-
-    No format of its own has float64, an integer, a bool, and therefore a list or a number of Python's.
+    """`x` as an array. Float64, integers and bools, as lists and numbers give them, become `format`.
 
     Raises:
         OperandError: a value that `format` does not hold.
@@ -87,7 +75,7 @@ def typed(call: str, name: str, x: ArrayLike, format: Format = FLOAT32) -> Array
     array = array_of(call, name, x)
     if array.dtype != np.float64 and array.dtype.kind not in "iub":
         return array
-    # There and back: what comes back another number was not held; a NaN stays one.
+    # There and back: a value that comes back as another number was not held; a NaN stays one.
     with np.errstate(over="ignore", invalid="ignore"):
         converted = array.astype(dtype_of(format))
     back = converted.astype(np.float64)
@@ -104,15 +92,11 @@ def typed(call: str, name: str, x: ArrayLike, format: Format = FLOAT32) -> Array
     return converted
 
 
-def rows_of(call: str, name: str, x: Array) -> tuple[int, int]:
-    """Rows and K of `x` [..., K]: all leading dimensions count as rows.
-
-    Raises:
-        OperandError: fewer than two dimensions.
-    """
+def as_rows(call: str, name: str, x: Array) -> Array:
+    """`x` [..., K] as a matrix: all leading dimensions count as rows; OperandError for less than two dimensions."""
     if x.ndim < 2:
         raise OperandError(
             f"{call}: {name} must have 2 dimensions or more, [..., K]; got shape {list(x.shape)}; "
             f"one row is np.reshape({name}, (1, -1))"
         )
-    return math.prod(x.shape[:-1]), x.shape[-1]
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -6,7 +6,6 @@ None is the fastest. Only this module of f8emu.numpy knows the engine.
 
 import functools
 import os
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from numpy.typing import ArrayLike
 from f8emu.native import cast as caster
 from f8emu.native import gemm as engine
 from f8emu.native import library
-from f8emu.native.model import fits
 from f8emu.numpy.dtypes import Array, dtype_of
 from f8emu.spec.formats import HIGH_PRECISION, Format, float8_format
 from f8emu.spec.scaling import Granularity, ScaleRule, granularity_by_name
@@ -25,13 +23,12 @@ from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_grouped_mm, chec
 from f8ref.numpy.codec import canonical_nan, typed_array
 from f8ref.numpy.linear import Verbs
 from f8ref.numpy.scale import as_matrix, checked_amax, checked_scale
-from f8ref.numpy.scaled_mm import grouped_product
 from f8ref.numpy.scaled_mm import product as product_of_oracle
 
 
 def product(gemm: Gemm, *, width: str | None = None) -> Array:
     """The output of a GEMM whose arguments are checked."""
-    if not (_is_compiled() and fits(gemm.call.model)):
+    if not (_is_compiled() and engine.fits(gemm.call.model)):
         return product_of_oracle(gemm)
     out = np.empty(gemm.call.sizes[:2], dtype_of(gemm.call.out))
     alive: list[Array] = []  # copies among what is read
@@ -58,7 +55,7 @@ def scaled_mm(*operands: ArrayLike, width: str | None = None, **options: Any) ->
 
 def scaled_grouped_mm(*operands: ArrayLike, width: str | None = None, **options: Any) -> Array:
     """`f8ref.numpy.scaled_grouped_mm`."""
-    return grouped_product(checked_scaled_grouped_mm(*operands, **options), partial(product, width=width))
+    return np.concatenate([product(gemm, width=width) for gemm in checked_scaled_grouped_mm(*operands, **options)])
 
 
 def mm(*operands: ArrayLike, width: str | None = None, **options: Any) -> Array:

@@ -1,4 +1,7 @@
-"""The GEMMs, scaled_mm, scaled_grouped_mm and mm, single instructions, mma, and the linear layer of three GEMMs."""
+"""The GEMMs, scaled_mm, scaled_grouped_mm and mm, single instructions, mma, and the linear layer of three GEMMs.
+
+Exactness of all: the bits of the verbs of `f8ref.numpy`, which define them: on all recorded cases those of the device.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from f8emu.numpy import emulation
-from f8emu.numpy.dtypes import Array, FormatLike, array_of, output_format, typed
+from f8emu.numpy.dtypes import Array, FormatLike, array_of, chip_of, output_format, typed
 from f8emu.spec.chip import Chip
-from f8emu.spec.chips import HOPPER, chip_by_name
+from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.recipe import OPERANDS, Recipe, recipe_by_name
@@ -18,8 +21,11 @@ from f8emu.spec.trace import DelayedState, LinearTrace
 from f8emu.split_k.ask import known_split_k
 from f8emu.split_k.gemm import of_call, of_layer
 from f8ref import numpy as oracle
-from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm
+from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
 from f8ref.numpy.linear import traced
+
+_LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
+"""GEMM -> its layout in a linear layer, as cuBLAS names it."""
 
 
 def scaled_mm(
@@ -46,8 +52,6 @@ def scaled_mm(
         a [M, K], b [K, N], float8, of any extents; float32 scales, of `a`: one element, [M, 1], [M, ceil(K / 128)] or
         [ceil(M / 128), ceil(K / 128)], and of `b`, as the transposed scales of `b.T`: one element, [1, N],
         [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; bias [N] of any high precision -> [M, N] of out_dtype.
-
-    Exactness: all recorded cases of an H200, every bit; NaN is all ones.
 
     Args:
         a: left operand.
@@ -105,16 +109,13 @@ def scaled_grouped_mm(
         a [total_M, K], b [groups, K, N], float8; scale_a float32 [total_M], scale_b float32 [groups, N]; offs
         integers [groups], the end of each group's rows, the last one total_M -> [total_M, N] of out_dtype.
 
-    Exactness: that of `scaled_mm`.
-
     Raises:
-        OperandError: wrong dtype or shape, or offsets that do not rise to total_M.
-        SpecError: an unknown chip or `out_dtype`.
-        UnsupportedError: formats that the chip has no GEMM for.
+        OperandError: offsets that do not rise to total_M.
+        OperandError, SpecError, UnsupportedError: as for `scaled_mm`.
     """
     call = "scaled_grouped_mm"
     ends = array_of(call, "offs", offs)
-    return emulation.scaled_grouped_mm(
+    gemms = checked_scaled_grouped_mm(
         array_of(call, "a", a),
         array_of(call, "b", b),
         typed(call, "scale_a", scale_a),
@@ -124,6 +125,7 @@ def scaled_grouped_mm(
         use_fast_accum=use_fast_accum,
         chip=chip_of(call, chip),
     )
+    return np.concatenate([emulation.product(gemm) for gemm in gemms])
 
 
 def mm(
@@ -139,12 +141,11 @@ def mm(
     Shapes:
         a [M, K], b [K, N], bfloat16 or values that bfloat16 holds, of any extents -> [M, N] of out_dtype.
 
-    Exactness: that of `scaled_mm`; `split_k` as there [BF16-2]. The plan's depends on the strides of `a` and `b`.
+    `split_k` is as for `scaled_mm` [BF16-2]; the plan's depends on the strides of `a` and `b`.
 
     Raises:
-        OperandError: wrong dtype or shape, or values that bfloat16 does not hold.
-        SpecError: an unknown chip or `out_dtype`, or a `split_k` below 1.
-        UnsupportedError: an `out_dtype` that no GEMM gives.
+        OperandError: values that bfloat16 does not hold.
+        OperandError, SpecError, UnsupportedError: as for `scaled_mm`.
     """
     a_MK, b_KN = typed("mm", "a", a, BFLOAT16), typed("mm", "b", b, BFLOAT16)
     options = {"out_dtype": output_format("mm", out_dtype), "split_k": split_k, "chip": chip_of("mm", chip)}
@@ -159,8 +160,6 @@ def mma(
     Shapes:
         a and b [cases, K], float8 or bfloat16; c [cases] of `out_dtype`, or values that it holds -> [cases] of
         `out_dtype`.
-
-    Exactness: the public recordings of single instructions, every bit, for chips whose `evidence` is not LITERATURE.
 
     Raises:
         OperandError: operands of the wrong dtype or shape.
@@ -183,19 +182,6 @@ def _planned(gemm: Gemm) -> Gemm:
     return gemm._replace(call=replace(call, split_k=known_split_k("f8emu.numpy", asked, call.chip, stacklevel=5)))
 
 
-def chip_of(call: str, chip: Chip | str) -> Chip:
-    """A profile, given itself or by its name; unlike a GPU's, it may be of one's own.
-
-    Raises:
-        SpecError: an unknown name.
-    """
-    return chip if isinstance(chip, Chip) else chip_by_name(call, chip)
-
-
-_LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
-"""GEMM -> its layout in a linear layer, as cuBLAS names it."""
-
-
 def linear(
     recipe: Recipe | str,
     input: ArrayLike,
@@ -215,8 +201,6 @@ def linear(
     Shapes:
         input [M, K], weight [N, K], grad_output [M, N], bias [N], float32, bfloat16, float16 or values that float32
         holds; operands in the trace are [rows, summed dimension].
-
-    Exactness: exact.
 
     Args:
         recipe: a Recipe, or the name of one.

@@ -37,7 +37,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
     ],
     "native": [
         ("f8emu/native/library.py", "import numpy"),
-        ("f8emu/native/model.py", "def later():\n    import f8ref.numpy"),
+        ("f8emu/native/library.py", "def later():\n    import f8ref.numpy"),
     ],
     "the-engine-is-known-once": [
         ("f8emu/jax/gemm/engine.py", "from f8emu.native import library"),

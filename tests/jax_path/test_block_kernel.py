@@ -16,8 +16,7 @@ import pytest
 
 import f8emu.jax as f8
 import f8ref.numpy as reference
-from f8emu.jax.compiling import Options
-from f8emu.jax.fused import choice
+from f8emu.jax import lowering
 from f8emu.jax.gemm import block_kernel, hardware
 from f8emu.jax.gemm.block_kernel import Launch
 from f8emu.jax.gemm.call import Gemm
@@ -44,9 +43,10 @@ def operands(pair: tuple[Granularity, Granularity], m: int, n: int, k: int) -> l
 def found_by_kernel(
     arrays: list[np.ndarray], pair: Any, out: Format, split_k: int, transposed: bool, **how: Any
 ) -> Any:
-    """As `hardware` calls the kernel."""
+    """As `hardware` calls the kernel; b and its scales are [N, ...] in `arrays`."""
     gemm = Gemm("scaled_mm", out, HOPPER, pair, split_k=split_k, is_transposed=transposed)
-    return jax.jit(functools.partial(hardware._by_kernel, gemm, interpret=True, **how))(*arrays)
+    a, b, scale_a, scale_b = arrays
+    return jax.jit(functools.partial(hardware._by_kernel, gemm, interpret=True, **how))(a, b.T, scale_a, scale_b.T)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_a_program_for_hopper_has_one_kernel(pair: str, monkeypatch: pytest.Monk
 
 def test_other_chips_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     ada, hopper = (SimpleNamespace(platform="gpu", compute_capability=capability) for capability in ("8.9", "9.0"))
-    monkeypatch.setattr(choice, "cuda_devices", lambda: (ada,))
+    monkeypatch.setattr(lowering, "cuda_devices", lambda: (ada,))
     assert lowered((VECTOR, VECTOR)).count(TRITON) == 0
-    monkeypatch.setattr(choice, "cuda_devices", lambda: (hopper, hopper))
+    monkeypatch.setattr(lowering, "cuda_devices", lambda: (hopper, hopper))
     assert lowered((VECTOR, VECTOR)).count(TRITON) == 1
 
 
@@ -151,18 +151,3 @@ def test_fits() -> None:
     assert not block_kernel.fits(0, 16, 16, 1)
     assert not block_kernel.fits(1 << 16, 1 << 15, 16, 1)
     assert not block_kernel.fits(16, 1 << 20, 2048, 1)
-
-
-@pytest.mark.parametrize("pair", ["vector-square"])
-def test_fallback_and_kernel_agree(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both of `hardware`, with XLA's dot."""
-
-    def dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any) -> jax.Array:
-        return block_kernel._xla_dot(a, b)
-
-    monkeypatch.setattr(hardware, "_dot", dot)
-    a, b, scale_a, scale_b = arrays = operands(PAIRS[pair], 48, 40, 300)
-    given = tuple(jnp.asarray(x) for x in (a, b.T, scale_a, scale_b.T))
-    gemm = Gemm("scaled_mm", BFLOAT16, HOPPER, PAIRS[pair], split_k=1, is_transposed=True)
-    wanted = hardware._scaled_mm(given, gemm, Options(excess_precision=True))
-    assert_same_bits(found_by_kernel(arrays, PAIRS[pair], BFLOAT16, 1, True, launch=SMALL), wanted)

@@ -12,7 +12,7 @@ import pytest
 
 import f8emu.jax as f8
 import f8ref.numpy as reference
-from f8emu.jax.gemm import planned
+from f8emu.jax.gemm import call as planned
 from f8emu.spec import ADA, BLOCKWISE, HOPPER, TENSORWISE, SpecError, UnsupportedError
 from f8emu.split_k import ask
 from f8emu.split_k.plan import Source, Split

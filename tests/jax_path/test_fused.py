@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import f8ref.numpy as reference
-from f8emu.jax.fused import block_kernels, casts, choice, kernels, plain
-from f8emu.jax.fused.kernels import Launch
+from f8emu.jax import fused as casts
+from f8emu.jax import kernels, lowering
+from f8emu.jax.kernels import Launch
 from f8emu.spec import E4M3FN, E4M3FNUZ, E5M2, Granularity, ScaleRule, Scales
 from tests.oracle import exactly
 
@@ -49,40 +50,35 @@ def ones(rows: int) -> jax.Array:
     return jnp.ones((rows, 1), jnp.float32)
 
 
-Call = Callable[..., Any]
-"""Casts x by functions of `plain` or of the kernels."""
-
-GIVEN: dict[str, Call] = {
-    "both": lambda f, x, one, rows, cols, k: f.cast_pair(x, one, one, **k),
-    "rows": lambda f, x, one, rows, cols, k: f.cast_pair(x, one, None, **k),
-    "vectors": lambda f, x, one, rows, cols, k: f.cast_pair(x, rows, cols, **k),
-    "vector-and-one": lambda f, x, one, rows, cols, k: f.cast_pair(x, rows, one, **k),
-    "amax-both": lambda f, x, one, rows, cols, k: f.cast_pair_amax(x, one, rows=True, cols=True, **k),
-    "amax-cols": lambda f, x, one, rows, cols, k: f.cast_pair_amax(x, one, rows=False, cols=True, **k),
+GIVEN: dict[str, tuple[str | None, str | None]] = {
+    "both": ("one", "one"),
+    "rows": ("one", None),
+    "vectors": ("rows", "cols"),
+    "vector-and-one": ("rows", "one"),
 }
+"""The inv_scales of x and of its transpose."""
 
 
-@pytest.mark.parametrize("case", GIVEN)
 @pytest.mark.parametrize(("shape", "dtype", "format"), [((48, 64), ml_dtypes.bfloat16, E5M2), ((37, 75), "f4", E4M3FN)])
-def test_kernels_under_given_scales_equal_plain(shape, dtype, format, case) -> None:
-    x, one = jnp.asarray(drawn(shape, dtype)), inv_scales(1, 1)
-    args = x, one, inv_scales(shape[0], 2), inv_scales(shape[1], 3)
-    observed = GIVEN[case](kernels, *args, {"format": format, "launch": SMALL, "interpret": True})
-    assert_same_bits(observed, GIVEN[case](plain, *args, {"format": format}))
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [((48, 64), ml_dtypes.bfloat16), ((37, 75), np.float16)], ids=str)
-def test_kernel_of_both_amaxes_equals_plain(shape, dtype) -> None:
-    x = jnp.asarray(drawn(shape, dtype))
-    assert_same_bits(kernels.row_col_amax(x, launch=SMALL, interpret=True), plain.row_col_amax(x))
+def test_kernels_under_given_scales_equal_plain(shape, dtype, format) -> None:
+    """On a CPU the casts are plain JAX."""
+    x, how = jnp.asarray(drawn(shape, dtype)), {"format": format, "launch": SMALL, "interpret": True}
+    scales = {None: None, "one": inv_scales(1, 1), "rows": inv_scales(shape[0], 2), "cols": inv_scales(shape[1], 3)}
+    for names in GIVEN.values():
+        given = [scales[name] for name in names]
+        assert_same_bits(kernels.cast_pair(x, *given, **how), casts.cast_pair(x, format, *given))
+    for sides in ({"rows": True, "cols": True}, {"rows": False, "cols": True}):
+        found = kernels.cast_pair_amax(x, scales["one"], **sides, **how)
+        assert_same_bits(found, casts.cast_pair_amax(x, format, scales["one"], **sides))
+    assert_same_bits(kernels.row_col_amax(x, launch=SMALL, interpret=True), casts.row_col_amax(x))
 
 
 @pytest.mark.parametrize("rule", [ScaleRule(amax_floor=0.5), POWERS], ids=str)
-@pytest.mark.parametrize(("shape", "dtype", "format"), [((8, 64), "f4", E4M3FN), ((5, 75), ml_dtypes.bfloat16, E5M2)])
+@pytest.mark.parametrize(("shape", "dtype", "format"), [((8, 64), "f2", E4M3FN), ((5, 75), ml_dtypes.bfloat16, E5M2)])
 def test_kernel_of_rows_equals_plain(shape, dtype, format, rule) -> None:
     x, launch = jnp.asarray(drawn(shape, dtype)), Launch(rows=1, cols=128, warps=4)
     observed = kernels.cast_rows(x, format=format, rule=rule, launch=launch, interpret=True)
-    assert_same_bits(observed, plain.cast_rows(x, format=format, rule=rule))
+    assert_same_bits(observed, casts.cast_rows(x, format, rule))
 
 
 @pytest.mark.parametrize(
@@ -91,14 +87,16 @@ def test_kernel_of_rows_equals_plain(shape, dtype, format, rule) -> None:
         (VECTORS, VECTORS, (200, 300), E4M3FN, ScaleRule()),
         (SQUARES, SQUARES, (200, 300), E5M2, ScaleRule()),
         (VECTORS, SQUARES, (130, 70), E4M3FN, POWERS),
+        (SQUARES, VECTORS, (130, 70), E4M3FN, POWERS),
         (None, VECTORS, (129, 257), E4M3FN, ScaleRule()),
+        (SQUARES, None, (129, 257), E4M3FN, ScaleRule()),
     ],
     ids=str,
 )
 def test_kernel_of_blocks_equals_plain(rows, cols, shape, format, rule) -> None:
     x = jnp.asarray(drawn(shape, ml_dtypes.bfloat16))
     settings = {"format": format, "rule": rule, "row_granularity": rows, "col_granularity": cols}
-    assert_same_bits(block_kernels.cast_blocks(x, **settings, interpret=True), plain.cast_blocks(x, **settings))
+    assert_same_bits(kernels.cast_blocks(x, **settings, interpret=True), casts.cast_blocks(x, **settings))
 
 
 @pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
@@ -170,7 +168,7 @@ def test_what_kernels_do_not_take_is_plain(name, monkeypatch) -> None:
     assert lowered(CASTS[name], matrix((0, 64))).count(TRITON) == 0
     assert lowered(CASTS[name], matrix((256, 256), sharding=sharding)).count(TRITON) == 0
     without = SimpleNamespace(platform="gpu", compute_capability="8.0")
-    monkeypatch.setattr(choice, "cuda_devices", lambda: (without,))
+    monkeypatch.setattr(lowering, "cuda_devices", lambda: (without,))
     assert lowered(CASTS[name], matrix((256, 256))).count(TRITON) == 0
 
 

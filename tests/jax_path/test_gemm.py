@@ -17,7 +17,7 @@ import f8emu.jax as f8
 import f8ref.jax
 import f8ref.numpy as reference
 from f8emu.jax.compiling import Options
-from f8emu.jax.fused.choice import is_device_of
+from f8emu.jax.lowering import is_device_of
 from f8emu.jax.gemm import engine, hardware
 from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.gemm.hardware import Form, form_of
@@ -117,7 +117,7 @@ def test_what_surrounds_the_dot_on_hardware(pair: tuple[Granularity, Granularity
 
 def test_forms() -> None:
     """The fastest form that is exact."""
-    pairs = {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "block": (VECTOR, SQUARE)}
+    pairs = {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW)}
 
     def form(
         pair: str, out: Format = BFLOAT16, *, bias: bool = False, powers: bool = True, excess: bool = True
@@ -126,7 +126,6 @@ def test_forms() -> None:
         return form_of(gemm, has_bias=bias, options=Options(excess_precision=excess))
 
     assert form("tensor") is Form.FOLDED and form("row") is Form.BFLOAT16
-    assert {form(p, powers=powers) for p in ("block",) for powers in (True, False)} == {Form.BLOCKS}
     others = [form("tensor", excess=False), form("row", powers=False)]
     others += [form(p, out) for p, out in itertools.product(("tensor", "row"), (FLOAT32, FLOAT16))]
     others += [form(p, bias=True) for p in ("tensor", "row")]

@@ -13,7 +13,7 @@ import f8emu
 import f8emu.numpy as f8
 import f8ref.numpy as oracle
 from f8emu.native import library
-from f8emu.native.model import fits
+from f8emu.native.gemm import fits
 from f8emu.spec import (
     ADA,
     E4M3FN,

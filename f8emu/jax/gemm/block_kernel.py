@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive
 
-from f8emu.jax.fused.kernels import MOST_ELEMENTS, NOT_VARYING
+from f8emu.jax.kernels import MOST_ELEMENTS, NOT_VARYING
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
 

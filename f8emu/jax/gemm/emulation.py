@@ -24,21 +24,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 import f8ref.jax
-from f8emu.jax.gemm.call import Gemm
-from f8emu.jax.gemm.planned import split_k_of
+from f8emu.jax.gemm.call import Gemm, split_k_of
 from f8emu.native import gemm as engine
 from f8emu.native import library
-from f8emu.native.model import Model, model_of, slice_k
 from f8emu.spec.scaling import Granularity
-from f8ref.jax import softfloat
 
 _TARGET = "f8emu_gemm"
-_GRANULARITIES = {
-    Granularity.TENSORWISE: 0,
-    Granularity.ROWWISE: 1,
-    Granularity.BLOCKWISE_1X128: 2,
-    Granularity.BLOCKWISE_128X128: 3,
-}
+_GRANULARITIES = {granularity: number for number, granularity in enumerate(Granularity)}
 """`granularity_a` of xla.c."""
 
 
@@ -55,13 +47,13 @@ class _Options(ctypes.Structure):
         ("is_transposed", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
         ("slice_k", ctypes.c_int64),
-        ("model", Model),
+        ("model", engine.Model),
     )
 
 
 def multiply(gemm: Gemm, *operands: Any) -> jax.Array:
     """A checked GEMM, [N, M] if it is transposed."""
-    return _call(gemm._replace(split_k=split_k_of(gemm, *operands[:2])), *operands)
+    return _gemm.bind(*operands, gemm=gemm._replace(split_k=split_k_of(gemm, *operands[:2])), is_many=False)
 
 
 def is_available() -> bool:
@@ -69,29 +61,9 @@ def is_available() -> bool:
     return library.library() is not None
 
 
-def _call(gemm: Gemm, *operands: Any, is_many: bool = False) -> jax.Array:
-    """`is_many`: the operands have a first dimension of many GEMMs, or of 1 where all share one."""
-    return _gemm.bind(*operands, gemm=gemm, is_many=is_many)
-
-
-def promote(
-    partial: jax.Array, scale_a: jax.Array, scale_b: jax.Array, total: jax.Array, *, scales_first: bool
-) -> jax.Array:
-    """[EPI-5] `fma(partial * scale_a, scale_b, total)`; with `scales_first` `fma(partial, scale_a * scale_b, total)`.
-
-    All float32, on integers: XLA has no fused multiply-add of its own, and makes some where none was written.
-    """
-    p, s_a, s_b, tot = map(softfloat.bits, (partial, scale_a, scale_b, total))
-    if scales_first:
-        found = softfloat.fused_multiply_add(p, softfloat.multiply(s_a, s_b), tot)
-    else:
-        found = softfloat.fused_multiply_add(softfloat.multiply(p, s_a), s_b, tot)
-    return softfloat.from_bits(found)
-
-
 @functools.cache
 def _program(gemm: Gemm, is_many: bool) -> Any:
-    return jax.jit(functools.partial(_call, gemm, is_many=is_many))
+    return jax.jit(functools.partial(_gemm.bind, gemm=gemm, is_many=is_many))
 
 
 def _run(*operands: Any, gemm: Gemm, is_many: bool) -> jax.Array:
@@ -122,10 +94,10 @@ def _by_reference(*operands: Any, gemm: Gemm, is_many: bool) -> jax.Array:
 
 def _attribute(gemm: Gemm, k: int) -> np.ndarray:
     """The attribute of the custom call."""
-    scaling, numbers = engine.UNSCALED if gemm.call == "mm" else engine.GROUPED, (0, 0)
+    scaling, numbers = engine.UNSCALED if gemm.call == "mm" else engine.GROUPED, [0, 0]
     if gemm.granularities is not None and gemm.call == "scaled_mm":
         scaling = engine.scaling_of(gemm.granularities)
-        numbers = _GRANULARITIES[gemm.granularities[0]], _GRANULARITIES[gemm.granularities[1]]
+        numbers = [_GRANULARITIES[granularity] for granularity in gemm.granularities]
     found = _Options(
         size=ctypes.sizeof(_Options),
         width=-1,
@@ -134,8 +106,8 @@ def _attribute(gemm: Gemm, k: int) -> np.ndarray:
         granularity_a=numbers[0],
         granularity_b=numbers[1],
         is_transposed=gemm.is_transposed,
-        slice_k=slice_k(gemm.model, k, gemm.split_k or 1),
-        model=model_of(gemm.model),
+        slice_k=engine.slice_k(gemm.model, k, gemm.split_k or 1),
+        model=engine.model_of(gemm.model),
     )
     return np.frombuffer(bytes(found), np.uint8)
 
@@ -175,11 +147,11 @@ def _batched(operands: Sequence[Any], axes: Sequence[Any], *, gemm: Gemm, is_man
         def one(each: Any) -> jax.Array:
             picked = iter(each)
             given = (x if axis is None else next(picked) for x, axis in zip(mapped, axes, strict=True))
-            return _call(gemm, *given, is_many=is_many)
+            return _gemm.bind(*given, gemm=gemm, is_many=is_many)
 
         return jax.lax.map(one, [x for x, axis in zip(mapped, axes, strict=True) if axis is not None]), 0
     found = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    return _call(gemm, *found, is_many=True), 0
+    return _gemm.bind(*found, gemm=gemm, is_many=True), 0
 
 
 _gemm = Primitive("f8emu_emulated_gemm")

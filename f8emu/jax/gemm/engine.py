@@ -7,7 +7,6 @@ lowers the one of the backend (`jax.lax.platform_dependent`). A vmapped GEMM is 
 import functools
 import warnings
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import jax
@@ -17,31 +16,22 @@ from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 
 from f8emu.jax.compiling import Options, compiler_options, eager_options, is_eager
-from f8emu.jax.fused.choice import FLOAT8_CAPABILITY, capability_of, cuda_devices, is_device_of
 from f8emu.jax.gemm import emulation, hardware, partition
 from f8emu.jax.gemm.call import Gemm
-from f8emu.jax.lowering import refuse_lowering
+from f8emu.jax.lowering import FLOAT8_CAPABILITY, capability_of, cuda_devices, is_device_of, refuse_lowering
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
 
 
-class Engine(Enum):
-    """What computes a GEMM."""
-
-    AUTO = "auto"
-    """HARDWARE on a GPU that is the chip whose bits are asked for, otherwise EMULATED."""
-    HARDWARE = "hardware"
-    EMULATED = "emulated"
-
-
-_NAMES = tuple(engine.value for engine in Engine)
+AUTO, HARDWARE, EMULATED = ENGINES = ("auto", "hardware", "emulated")
+"""What computes a GEMM; "auto": the hardware on a GPU that is the chip whose bits are asked for, else the emulation."""
 
 
 def check_engine(call: str, engine: str) -> None:
     """Raise OperandError for an unknown engine."""
-    if engine not in _NAMES:
-        raise OperandError(f"{call}: engine must be one of {', '.join(_NAMES)}; got {engine!r}")
+    if engine not in ENGINES:
+        raise OperandError(f"{call}: engine must be one of {', '.join(ENGINES)}; got {engine!r}")
 
 
 def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HOPPER) -> str:
@@ -57,9 +47,9 @@ def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HO
     chip = chip_by_name("engine_of", chip)
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
-    if engine != Engine.EMULATED.value and is_device_of(chip, device):
+    if engine != EMULATED and is_device_of(chip, device):
         return f"cuBLASLt on {device.device_kind}"
-    if engine == Engine.HARDWARE.value:
+    if engine == HARDWARE:
         raise UnsupportedError(_no_hardware("engine_of", str(device), chip))
     by = "f8emu.native" if device.platform == "cpu" and emulation.is_available() else "f8ref.jax"
     found = f"emulated by {by} on {device.platform}"
@@ -82,13 +72,13 @@ def multiply(gemm: Gemm, operands: tuple[Any, ...], options: Options | None) -> 
     if any(len(x.devices()) > 1 for x in operands):
         return _program(gemm)(*operands)
     (device,) = operands[0].devices()
-    if gemm.engine != Engine.EMULATED.value and is_device_of(gemm.chip, device):
+    if gemm.engine != EMULATED and is_device_of(gemm.chip, device):
         if _has_own_split(gemm):
             raise UnsupportedError(_own_split(gemm))
         return hardware.multiply(gemm, *operands, options=options)
-    if gemm.engine == Engine.HARDWARE.value:
+    if gemm.engine == HARDWARE:
         raise UnsupportedError(_no_hardware(gemm.call, str(device), gemm.chip))
-    if gemm.engine == Engine.AUTO.value and capability_of(device) >= FLOAT8_CAPABILITY:
+    if gemm.engine == AUTO and capability_of(device) >= FLOAT8_CAPABILITY:
         warn_of_idle_gpu(gemm.chip)
     return emulation.multiply(gemm, *operands)
 
@@ -109,7 +99,7 @@ def _traced(gemm: Gemm, options: Options | None, *operands: Any) -> jax.Array:
     def on_cuda(*operands: Any) -> jax.Array:
         if gemm.chip.capability is None or not all(is_device_of(gemm.chip, device) for device in cuda_devices()):
             is_idle = jax.default_backend() == "gpu" and max(map(capability_of, cuda_devices())) >= FLOAT8_CAPABILITY
-            if is_idle and gemm.engine != Engine.HARDWARE.value:
+            if is_idle and gemm.engine != HARDWARE:
                 warn_of_idle_gpu(gemm.chip)
             return elsewhere(*operands)
         if _has_own_split(gemm):
@@ -122,12 +112,12 @@ def _traced(gemm: Gemm, options: Options | None, *operands: Any) -> jax.Array:
         )
 
     def elsewhere(*operands: Any) -> jax.Array:
-        if gemm.engine == Engine.HARDWARE.value:
+        if gemm.engine == HARDWARE:
             refusal = _no_hardware(gemm.call, "another device", gemm.chip)
             operands = (refuse_lowering(operands[0], refusal), *operands[1:])
         return emulated(*operands)
 
-    if gemm.engine == Engine.EMULATED.value:
+    if gemm.engine == EMULATED:
         return emulated(*operands)
     return lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
 

@@ -1,5 +1,5 @@
 """The GEMMs on the tensor cores: `jax.lax.dot_general` of codes, which XLA gives to cuBLASLt (NUMERICS 7), and a
-kernel of our own for block scales.
+kernel of its own for block scales.
 
 Precision DEFAULT is fast accumulation [CHAIN-1], HIGHEST is promoted [CHAIN-2]. How scales are applied is a `Form`;
 `form_of` chooses it, and is the place to change after a measurement. All of it holds without Triton GEMMs only: eager
@@ -19,15 +19,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from f8emu.jax.compiling import TRITON_GEMM, Options, compiler_options, eager_options, is_eager
 from f8emu.jax.dtypes import CHIP
-from f8emu.jax.fused.choice import are_hopper, kernel_or_plain
-from f8emu.jax.gemm import block_kernel, emulation, planned
-from f8emu.jax.gemm.call import Gemm
-from f8emu.jax.lowering import refuse_lowering
+from f8emu.jax.gemm import block_kernel, emulation
+from f8emu.jax.gemm.call import Gemm, split_k_of
+from f8emu.jax.lowering import are_hopper, kernel_or_plain, refuse_lowering
 from f8emu.spec.formats import BFLOAT16, FLOAT32, Format
 from f8emu.spec.scaling import Granularity
 
-_BLOCK_K = 128
-"""What one partial sum of a GEMM with block scales covers [EPI-5]."""
 _ROW_MAJOR = Layout(major_to_minor=(0, 1))
 _LAST_WITH_LAST = (((1,), (1,)), ((), ()))
 """`a [M, K]`, `b [N, K]`: what cuBLASLt's float8 GEMM takes without a transpose."""
@@ -44,13 +41,10 @@ class Form(Enum):
     FLOAT32 = "float32"
     """A float32 dot, scaled, with the bias added and rounded as [EPI-1] to [EPI-4] say. Always exact, and slower: the
     output travels once more, and as float32."""
-    BLOCKS = "blocks"
-    """[EPI-5] A Pallas kernel on Hopper, `block_kernel`: XLA has no GEMM with block scales. Elsewhere, and where XLA
-    partitions the program, a float32 dot for every 128 of K, added up on integers: the same bits, and very slow."""
 
 
 def form_of(gemm: Gemm, *, has_bias: bool, options: Options) -> Form:
-    """How the scales of a GEMM are applied: the fastest form that is exact.
+    """How the scales of a GEMM, which are not of blocks, are applied: the fastest form that is exact.
 
     `powers_of_two`: all scales are powers of two, by the recipe's rule, from amaxes of their operands. Multiplying by
     them then commutes with the rounding to bfloat16, as long as nothing leaves the range of normal numbers:
@@ -61,8 +55,6 @@ def form_of(gemm: Gemm, *, has_bias: bool, options: Options) -> Form:
       rounded accumulator makes an infinity of it. An accumulator is below K * 2^18, so this takes a row of the weight
       with an amax above 2^98 / K * 2^20.
     """
-    if gemm.is_blockwise:
-        return Form.BLOCKS
     if gemm.out_dtype != BFLOAT16 or has_bias:
         return Form.FLOAT32
     if gemm.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
@@ -77,7 +69,7 @@ def multiply(gemm: Gemm, *operands: jax.Array, options: Options | None) -> jax.A
     `mm` is the fastest, and those that split K [BF16-2] are among them.
     """
     if gemm.is_blockwise:
-        gemm = gemm._replace(split_k=planned.split_k_of(gemm, *operands[:2]))
+        gemm = gemm._replace(split_k=split_k_of(gemm, *operands[:2]))
     if is_eager(operands):
         return _program()(operands, gemm, eager_options())
     assert options is not None, "what is not known was refused"
@@ -85,8 +77,11 @@ def multiply(gemm: Gemm, *operands: jax.Array, options: Options | None) -> jax.A
 
 
 def _product(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) -> jax.Array:
-    product = {"scaled_mm": _scaled_mm, "scaled_grouped_mm": _scaled_grouped_mm, "mm": _mm}[gemm.call]
-    return product(operands, gemm, options)
+    if gemm.is_blockwise:
+        return _block_scaled(gemm, *operands)
+    if gemm.call == "scaled_mm":
+        return _scaled_mm(gemm, options, *operands)
+    return (_mm if gemm.call == "mm" else _scaled_grouped_mm)(gemm, *operands)
 
 
 def refuse_unknown_options(call: str, operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -106,10 +101,9 @@ def _program() -> Callable[..., jax.Array]:
     return jax.jit(_product, static_argnums=(1, 2), compiler_options=compiler_options())
 
 
-def _scaled_mm(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) -> jax.Array:
+def _scaled_mm(gemm: Gemm, options: Options, *operands: jax.Array) -> jax.Array:
     a, b, scale_a, scale_b, *bias = operands
-    granularities, transposed = gemm.granularities, gemm.is_transposed
-    assert granularities is not None, "a scaled_mm has scales"
+    transposed = gemm.is_transposed
     form = form_of(gemm, has_bias=bool(bias), options=options)
     # 1. The left operand of the dot, and the factors of its rows and of its columns in the order of [EPI-2].
     b, scale_b = b.T, scale_b.T
@@ -117,8 +111,6 @@ def _scaled_mm(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) ->
     factors = (scale_b, scale_a.T) if transposed else (scale_b.T, scale_a)
     # 2. The product.
     match form:
-        case Form.BLOCKS:
-            return _block_scaled((a, b, scale_a, scale_b), gemm)
         case Form.FOLDED:
             # Without the barrier XLA rounds the factor to bfloat16 before it looks for something to fold.
             factor = lax.optimization_barrier(scale_a.reshape(()) * scale_b.reshape(())).astype(jnp.bfloat16)
@@ -126,10 +118,10 @@ def _scaled_mm(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) ->
         case Form.BFLOAT16:
             product = _dot(left, right, gemm.use_fast_accum, jnp.bfloat16).astype(jnp.float32)
             return (product * factors[0] * factors[1]).astype(jnp.bfloat16)
-        case Form.FLOAT32:
+        case _:
             product = _dot(left, right, gemm.use_fast_accum, jnp.float32)
     # 3. Scales, bias and one rounding.
-    if granularities[0] is Granularity.TENSORWISE:
+    if gemm.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
         product = product * (scale_a * scale_b)
         product = jnp.where(product == 0, jnp.zeros_like(product), product)  # [EPI-1] XLA drops `+ 0`, which -0 needs
     else:
@@ -141,7 +133,7 @@ def _scaled_mm(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) ->
     return _rounded(product, gemm.out_dtype)
 
 
-def _scaled_grouped_mm(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) -> jax.Array:
+def _scaled_grouped_mm(gemm: Gemm, *operands: jax.Array) -> jax.Array:
     """[EPI-6] One GEMM of all rows for every group, of which the group's own are kept: XLA has no grouped one."""
     a, b, scale_a, scale_b, offs = operands
     rows = jnp.arange(a.shape[0], dtype=offs.dtype)[:, None]
@@ -157,13 +149,12 @@ def _scaled_grouped_mm(operands: tuple[jax.Array, ...], gemm: Gemm, options: Opt
     return lax.scan(one_group, total, (b, scale_b, starts, offs))[0]
 
 
-def _mm(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) -> jax.Array:
+def _mm(gemm: Gemm, *operands: jax.Array) -> jax.Array:
     a, b = _apart(*operands)
     dtype = jnp.bfloat16 if gemm.out_dtype == BFLOAT16 else jnp.float32
-    if gemm.is_transposed:
-        product = lax.dot_general(b, a, (((0,), (1,)), ((), ())), preferred_element_type=dtype)
-    else:
-        product = lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+    left, right, contracting = (b, a, (0, 1)) if gemm.is_transposed else (a, b, (1, 0))
+    numbers = (tuple((dim,) for dim in contracting), ((), ()))
+    product = lax.dot_general(left, right, numbers, preferred_element_type=dtype)
     return _ended(product) if gemm.out_dtype == BFLOAT16 else _rounded(product, gemm.out_dtype)
 
 
@@ -188,76 +179,33 @@ def _padded(codes: jax.Array) -> jax.Array:
     return lax.pad(codes, jnp.zeros((), codes.dtype), ((0, rows, 0), (0, columns, 0)))
 
 
-def _block_scaled(operands: tuple[jax.Array, ...], gemm: Gemm) -> jax.Array:
-    """[EPI-5] `a [M, K] @ b [N, K]^T` with block scales, or its transpose."""
-
-    def plain(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
-        total = _blocks(a, b, scale_a, scale_b, gemm)
-        return _rounded(total.T if gemm.is_transposed else total, gemm.out_dtype)
-
-    (m, k), n = operands[0].shape, operands[1].shape[0]
-    if not block_kernel.fits(m, n, k, gemm.split_k or 1):
-        return plain(*operands)
-    return kernel_or_plain(functools.partial(_by_kernel, gemm), plain, *operands, runs_here=are_hopper)
+def _block_scaled(gemm: Gemm, *operands: jax.Array) -> jax.Array:
+    """[EPI-5] By a kernel, since XLA has no GEMM with block scales; one that it does not take is emulated."""
+    a, b, _, _, *bias = operands
+    emulated = functools.partial(emulation.multiply, gemm)
+    if bias or not block_kernel.fits(a.shape[0], b.shape[1], a.shape[1], gemm.split_k or 1):
+        return emulated(*operands)
+    return kernel_or_plain(functools.partial(_by_kernel, gemm), emulated, *operands, runs_here=are_hopper)
 
 
 def _by_kernel(gemm: Gemm, a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array, **how: Any) -> jax.Array:
     """`_block_scaled` by a kernel on the tensor cores; `how` it is launched."""
     granularities = gemm.granularities
     assert granularities is not None, "a GEMM with block scales"
+    k, multiple = a.shape[1], gemm.model.split_k_multiple
+    b, scale_b = b.T, scale_b.T
     slices = block_kernel.block_mm(
         *((b, a, scale_b, scale_a) if gemm.is_transposed else (a, b, scale_a, scale_b)),
-        (granularities[1], granularities[0]) if gemm.is_transposed else granularities,
+        granularities[::-1] if gemm.is_transposed else granularities,
         out_dtype=gemm.out_dtype,
-        slice_blocks=_slice_blocks(a.shape[1], gemm),
+        # [CHAIN-3] The blocks of a slice.
+        slice_blocks=math.ceil(math.ceil(k / (gemm.split_k or 1)) / multiple) * multiple // block_kernel.BLOCK_K,
         right_first=gemm.is_transposed,
         **how,
     )
     if slices.shape[0] == 1:
         return slices[0]
     return _rounded(functools.reduce(jnp.add, slices), gemm.out_dtype)  # [CHAIN-3] in order
-
-
-def _slice_blocks(k: int, gemm: Gemm) -> int:
-    """[CHAIN-3] How many blocks of K a slice has."""
-    multiple = gemm.model.split_k_multiple
-    return math.ceil(math.ceil(k / (gemm.split_k or 1)) / multiple) * multiple // _BLOCK_K
-
-
-def _blocks(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array, gemm: Gemm) -> jax.Array:
-    """[EPI-5] `a [M, K] @ b [N, K]^T` with block scales, float32, in slices of K that are added in order [CHAIN-3]."""
-    granularities = gemm.granularities
-    assert granularities is not None, "a GEMM with block scales"
-    (m, k), n = a.shape, b.shape[0]
-    blocks = -(-k // _BLOCK_K)
-    spread_a, spread_b = (
-        _every_row(scale, g, rows) for scale, g, rows in zip((scale_a, scale_b), granularities, (m, n), strict=True)
-    )
-    a, b = (lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -k % _BLOCK_K, 0))) for x in (a, b))
-    scales_first = granularities != (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
-
-    def one_block(i: jax.Array, total: jax.Array) -> jax.Array:
-        a_i, b_i = (lax.dynamic_slice_in_dim(x, i * _BLOCK_K, _BLOCK_K, 1) for x in (a, b))
-        s_a = lax.dynamic_slice_in_dim(spread_a, i, 1, 1)
-        s_b = lax.dynamic_slice_in_dim(spread_b, i, 1, 1).T
-        # One chain over 128 is the same in both ways of accumulation.
-        return emulation.promote(_dot(a_i, b_i, True, jnp.float32), s_a, s_b, total, scales_first=scales_first)
-
-    length = _slice_blocks(k, gemm)
-    total = None
-    for first in range(0, blocks, length):
-        end = min(first + length, blocks)
-        found = lax.fori_loop(first, end, one_block, jnp.zeros((m, n), jnp.float32))
-        total = found if total is None else lax.optimization_barrier(total) + found
-    assert total is not None, "there is no GEMM without K"
-    return total
-
-
-def _every_row(scale: jax.Array, granularity: Granularity, rows: int) -> jax.Array:
-    """128x128 scales repeated for each of their rows; other scales as they are."""
-    if granularity is not Granularity.BLOCKWISE_128X128:
-        return scale
-    return lax.slice_in_dim(jnp.repeat(scale, _BLOCK_K, axis=0), 0, rows, axis=0)
 
 
 def _apart(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

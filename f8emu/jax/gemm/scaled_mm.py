@@ -35,9 +35,7 @@ def scaled_mm(
 ) -> jax.Array:
     """The float8 GEMM of a chip's tensor core, Hopper's by default: `out = round(accumulate(a @ b) * scales + bias)`.
 
-    Granularities that are not given are inferred from the shapes of the scales. The first that fits is taken:
-    tensorwise (one element each), rowwise, then 1x128 before 128x128. Give them if more than one fits: a single row
-    with block scales, or K <= 128.
+    Arguments, shapes and defaults are those of `f8emu.numpy.scaled_mm`, with arrays of JAX, and `engine`.
 
     Shapes:
         a [M, K], b [K, N], float8, of any extents; float32 scales, of `a`: one element, [M, 1], [M, ceil(K / 128)] or
@@ -45,10 +43,7 @@ def scaled_mm(
         [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; bias [N] of any high precision -> [M, N] of out_dtype.
 
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy`, eagerly and
-    traced. `engine="hardware"`: the bits of the device. `split_k` tells the emulation which split-K the library's
-    heuristic chose [CHAIN-3]. None asks the library itself on a GPU that is the chip (a trace: if JAX's default device
-    is one), else the plan, `f8emu.split_k.plan` [PLAN-1..7], and is the only value that the hardware accepts. A shape
-    that the plan does not cover is emulated without split-K, with one warning.
+    traced. `engine="hardware"`: the bits of the device.
 
     Args:
         a: left operand.
@@ -61,9 +56,10 @@ def scaled_mm(
         engine: "auto" (the hardware on a CUDA device that is the chip, else the emulation), "hardware" or "emulated".
         granularity_a: the granularity of `scale_a`, if its shape is ambiguous.
         granularity_b: the granularity of `scale_b`, if its shape is ambiguous.
-        split_k: the number of slices of K that the emulation accumulates separately; None: the library's or the plan's.
-        chip: the chip to emulate: a profile of `f8emu.spec.CHIPS` or its name. `evidence` says what a profile rests on.
-            Hopper (an H200's) and H100 have plans; for other chips S is 1.
+        split_k: the number of slices of K that the emulation accumulates separately [CHAIN-3]. None, the only value
+            that the hardware accepts, takes the library's on a GPU that is the chip (a trace: if JAX's default device
+            is one), else the plan's.
+        chip: the chip to emulate: a profile of `f8emu.spec.CHIPS` or its name.
 
     Raises:
         OperandError: wrong dtype, shape or scales.
@@ -99,8 +95,7 @@ def scaled_grouped_mm(
     Exactness: as for `scaled_mm`. On hardware every group is a GEMM of all rows, of which the group's own are kept.
 
     Raises:
-        OperandError: wrong dtype or shape.
-        UnsupportedError: a call that the hardware or this engine does not support.
+        OperandError, SpecError, UnsupportedError: as for `scaled_mm`.
     """
     operands = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": offs}
     return _product(scaled_grouped_mm_call, operands, out_dtype, engine, chip, use_fast_accum=use_fast_accum)
@@ -120,11 +115,8 @@ def mm(
     Shapes:
         a [M, K], b [K, N], bfloat16, of any extents -> [M, N] of out_dtype.
 
-    Exactness: as for `scaled_mm`, `split_k` included [BF16-2]; its plan is the one for two row-major matrices ("nn").
-
-    Raises:
-        OperandError: wrong dtype or shape.
-        UnsupportedError: a call that the hardware or this engine does not support.
+    Exactness, Raises: as for `scaled_mm`, `split_k` included [BF16-2]; its plan is the one for two row-major matrices
+    ("nn").
     """
     return _product(mm_call, {"a": a, "b": b}, out_dtype, engine, chip, split_k=split_k)
 
@@ -137,7 +129,6 @@ def _product(
     chip: Chip | str,
     **options: Any,
 ) -> jax.Array:
-    """The product of the operands `given`, which `describe` refuses or describes."""
     call = describe.__name__.removesuffix("_call")
     # 1. What is refused.
     out = check_output(call, out_dtype)

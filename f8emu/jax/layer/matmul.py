@@ -84,9 +84,7 @@ class Kept(NamedTuple):
     """What the backward pass needs."""
 
     input: Side
-    """An `Operand`; `Deferred` of a layer that keeps its input itself."""
     weight: Side
-    """`Deferred`, or in high precision an `Operand`."""
     grad_output: DelayedState | None
     amaxes: tuple[jax.Array | None, jax.Array | None] | None
     """The amaxes of input and weight; None if no gradient of the state is needed."""
@@ -120,19 +118,15 @@ def _forward(
     if plan.tap is not None:
         plan.tap.tensor("input", input.T if x_is_t else input)
         plan.tap.tensor("weight", weight.T if w_is_t else weight)
-    keeps = keeps_input(plan, input, weight)
-    x, x_kept, x_amax = _cast_matrix(
-        plan, input, recipe.output.a, _float8(x_cols), of_input, axes.input, x_is_t, defers_cols=keeps
-    )
-    w, w_kept, w_amax = _cast_matrix(
-        plan, weight, recipe.output.b, _float8(w_cols), of_weight, axes.weight, w_is_t, defers_cols=plan.recompute_casts
-    )
+    of_x = {"is_transposed": x_is_t, "keeps_cols": True, "defers_cols": keeps_input(plan, input, weight)}
+    of_w = {"is_transposed": w_is_t, "keeps_cols": True, "defers_cols": plan.recompute_casts}
+    x, x_kept, x_amax = cast_matrix(input, recipe.output.a, x_cols, recipe, of_input, axes.input, **of_x)
+    w, w_kept, w_amax = cast_matrix(weight, recipe.output.b, w_cols, recipe, of_weight, axes.weight, **of_w)
     # 2. The product.
     w = _gathered(w, recipe.output.b, (axes.gathered_n, axes.gathered_k))
     output = _product("output", recipe.output, x, w, plan.out_dtype, plan)
     amaxes = (x_amax, w_amax) if wants_state else None
-    kept = _kept(x_cols, x_kept, input), _kept(w_cols, w_kept, weight)
-    return output, Kept(*kept, of_grad_output, amaxes, state if wants_state else None)
+    return output, Kept(x_kept, w_kept, of_grad_output, amaxes, state if wants_state else None)
 
 
 def _forward_rule(plan: Plan, input: Any, weight: Any, state: Any) -> tuple[jax.Array, Kept]:
@@ -155,7 +149,7 @@ def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, 
     rows = None if kept.weight is None else recipe.grad_input.a
     cols = None if kept.input is None else recipe.grad_weight.a
     axes = plan.divided
-    g, g_transposed, amax = _cast_matrix(plan, grad_output, rows, cols, kept.grad_output, axes.grad_output, False)
+    g, g_transposed, amax = cast_matrix(grad_output, rows, cols, recipe, kept.grad_output, axes.grad_output)
     # 2. The products, in the layouts of input and weight.
     d_input = d_weight = d_state = None
     input_is_t, weight_is_t = plan.is_input_transposed, plan.is_weight_transposed
@@ -188,28 +182,6 @@ def _mapped_with(state: Float8State, *operands: jax.Array) -> Float8State:
     return Float8State(*(of_tensor if of_tensor is None else checked(of_tensor) for of_tensor in state))
 
 
-def _cast_matrix(
-    plan: Plan,
-    x: jax.Array,
-    rows: Cast | None,
-    cols: Cast | None,
-    state: DelayedState | None,
-    axes: tuple[Axes, Axes],
-    is_transposed: bool,
-    *,
-    defers_cols: bool = False,
-) -> tuple[Any, Any, jax.Array | None]:
-    """The operands `rows` of a matrix and `cols` of its transpose, of which `x` is the one or the other; its amax.
-
-    Operands are `Operand`s; with `defers_cols` a second one under float8 is `Deferred`.
-    """
-    deferred = int(not is_transposed) if defers_cols and cols is not None else None
-    if is_transposed:
-        rows, cols, axes = cols, rows, (axes[1], axes[0])
-    by_rows, by_cols, amax = cast_matrix(x, (rows, cols), plan.recipe, state, axes=axes, deferred=deferred)
-    return (by_cols, by_rows, amax) if is_transposed else (by_rows, by_cols, amax)
-
-
 def keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
     """Whether the input itself is kept, and cast again: where it takes less memory than codes of grad_output.
 
@@ -223,22 +195,17 @@ def keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
     return input.nbytes < rows * features and not cast.is_high_precision and not cast.granularity.is_blockwise
 
 
-def _float8(cast: Cast | None) -> Cast | None:
-    """A cast to float8; one to high precision is made where it is used (`_kept`)."""
-    return None if cast is None or cast.is_high_precision else cast
-
-
 def _product(
     name: str,
     spec: recipes.Gemm,
-    a: Operand | None,
-    b: Operand | None,
+    a: Side,
+    b: Side,
     out_dtype: Format,
     plan: Plan,
     transposed: bool = False,
 ) -> jax.Array:
     """`a @ b^T` as one GEMM of the recipe, or its transpose."""
-    assert a is not None and b is not None, "they were cast for it"
+    assert isinstance(a, Operand) and isinstance(b, Operand), "they were cast for it"
     scales: tuple[jax.Array, ...] = ()
     granularities = None
     if not spec.is_high_precision:
@@ -276,23 +243,14 @@ def _has_safe_powers_of_two(recipe: Recipe, spec: recipes.Gemm) -> bool:
     return is_usual and spec.a.format == spec.b.format == E4M3FN
 
 
-def _kept(cast: Cast | None, operand: Any, x: jax.Array) -> Any:
-    """What is kept for a cast of the backward pass: an operand; of one in high precision `x` as it lies."""
-    return Operand(x.astype(jnp.bfloat16), None) if cast is not None and cast.is_high_precision else operand
-
-
-def _taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: Any) -> Operand | None:
+def _taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: Any) -> Side:
     """The operand of the transpose of a matrix that was kept; `is_transposed`: the matrix was given so."""
-    if isinstance(side, Deferred):
-        return side.operand(cast, rule, 0 if is_transposed else 1, after=after)
-    if side is None or side.scale is not None or is_transposed:
-        return side
-    return Operand(side.codes.T, None)
+    return side.operand(cast, rule, 0 if is_transposed else 1, after) if isinstance(side, Deferred) else side
 
 
-def _gathered(operand: Operand | None, cast: Cast, axes: tuple[Axes, Axes]) -> Operand | None:
+def _gathered(operand: Side, cast: Cast, axes: tuple[Axes, Axes]) -> Side:
     """An operand of the weight [rows, K], gathered along `axes`."""
-    if operand is None or not any(axes):
+    if not isinstance(operand, Operand) or not any(axes):
         return operand
     codes, scale = gathered(operand.codes, axes), operand.scale
     if scale is not None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.jax.fused import casts
+from f8emu.jax import fused
 from f8emu.jax.layer.sharding import Axes, global_amax, require_whole_blocks
 from f8emu.jax.scale import reciprocal, scales_of
 from f8emu.spec.formats import Format
@@ -33,103 +33,123 @@ class Deferred(NamedTuple):
     """An operand that is still to be cast."""
 
     x: jax.Array
-    """[M, N], the matrix."""
+    """[M, N], the matrix; of an operand in high precision bfloat16."""
     scales: Scales | None
-    """The scales of the operand; None for block scales, which its cast finds again."""
+    """The scales of the operand; None for block scales, which its cast finds again, and in high precision."""
 
     def operand(self, cast: Cast, rule: ScaleRule, side: int, after: Any) -> Operand:
-        """The operand `side`: 0 of the matrix, 1 of its transpose.
-
-        XLA does not begin before `after` is there: the codes would take memory until they are read.
-        """
+        """The operand `side`: 0 of the matrix, 1 of its transpose."""
+        if cast.format is None:
+            return Operand(self.x.T if side else self.x, None)
+        # XLA must not begin before `after` is there: the codes would take memory until they are read.
         x, _ = lax.optimization_barrier((self.x, after))
-        format = float8_of(cast)
-        assert format is not None, "an operand in high precision is not deferred"
         if self.scales is None:
-            blocks = casts.cast_blocks(x, format, rule, *_at(side, cast.granularity))[side]
+            blocks = fused.cast_blocks(x, cast.format, rule, *_at(side, cast.granularity))[side]
             assert blocks is not None, "it was wanted"
             return Operand(blocks[0], blocks[1].scale)
-        codes = casts.cast_pair(x, format, *_at(side, self.scales.inv_scale))[side]
+        codes = fused.cast_pair(x, cast.format, *_at(side, self.scales.inv_scale))[side]
         assert codes is not None, "they were wanted"
         return Operand(codes, self.scales.scale)
 
 
 Side = Operand | Deferred | None
 """An operand of a matrix, or of its transpose; None if none is wanted."""
-WHOLE: tuple[Axes, Axes] = ((), ())
-"""Axes that divide nothing."""
 
 
 def cast_matrix(
     x: jax.Array,
-    of_sides: tuple[Cast | None, Cast | None],
+    rows: Cast | None,
+    cols: Cast | None,
     recipe: Recipe,
     state: DelayedState | None,
+    axes: tuple[Axes, Axes],
     *,
-    axes: tuple[Axes, Axes] = WHOLE,
-    deferred: int | None = None,
+    is_transposed: bool = False,
+    keeps_cols: bool = False,
+    defers_cols: bool = False,
 ) -> tuple[Side, Side, jax.Array | None]:
-    """`x` [M, N] under the first cast and `x^T` [N, M] under the second; None leaves an operand out. And with a state,
-    whose scale is that of earlier steps, the amax of `x` [] for the next update; 0 without a cast.
+    """A matrix [M, N] under the cast `rows`, its transpose under `cols`, None for what is not wanted; and with a state,
+    whose scale earlier steps gave, the matrix's amax [] for the next update, 0 without a cast.
 
-    A state whose `initialized` is None is known to be initialized, and amax and codes take one pass. `axes` of
-    `jax.shard_map` are those along which M and N are divided: scales are those of the whole matrix. `deferred` is the
-    side that is not cast yet.
+    `x` is the matrix, or its transpose if `is_transposed`. A state whose `initialized` is None is known to be
+    initialized: then amax and codes take one pass. `axes` of `jax.shard_map` are those along which M and N are divided:
+    scales are the whole matrix's. With `keeps_cols` the second operand is for later: in high precision, or with
+    `defers_cols`, it is `Deferred`.
 
     Exactness: the codes and scales of `f8ref.numpy.linear`.
     """
-    found: list[Side] = [
-        Operand((x.T if side else x).astype(jnp.bfloat16), None) if cast is not None and cast.format is None else None
-        for side, cast in enumerate(of_sides)
-    ]
+    turn = -1 if is_transposed else 1
+    kept = (0 if is_transposed else 1) if keeps_cols else None
+    sides, amax = _cast_sides(x, (rows, cols)[::turn], recipe, state, axes[::turn], kept, defers_cols)
+    of_rows, of_cols = sides[::turn]
+    return of_rows, of_cols, amax
+
+
+def _cast_sides(
+    x: jax.Array,
+    of_sides: tuple[Cast | None, ...],
+    recipe: Recipe,
+    state: DelayedState | None,
+    axes: tuple[Axes, ...],
+    kept: int | None,
+    defers: bool,
+) -> tuple[list[Side], jax.Array | None]:
+    """The operands of `x` and of `x^T`, and the amax; `kept` is the side that is for later."""
+    # 1. High precision.
+    found: list[Side] = [None, None]
+    for side, cast in enumerate(of_sides):
+        if cast is not None and cast.format is None:
+            values = x.astype(jnp.bfloat16)
+            found[side] = Deferred(values, None) if side == kept else Operand(values.T if side else values, None)
     format, rule, amax = float8_of(*of_sides), recipe.scale_rule, None
     if format is None:
-        return found[0], found[1], None if state is None else jnp.zeros((), jnp.float32)
+        return found, None if state is None else jnp.zeros((), jnp.float32)
     kinds = [None if cast is None or cast.format is None else cast.granularity for cast in of_sides]
+    deferred = kept if defers else None
     if state is None:
-        # 1. Blocks: amax, scale and codes in one pass.
+        # 2. Blocks: amax, scale and codes in one pass.
         blocks = [kind if kind is not None and kind.is_blockwise else None for kind in kinds]
         require_whole_blocks(blocks, x.shape, axes)
         if deferred is not None and blocks[deferred] is not None:
             found[deferred], blocks[deferred], kinds[deferred] = Deferred(x, None), None, None
         if any(blocks):
-            for side, cast in enumerate(casts.cast_blocks(x, format, rule, blocks[0], blocks[1])):
+            for side, cast in enumerate(fused.cast_blocks(x, format, rule, blocks[0], blocks[1])):
                 if cast is not None:
                     found[side], kinds[side] = Operand(cast[0], cast[1].scale), None
-        # 2. Rows alone: likewise.
+        # 3. Rows alone: likewise.
         if kinds == [Granularity.ROWWISE, None] and deferred != 0 and not axes[1]:
-            codes, scales = casts.cast_rows(x, format, rule)
-            return Operand(codes, scales.scale), found[1], None
-        # 3. Amaxes in one pass, codes in another.
+            codes, scales = fused.cast_rows(x, format, rule)
+            return [Operand(codes, scales.scale), found[1]], None
+        # 4. Amaxes in one pass, codes in another.
         both = _scales(x, kinds[0], kinds[1], format, rule, axes)
     else:
-        # 4. The scale of earlier steps.
+        # 5. The scale of earlier steps.
         in_use, amax = _delayed_scales(x, format, recipe, state, axes)
         both = tuple(None if kind is None else in_use for kind in kinds)
-    # 5. Codes under these scales.
+    # 6. Codes under these scales.
     now = [None if side == deferred or scales is None else scales.inv_scale for side, scales in enumerate(both)]
     if state is not None and amax is None and any(scale is not None for scale in now):
         wanted = {"rows": now[0] is not None, "cols": now[1] is not None}
-        *made, amax = casts.cast_pair_amax(x, format, jnp.reshape(state.inv_scale, (1, 1)), **wanted)
+        *made, amax = fused.cast_pair_amax(x, format, jnp.reshape(state.inv_scale, (1, 1)), **wanted)
         amax = global_amax(amax, axes[0] + axes[1])
     else:
-        made = casts.cast_pair(x, format, *now)
+        made = fused.cast_pair(x, format, *now)
     for side, (scales, codes) in enumerate(zip(both, made, strict=True)):
         if scales is not None:
             found[side] = Deferred(x, scales) if codes is None else Operand(codes, scales.scale)
     if state is not None:
-        amax = jnp.reshape(global_amax(casts.tensor_amax(x), axes[0] + axes[1]) if amax is None else amax, ())
-    return found[0], found[1], amax
+        amax = jnp.reshape(global_amax(fused.tensor_amax(x), axes[0] + axes[1]) if amax is None else amax, ())
+    return found, amax
 
 
 def _delayed_scales(
-    x: jax.Array, format: Format, recipe: Recipe, state: DelayedState, axes: tuple[Axes, Axes]
+    x: jax.Array, format: Format, recipe: Recipe, state: DelayedState, axes: tuple[Axes, ...]
 ) -> tuple[Scales, jax.Array | None]:
     """The scales that a state gives, [1, 1], and the amax of `x` if a first step may need it: then they are its own."""
     inv_scale, amax = jnp.reshape(state.inv_scale, (1, 1)), None
     if state.initialized is not None:
         assert recipe.delayed is not None, "only such a recipe has a state"
-        amax = global_amax(casts.tensor_amax(x), axes[0] + axes[1])
+        amax = global_amax(fused.tensor_amax(x), axes[0] + axes[1])
         own = scales_of(amax, format, recipe.scale_rule, margin=recipe.delayed.margin)
         inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)) != 0, inv_scale, own.inv_scale)
     return Scales(inv_scale, reciprocal(inv_scale)), amax
@@ -149,16 +169,16 @@ def _scales(
     col_kind: Granularity | None,
     format: Format,
     rule: ScaleRule,
-    axes: tuple[Axes, Axes],
+    axes: tuple[Axes, ...],
 ) -> tuple[Scales | None, Scales | None]:
     """The scales of both operands, tensorwise or rowwise; None for a kind of None."""
     of_rows = of_cols = of_tensor = None
     if col_kind is Granularity.ROWWISE:
-        of_rows, of_cols = casts.row_col_amax(x)
+        of_rows, of_cols = fused.row_col_amax(x)
     elif row_kind is Granularity.ROWWISE:
-        of_rows = casts.row_amax(x)
+        of_rows = fused.row_amax(x)
     if Granularity.TENSORWISE in (row_kind, col_kind):
-        of_tensor = global_amax(casts.tensor_amax(x if of_rows is None else of_rows), axes[0] + axes[1])
+        of_tensor = global_amax(fused.tensor_amax(x if of_rows is None else of_rows), axes[0] + axes[1])
     tensor_scales = None if of_tensor is None else scales_of(of_tensor, format, rule)
 
     def scales(kind: Granularity | None, amaxes: jax.Array | None, along: Axes) -> Scales | None:

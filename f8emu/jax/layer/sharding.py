@@ -203,7 +203,7 @@ def require_checked_axes(call: str, state: Float8State | None) -> None:
 
 
 def require_whole_blocks(
-    granularities: Sequence[Granularity | None], shape: Sequence[int], axes: tuple[Axes, Axes]
+    granularities: Sequence[Granularity | None], shape: Sequence[int], axes: Sequence[Axes]
 ) -> None:
     """Raise OperandError where elements of a matrix, or of its transpose, would share a scale over two devices."""
     for side, granularity in enumerate(granularities):

@@ -103,7 +103,7 @@ def scaled_grouped_mm(
         UnsupportedError: formats or an `out_dtype` that the chip has no GEMM for.
     """
     options = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum, "chip": chip}
-    return grouped_product(checked_scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options), product)
+    return np.concatenate([product(g) for g in checked_scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)])
 
 
 def mm(
@@ -179,11 +179,6 @@ def product(gemm: Gemm) -> Array:
             result = result + gemm.bias
     # 4. [EPI-4] One rounding to the output type.
     return convert(result, call.out)
-
-
-def grouped_product(gemms: list[Gemm], product: Callable[[Gemm], Array]) -> Array:
-    """The rows of all groups, each computed by `product`."""
-    return np.concatenate([product(gemm) for gemm in gemms])
 
 
 def _blockwise(
