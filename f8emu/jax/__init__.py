@@ -18,8 +18,6 @@ from f8emu.jax.cast import dequantize as dequantize
 from f8emu.jax.cast import quantize as quantize
 from f8emu.jax.compiling import compiler_options as compiler_options
 from f8emu.jax.compiling import jit as jit
-from f8emu.jax.delayed_state import initial_delayed_state as initial_delayed_state
-from f8emu.jax.delayed_state import update_delayed_state as update_delayed_state
 from f8emu.jax.gemm.engine import engine_of as engine_of
 from f8emu.jax.gemm.scaled_mm import mm as mm
 from f8emu.jax.gemm.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
@@ -39,5 +37,7 @@ from f8emu.jax.layer.feed_forward import FeedForward as FeedForward
 from f8emu.jax.layer.feed_forward import delayed_feed_forward as delayed_feed_forward
 from f8emu.jax.layer.feed_forward import feed_forward as feed_forward
 from f8emu.jax.scale import amax as amax
+from f8emu.jax.scale import initial_delayed_state as initial_delayed_state
 from f8emu.jax.scale import scale_from_amax as scale_from_amax
+from f8emu.jax.scale import update_delayed_state as update_delayed_state
 from f8emu.spec.trace import Float8State as Float8State

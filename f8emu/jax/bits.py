@@ -134,6 +134,6 @@ def magnitudes(x: jax.Array) -> jax.Array:
     return bits & jnp.array((1 << (8 * x.dtype.itemsize - 1)) - 1, bits.dtype)
 
 
-def widened(magnitude: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Float32 bit patterns of magnitudes of a high-precision dtype, every NaN as the canonical one [SPEC-1]."""
-    return one_nan(value_bits(lax.bitcast_convert_type(magnitude, dtype)))
+def amax_of(magnitude: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Magnitudes of a high-precision dtype as float32, every NaN as the canonical one [SPEC-1]."""
+    return float32_of(one_nan(value_bits(lax.bitcast_convert_type(magnitude, dtype))))

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from f8emu.jax import bits
-from f8emu.jax.dtypes import FLOAT8_NAMES, float8_format, format_of, output_format, require_values, rows_of
+from f8emu.jax.dtypes import FLOAT8_NAMES, float8_format, format_of, output_format
 from f8emu.jax.lowering import without_gradient
-from f8emu.jax.scale import Block, require_scales, spread
+from f8emu.jax.scale import Block, checked_scales, spread
 from f8emu.spec.errors import OperandError
-from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, HIGH_PRECISION, Format, Overflow
-from f8emu.spec.scaling import Granularity, granularity_by_name
+from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, Format, Overflow
+from f8emu.spec.scaling import Granularity
 
 _DECODABLE = (*FLOAT8_NAMES, E8M0FNU.name, BFLOAT16.name, FLOAT16.name)
 
@@ -59,7 +59,7 @@ def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -
         SpecError: unknown format.
         UnsupportedError: a derivative.
     """
-    require_values("cast", x)
+    format_of("cast", "x", x)
     target = float8_format("cast", format)
     return _cast(without_gradient("cast", jnp.asarray(x)), target, Overflow(overflow))
 
@@ -80,13 +80,10 @@ def quantize(
         SpecError: unknown format or granularity.
         UnsupportedError: a derivative.
     """
-    require_values("quantize", x)
+    format_of("quantize", "x", x)
     target = float8_format("quantize", format)
-    granularity = granularity_by_name("quantize", granularity)
-    rows, k = rows_of("quantize", x)
-    given = require_scales("quantize", "inv_scale", inv_scale, rows, k, granularity, x.shape)
-    values, factors = without_gradient("quantize", (jnp.asarray(x), given))
-    return quantize_blocks(values.reshape(rows, k), factors, target, granularity.block).reshape(x.shape)
+    granularity, matrix, factors = checked_scales("quantize", x, "x", inv_scale, "inv_scale", granularity)
+    return quantize_blocks(matrix, factors, target, granularity.block).reshape(x.shape)
 
 
 def dequantize(
@@ -99,28 +96,18 @@ def dequantize(
     """`decode(codes) * scale`, in `out_dtype`.
 
     Shapes:
-        codes float8 [..., K], scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the
-        leading dimensions; a number that float32 holds is a tensorwise scale -> out_dtype of the codes' shape.
+        codes float8 [..., K], scale as the inv_scale of `quantize` -> out_dtype of the codes' shape.
 
     Exactness: one rounded float32 product per element, rounded on integers, subnormals included; NaN is 0x7fffffff.
     For bfloat16 and float16 the product is rounded again, to nearest, ties to even.
 
     Raises:
-        OperandError: wrong dtype or rank, or scales of another shape.
-        SpecError: unknown granularity or format.
-        UnsupportedError: a derivative.
+        OperandError, SpecError, UnsupportedError: as for `quantize`.
     """
-    granularity = granularity_by_name("dequantize", granularity)
     source = format_of("dequantize", "codes", codes, FLOAT8_NAMES)
-    target = output_format("dequantize", out_dtype)
-    if target not in HIGH_PRECISION:
-        raise OperandError(
-            f"dequantize: out_dtype must be float32, bfloat16 or float16; got {target}; convert afterwards"
-        )
-    rows, k = rows_of("dequantize", codes, name="codes")
-    given = require_scales("dequantize", "scale", scale, rows, k, granularity, codes.shape)
-    codes, factors = without_gradient("dequantize", (jnp.asarray(codes), given))
-    return _dequantize(codes.reshape(rows, k), factors, source, target, granularity.block).reshape(codes.shape)
+    target = output_format("dequantize", out_dtype, refusal=OperandError)
+    granularity, matrix, factors = checked_scales("dequantize", codes, "codes", scale, "scale", granularity)
+    return _dequantize(matrix, factors, source, target, granularity.block).reshape(codes.shape)
 
 
 def encode(values: jax.Array, format: Format, overflow: Overflow = Overflow.SATURATE) -> jax.Array:

@@ -73,7 +73,9 @@ def _cast_pair(x: jax.Array, rows: jax.Array | None, cols: jax.Array | None, *, 
     return _chosen(kernel, plain, x, rows, cols, format=format)
 
 
-def _plain_pair(x: jax.Array, row_inv_scale: jax.Array | None, col_inv_scale: jax.Array | None, format: Format) -> Codes:
+def _plain_pair(
+    x: jax.Array, row_inv_scale: jax.Array | None, col_inv_scale: jax.Array | None, format: Format
+) -> Codes:
     rows = cols = None
     if row_inv_scale is not None:
         rows = quantize_blocks(x, row_inv_scale, format, _ROW if row_inv_scale.size > 1 else _ALL)

@@ -12,11 +12,11 @@ Exactness: the bits of plain JAX (`fused`), for these reasons.
 - Divisions are those of `scale.inv_scale_bits`: a float32 `/` of Triton is approximate (NUMERICS 6).
 - What a kernel stores of an amax is reduced, and made a scale, by XLA on integers.
 
-`fused` chooses the kernels, and layers check the matrices. `interpret` runs them on a CPU, for tests.
+`fused` chooses the kernels, and layers check the matrices.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -45,6 +45,8 @@ class Launch:
     """Extents of the tile of a program's tile, powers of two."""
     warps: int
     stages: int = 1
+    interpret: bool = False
+    """Whether a CPU runs it, for tests."""
 
 
 CAST_PAIR = Launch(rows=32, cols=256, warps=8)
@@ -60,8 +62,8 @@ CAST_BLOCKS = Launch(rows=128, cols=128, warps=4)
 MOST_ELEMENTS = 2**31 - 2**20
 """Pallas counts the offsets of smaller matrices, tiles that overhang included, as signed integers of 32 bits."""
 
-# In `jax.shard_map` a kernel must say along which axes of the mesh its results vary. `lowering` says it for the kernels.
-# JAX 0.10 and 0.11 call the argument so.
+# In `jax.shard_map` a kernel must say along which axes of the mesh its results vary; `lowering` says it for them. JAX
+# 0.10 and 0.11 call the argument so.
 NOT_VARYING: dict[str, Any] = (
     {"manual_axis_type": jax.sharding.ManualAxisType()} if hasattr(jax.sharding, "ManualAxisType") else {}
 )
@@ -77,7 +79,6 @@ def cast_pair(
     *,
     format: Format,
     launch: Launch = CAST_PAIR,
-    interpret: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Codes of `x` and of `x^T` under given inv_scales, of one value or one a row; None leaves an operand out."""
     given = {"rows": row_inv_scale, "cols": col_inv_scale}
@@ -89,13 +90,13 @@ def cast_pair(
     def body(values: jax.Array, *inv_refs: Any) -> Outputs:
         codes = None
         for side, inv_ref in zip(given, inv_refs, strict=True):
-            codes = _encoded(values * _factor(inv_ref, x.shape, launch, int(side == "cols")), format, interpret)
+            codes = _encoded(values * _factor(inv_ref, x.shape, launch, int(side == "cols")), format, launch)
             yield side, codes
         if len(given) < len(sides):
             assert codes is not None, "those of the rows"
             yield "cols", codes
 
-    found = _run("cast_pair", x, body, launch, sides, given, format=format, interpret=interpret)
+    found = _run("cast_pair", x, body, launch, sides, given, format=format)
     return found.get("rows"), found.get("cols")
 
 
@@ -107,25 +108,22 @@ def cast_pair_amax(
     rows: bool,
     cols: bool,
     launch: Launch = CAST_PAIR_AMAX,
-    interpret: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
     """Codes of `x` and of `x^T` under one inv_scale, and the amax of `x`: the kernel stores one for each tile."""
     sides = ("rows",) * rows + ("cols",) * cols
 
     def body(values: jax.Array, inv_ref: Any) -> Outputs:
         yield "amax", jnp.max(jnp.max(_magnitudes(values), axis=1), axis=0)
-        codes = _encoded(values * inv_ref[0], format, interpret)
+        codes = _encoded(values * inv_ref[0], format, launch)
         for side in sides:
             yield side, codes
 
     names = (*sides, "amax")
-    found = _run("cast_pair_amax", x, body, launch, names, {"rows": inv_scale}, format=format, interpret=interpret)
+    found = _run("cast_pair_amax", x, body, launch, names, {"rows": inv_scale}, format=format)
     return found.get("rows"), found.get("cols"), _amax_of(jnp.max(found["amax"]).reshape(1, 1))
 
 
-def row_col_amax(
-    x: jax.Array, *, launch: Launch = ROW_COL_AMAX, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def row_col_amax(x: jax.Array, *, launch: Launch = ROW_COL_AMAX) -> tuple[jax.Array, jax.Array]:
     """The amaxes of the rows [M, 1] and of the columns [N, 1]: the kernel stores those of each tile."""
 
     def body(values: jax.Array) -> Outputs:
@@ -133,27 +131,25 @@ def row_col_amax(
         yield "row_amax", jnp.max(found, axis=1)
         yield "col_amax", jnp.max(found, axis=0)
 
-    found = _run("row_col_amax", x, body, launch, ("row_amax", "col_amax"), interpret=interpret)
+    found = _run("row_col_amax", x, body, launch, ("row_amax", "col_amax"))
     rows, cols = (jnp.max(of_tiles, axis=0) for of_tiles in found.values())
     return _amax_of(rows[: x.shape[0], None]), _amax_of(cols[: x.shape[1], None])
 
 
-def cast_rows(
-    x: jax.Array, *, format: Format, rule: ScaleRule, launch: Launch = CAST_ROWS, interpret: bool = False
-) -> Cast:
+def cast_rows(x: jax.Array, *, format: Format, rule: ScaleRule, launch: Launch = CAST_ROWS) -> Cast:
     """Codes and scales of the rows, each scaled by its own amax; a program has whole rows, of up to LONGEST_ROW."""
     # Shorter rows share a program, longer ones have one of more warps.
     cols = pl.next_power_of_2(x.shape[1])
     rows = launch.rows * max(launch.cols // cols, 1)
     warps = min(max(launch.warps * cols * rows // launch.cols // launch.rows, 1), 32)
-    launch = Launch(rows=rows, cols=cols, warps=warps, stages=launch.stages)
+    launch = replace(launch, rows=rows, cols=cols, warps=warps)
 
     def body(values: jax.Array) -> Outputs:
         largest = jnp.max(_magnitudes(values), axis=1)
         yield "row_amax", largest
-        yield "rows", _encoded(values * _own(largest, format, rule)[:, None], format, interpret, is_within=True)
+        yield "rows", _encoded(values * _own(largest, format, rule)[:, None], format, launch, is_within=True)
 
-    found = _run("cast_rows", x, body, launch, ("rows", "row_amax"), format=format, interpret=interpret)
+    found = _run("cast_rows", x, body, launch, ("rows", "row_amax"), format=format)
     return found["rows"], scales_of(_amax_of(found["row_amax"][0, : x.shape[0], None]), format, rule)
 
 
@@ -165,7 +161,6 @@ def cast_blocks(
     row_granularity: Granularity | None,
     col_granularity: Granularity | None,
     launch: Launch = CAST_BLOCKS,
-    interpret: bool = False,
 ) -> tuple[Cast | None, Cast | None]:
     """Codes and scales of `x` and of `x^T` by blocks; None leaves an operand out.
 
@@ -184,11 +179,11 @@ def cast_blocks(
                 yield amax, largest
                 inv_scale = _own(largest, format, rule)
                 factor = inv_scale if kinds[side] is _SQUARE else jnp.expand_dims(inv_scale, axis)
-                codes = _encoded(values * factor, format, interpret, is_within=True)
+                codes = _encoded(values * factor, format, launch, is_within=True)
             yield side, codes
 
     names = (*amaxes, *dict.fromkeys(amaxes.values()))
-    found = _run("cast_blocks", x, body, launch, names, format=format, interpret=interpret)
+    found = _run("cast_blocks", x, body, launch, names, format=format)
 
     def cast(side: str, extent: int) -> Cast | None:
         if side not in amaxes:
@@ -213,7 +208,6 @@ def _run(
     outputs: Sequence[str],
     inv_scales: dict[str, jax.Array] | None = None,
     *,
-    interpret: bool,
     format: Format | None = None,
 ) -> dict[str, jax.Array]:
     """The outputs of `body(tile of x as float32, *references of its inv_scales)` over all tiles."""
@@ -244,7 +238,7 @@ def _run(
         out_specs=[spec for spec, _, _ in outs.values()],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, **NOT_VARYING) for _, shape, dtype in outs.values()],
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
-        interpret=interpret,
+        interpret=launch.interpret,
         name=f"f8emu_{name}",
     )(x, *(inv_scale.reshape(-1) for inv_scale in given.values()))
     return dict(zip(outs, found, strict=True))
@@ -310,7 +304,7 @@ def _own(largest: jax.Array, format: Format, rule: ScaleRule) -> jax.Array:
     return bits.float32_of(inv_scale_bits(largest.astype(jnp.uint32), format, rule))
 
 
-def _encoded(values: jax.Array, format: Format, interpret: bool, *, is_within: bool = False) -> jax.Array:
+def _encoded(values: jax.Array, format: Format, launch: Launch, *, is_within: bool = False) -> jax.Array:
     """Codes of float32 values, saturating; `is_within` says that none rounds beyond the largest of the format."""
     clamped = values
     if not is_within:
@@ -318,7 +312,7 @@ def _encoded(values: jax.Array, format: Format, interpret: bool, *, is_within: b
         clamped = jnp.where(clamped > format.max, format.max, clamped)
         clamped = jnp.where(clamped < -format.max, -format.max, clamped)
     codes = clamped.astype(jnp.dtype(format.name))
-    if interpret:
+    if launch.interpret:
         # 2. The conversion of a GPU gives `format.nan_code` for every NaN; XLA's on a CPU another one for E5M2.
         nan = bits.is_nan(bits.bits_of(values))
         codes = bits.typed(jnp.where(nan, jnp.uint8(format.nan_code), bits.bits_of(codes)), format)

@@ -1,4 +1,4 @@
-"""From an array to its scales: amax and the scale rule, with the same bits on every backend of XLA.
+"""From an array to its scales: amax, the scale rule and delayed scaling, with the same bits on every backend of XLA.
 
 The verbs refuse to be differentiated: a layer's backward pass treats scales as constants.
 """
@@ -14,12 +14,20 @@ import numpy as np
 from jax import lax
 
 from f8emu.jax import bits
-from f8emu.jax.dtypes import float8_format, format_of, require_values, rows_of
+from f8emu.jax.dtypes import float8_format, format_of, rows_of
 from f8emu.jax.lowering import without_gradient
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import FLOAT32, Format
-from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name, scale_number
-from f8emu.spec.trace import Scales
+from f8emu.spec.scaling import (
+    MAX_MARGIN,
+    AmaxHistoryReduction,
+    DelayedScaling,
+    Granularity,
+    ScaleRule,
+    granularity_by_name,
+    scale_number,
+)
+from f8emu.spec.trace import DelayedState, Scales
 
 Block = tuple[int | None, int | None]
 """Extents of the elements that share a scale, None for all of them, as `Granularity.block`."""
@@ -39,7 +47,7 @@ def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) 
         SpecError: unknown granularity.
         UnsupportedError: a derivative.
     """
-    require_values("amax", x)
+    format_of("amax", "x", x)
     granularity = granularity_by_name("amax", granularity)
     rows, k = rows_of("amax", x)
     return group_amax(without_gradient("amax", jnp.asarray(x)).reshape(rows, k), granularity.block)
@@ -63,7 +71,8 @@ def scale_from_amax(amax: jax.Array, format: Any, rule: ScaleRule = ScaleRule(),
     """
     target = float8_format("scale_from_amax", format)
     format_of("scale_from_amax", "amax", amax, (FLOAT32.name,))
-    require_margin("scale_from_amax", margin)
+    if not 0 <= margin <= MAX_MARGIN:
+        raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}")
     return scales_of(without_gradient("scale_from_amax", jnp.asarray(amax)), target, rule, margin)
 
 
@@ -112,10 +121,7 @@ def divide(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def inv_scale_bits(magnitude: jax.Array, format: Format, rule: ScaleRule, margin: int = 0) -> jax.Array:
-    """Float32 bit patterns of the inv_scales of `ScaleRule`, from those of amaxes, which have no sign.
-
-    Runs inside kernels too, with few registers and without memory.
-    """
+    """Float32 bit patterns of inv_scales, from amaxes' without a sign; in kernels too, with few registers."""
     numerator = format.max * 2.0**-margin
     fraction, exp = math.frexp(numerator)
     sig, exp = int(fraction * 2**24), exp - 1
@@ -169,20 +175,18 @@ def estimated(a: jax.Array, b: jax.Array, unit: jax.Array) -> jax.Array:
     return (a / b * unit).astype(jnp.int32)
 
 
-def require_margin(call: str, margin: int) -> None:
-    """Raise SpecError for a margin out of range."""
-    if not 0 <= margin <= MAX_MARGIN:
-        raise SpecError(f"{call}: margin must be in 0..{MAX_MARGIN}; got {margin}")
-
-
-def require_scales(
-    call: str, name: str, scale: Any, rows: int, k: int, granularity: Granularity, shape: tuple[int, ...]
-) -> jax.Array:
-    """The scales of an operand [rows, k] as an array of the granularity's shape; `shape` is that of its array.
+def checked_scales(
+    call: str, x: Any, x_name: str, scale: Any, name: str, granularity: Granularity | str
+) -> tuple[Granularity, jax.Array, jax.Array]:
+    """The granularity, the array `x` [..., K] as a matrix and its scales as an array of the granularity's shape.
 
     Raises:
-        OperandError: not the float32 scales of such an operand.
+        OperandError: not the float32 scales of such an array.
+        SpecError: unknown granularity.
+        UnsupportedError: a derivative.
     """
+    granularity = granularity_by_name(call, granularity)
+    rows, k = rows_of(call, x, name=x_name)
     if isinstance(scale, int | float):
         scale = np.full((1, 1), scale_number(call, name, scale), np.float32)
     format_of(call, name, scale, (FLOAT32.name,))
@@ -191,9 +195,10 @@ def require_scales(
     if tuple(scale.shape) != expected and not is_one:
         raise OperandError(
             f"{call}: {name} must have shape {list(expected)} for {granularity.value} scales of an array of shape "
-            f"{list(shape)}; got {list(scale.shape)}; take amax and scales at the same granularity"
+            f"{list(x.shape)}; got {list(scale.shape)}; take amax and scales at the same granularity"
         )
-    return jnp.asarray(scale).reshape(expected)
+    matrix, factors = without_gradient(call, (jnp.asarray(x), jnp.asarray(scale)))
+    return granularity, matrix.reshape(rows, k), factors.reshape(expected)
 
 
 @functools.partial(jax.jit, static_argnames="block")
@@ -206,11 +211,11 @@ def group_amax(x: jax.Array, block: Block) -> jax.Array:
         x = jnp.pad(x, padding)  # zeros do not change an amax
     if block == (None, None):
         largest = jnp.max(bits.magnitudes(x), keepdims=True, initial=0)
-        return bits.float32_of(bits.widened(largest, x.dtype))
+        return bits.amax_of(largest, x.dtype)
     # Over the rows first: this is one maximum of whole vectors on a CPU, and little is left for the second.
     largest = jnp.max(bits.magnitudes(x).reshape(groups[0], extents[0], x.shape[1]), axis=1, initial=0)
     largest = jnp.max(largest.reshape(groups[0], groups[1], extents[1]), axis=2, initial=0)
-    return bits.float32_of(bits.widened(largest, x.dtype))
+    return bits.amax_of(largest, x.dtype)
 
 
 def spread(scale: jax.Array, block: Block, shape: tuple[int, ...]) -> jax.Array:
@@ -234,3 +239,54 @@ def _first_float32_from(value: float) -> int:
     code = _float32_bits(value)
     (rounded,) = struct.unpack("<f", code.to_bytes(4, "little"))
     return code if rounded >= value else code + 1
+
+
+def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
+    """The state of a tensor before its first step: an empty history, inv_scale 1, not initialized."""
+    history = jnp.zeros(delayed.history_length, jnp.float32)
+    return DelayedState(history, jnp.ones((), jnp.float32), jnp.zeros((), jnp.bool_))
+
+
+def update_delayed_state(
+    state: DelayedState, amax: jax.Array, format: Any, rule: ScaleRule, delayed: DelayedScaling
+) -> DelayedState:
+    """The new state after a step whose casts had the maximum `amax`, by the rule of `DelayedScaling`.
+
+    Shapes:
+        amax float32 with one element.
+
+    Exactness: as for `scale_from_amax`; comparisons and maxima are on integers (NUMERICS 6).
+
+    Raises:
+        OperandError: wrong dtype or shape.
+        SpecError: unknown format.
+    """
+    call = "update_delayed_state"
+    target = float8_format(call, format)
+    format_of(call, "amax", amax, (FLOAT32.name,))
+    if amax.size != 1:
+        raise OperandError(
+            f"{call}: amax must be one element; got shape {list(amax.shape)}; take amax(x), or the maximum of those of "
+            "all casts since the last update"
+        )
+    if tuple(state.amax_history.shape) != (delayed.history_length,):
+        raise OperandError(
+            f"{call}: the state's amax_history must have shape [{delayed.history_length}]; got "
+            f"{list(state.amax_history.shape)}; the state is of another recipe, start with initial_delayed_state"
+        )
+    return _update(jax.tree.map(jnp.asarray, state), jnp.asarray(amax), target, rule, delayed)
+
+
+@functools.partial(jax.jit, static_argnames=("target", "rule", "delayed"))
+def _update(
+    state: DelayedState, amax: jax.Array, target: Format, rule: ScaleRule, delayed: DelayedScaling
+) -> DelayedState:
+    newest, older, kept = map(bits.bits_of, (amax.reshape(1), state.amax_history[:-1], state.inv_scale))
+    is_usable = (newest[0] > 0) & (newest[0] < bits.INFINITY)
+    newest = jnp.where(is_usable, newest, jnp.uint32(0))
+    history = jnp.concatenate([newest, older])
+    is_most_recent = delayed.reduction is AmaxHistoryReduction.MOST_RECENT
+    reference = bits.float32_of(newest[0] if is_most_recent else jnp.max(history))
+    inv_scale = bits.bits_of(scales_of(reference, target, rule, margin=delayed.margin).inv_scale)
+    inv_scale = bits.float32_of(jnp.where(is_usable, inv_scale, kept))
+    return DelayedState(bits.float32_of(history), inv_scale, state.initialized | is_usable)

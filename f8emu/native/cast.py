@@ -141,7 +141,7 @@ def run(
 def scales(
     amax: int, inv_scale: int, scale: int, count: int, format: Format, rule: ScaleRule, *, margin: int = 0
 ) -> None:
-    """`f8ref.numpy.scale_from_amax` of `count` amaxes, float32 one after the other as both results; a NaN is any NaN."""
+    """`f8ref.numpy.scale_from_amax` of `count` amaxes, which lie one after the other as results do; a NaN is any."""
     found = library.library()
     assert found is not None, library.unavailable()
     found.f8_scales(ctypes.byref(_rule(format, rule, margin)), count, amax, inv_scale, scale)

@@ -6,6 +6,7 @@ and every block has a magnitude of its own: an index error shows.
 
 import functools
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +26,8 @@ from tests.jax_path.layers import assert_same_bits
 
 VECTOR, SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
 PAIRS = {"vector-vector": (VECTOR, VECTOR), "vector-square": (VECTOR, SQUARE), "square-vector": (SQUARE, VECTOR)}
-SMALL = Launch(rows=32, cols=64, parts=2, warps=4, stages=2, group=2, ahead=True)
-TALL = Launch(rows=256, cols=128, parts=2, warps=8, stages=3, group=8, ahead=False)
+SMALL = Launch(rows=32, cols=64, parts=2, warps=4, stages=2, group=2, ahead=True, interpret=True)
+TALL = Launch(rows=256, cols=128, parts=2, warps=8, stages=3, group=8, ahead=False, interpret=True)
 TRITON = "@__gpu$xla.gpu.triton"
 
 
@@ -46,7 +47,7 @@ def found_by_kernel(
     """As `hardware` calls the kernel; b and its scales are [N, ...] in `arrays`."""
     gemm = Gemm("scaled_mm", out, HOPPER, pair, split_k=split_k, is_transposed=transposed)
     a, b, scale_a, scale_b = arrays
-    return jax.jit(functools.partial(hardware._by_kernel, gemm, interpret=True, **how))(a, b.T, scale_a, scale_b.T)
+    return jax.jit(functools.partial(hardware._by_kernel, gemm, **how))(a, b.T, scale_a, scale_b.T)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def found_by_kernel(
         ("vector-square", (130, 300, 140), FLOAT32, 1, TALL, True),
         ("vector-vector", (70, 33, 700), FLOAT16, 2, SMALL, False),
         ("vector-square", (70, 33, 1200), BFLOAT16, 2, SMALL, False),
-        ("square-vector", (1, 1, 1), FLOAT32, 1, block_kernel.SQUARE_LAUNCH, True),
+        ("square-vector", (1, 1, 1), FLOAT32, 1, replace(block_kernel.SQUARE_LAUNCH, interpret=True), True),
     ],
 )
 def test_scales_meet_their_blocks(
@@ -88,7 +89,9 @@ def test_every_tile_has_one_program() -> None:
     for tiles, group in itertools.product([(1, 1), (17, 2), (3, 9)], (4, 8)):
         count = tiles[0] * tiles[1]
         programs = jnp.arange(count)
-        rows, cols = block_kernel._place(programs, tiles=tiles, group=group)
+        launch = Launch(rows=1, cols=1, parts=1, warps=1, stages=1, group=group, ahead=False)
+        problem = block_kernel._Problem(*tiles, 1, 1, (VECTOR, VECTOR), False, launch)
+        rows, cols = problem.place(programs)
         assert set(zip(rows.tolist(), cols.tolist(), strict=True)) == set(itertools.product(*map(range, tiles)))
 
 

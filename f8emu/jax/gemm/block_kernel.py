@@ -12,12 +12,12 @@ Exactness: the bits of `f8ref.jax.scaled_mm`, for these reasons.
 - A K beyond the end is padded with zero codes, whose partial is +0, under scales that exist and are the caller's: NaN
   or infinite ones give NaN as they do in the oracle, whose last block is as short of codes.
 
-Operands are checked by the verbs and layers. `interpret` runs them on a CPU, where the dot is XLA's: for tests.
+Operands are checked by the verbs and layers.
 """
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ from f8emu.spec.scaling import Granularity
 
 BLOCK_K = 128
 """What one partial sum covers [EPI-5]."""
-_LAST_WITH_LAST = (((1,), (1,)), ((), ()))
 _SQUARE = Granularity.BLOCKWISE_128X128
 _NEVER_PROMOTED = 1 << 30
 _FMA = "fma.rn.f32 $0, $1, $2, $3;"
@@ -53,6 +52,8 @@ class Launch:
     """How many steps of K are on their way to shared memory."""
     group: int
     """How many rows of tiles run together before the next column of tiles, for the sake of the L2 cache."""
+    interpret: bool = False
+    """Whether a CPU runs it, with XLA's dot: for tests."""
     ahead: bool
     """Whether scales of columns are loaded one step early: with as many threads as columns Triton passes them through
     shared memory, and would wait for them before the dot. It takes registers."""
@@ -75,6 +76,32 @@ def fits(m: int, n: int, k: int, slices: int) -> bool:
     return IS_AVAILABLE and 0 < m * n * k and max(m * padded_k, n * padded_k, slices * m * n) <= MOST_ELEMENTS
 
 
+class _Problem(NamedTuple):
+    """What is static of a GEMM."""
+
+    m: int
+    n: int
+    blocks: int
+    """Of K."""
+    slice_blocks: int
+    granularities: tuple[Granularity, Granularity]
+    """Of left and right."""
+    right_first: bool
+    launch: Launch
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return pl.cdiv(self.m, self.launch.rows), pl.cdiv(self.n, self.launch.cols)
+
+    def place(self, program: Any) -> tuple[Any, Any]:
+        """The tile of a program: down a few rows of tiles, then to the next column: operands stay in the cache."""
+        tiles, group = self.tiles, self.launch.group
+        programs = group * tiles[1]
+        first = program // programs * group
+        height = jnp.minimum(tiles[0] - first, group)
+        return first + program % programs % height, program % programs // height
+
+
 def block_mm(
     left: jax.Array,
     right: jax.Array,
@@ -86,7 +113,6 @@ def block_mm(
     slice_blocks: int,
     right_first: bool = False,
     launch: Launch | None = None,
-    interpret: bool = False,
 ) -> jax.Array:
     """[EPI-5] `left @ right^T` of codes with block scales, K in slices of `slice_blocks` blocks [CHAIN-3].
 
@@ -97,66 +123,42 @@ def block_mm(
     slice rounded to `out_dtype`, of several the float32 totals of each, to be added in order.
     """
     (m, k), n = left.shape, right.shape[0]
-    launch = launch or launch_of(granularities)
-    blocks = -(-k // BLOCK_K)
-    slices = -(-blocks // slice_blocks)
+    launch, blocks = launch or launch_of(granularities), -(-k // BLOCK_K)
+    problem = _Problem(m, n, blocks, slice_blocks, granularities, right_first, launch)
+    tiles, slices = problem.tiles, -(-blocks // slice_blocks)
     # 1. K in whole blocks, in which every row starts at a multiple of 16 bytes.
     left, right = (lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -k % BLOCK_K, 0))) for x in (left, right))
     # 2. Scales of 1x128 so that those of a step of K are contiguous. The casts write them so, then transpose as here.
     scales = [s if g is _SQUARE else s.T for s, g in zip((scale_left, scale_right), granularities, strict=True)]
-    tiles = pl.cdiv(m, launch.rows), pl.cdiv(n, launch.cols)
-    place = functools.partial(_place, tiles=tiles, group=launch.group)
 
     def scale_spec(scale: jax.Array, granularity: Granularity, axis: int) -> Any:
         if granularity is _SQUARE:
             return pl.BlockSpec(scale.shape, lambda i, s: (0, 0))
-        return pl.BlockSpec((blocks, (launch.rows, launch.cols)[axis]), lambda i, s: (0, place(i)[axis]))
+        return pl.BlockSpec((blocks, (launch.rows, launch.cols)[axis]), lambda i, s: (0, problem.place(i)[axis]))
 
     dtype = jnp.dtype(out_dtype.name if slices == 1 else "float32")
     return pl.pallas_call(
-        functools.partial(
-            _kernel,
-            extents=(m, n, blocks),
-            slice_blocks=slice_blocks,
-            granularities=granularities,
-            right_first=right_first,
-            launch=launch,
-            interpret=interpret,
-        ),
+        functools.partial(_kernel, problem),
         grid=(tiles[0] * tiles[1], slices),
         in_specs=[
-            pl.BlockSpec((launch.rows, left.shape[1]), lambda i, s: (place(i)[0], 0)),
-            pl.BlockSpec((launch.cols, right.shape[1]), lambda i, s: (place(i)[1], 0)),
+            pl.BlockSpec((launch.rows, left.shape[1]), lambda i, s: (problem.place(i)[0], 0)),
+            pl.BlockSpec((launch.cols, right.shape[1]), lambda i, s: (problem.place(i)[1], 0)),
             *(scale_spec(scale, g, axis) for axis, (scale, g) in enumerate(zip(scales, granularities, strict=True))),
         ],
-        out_specs=pl.BlockSpec((None, launch.rows, launch.cols), lambda i, s: (s, *place(i))),
+        out_specs=pl.BlockSpec((None, launch.rows, launch.cols), lambda i, s: (s, *problem.place(i))),
         out_shape=jax.ShapeDtypeStruct((slices, m, n), dtype, **NOT_VARYING),
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
-        interpret=interpret,
+        interpret=launch.interpret,
         name="f8emu_block_mm",
     )(left, right, *scales)
 
 
 def _kernel(
-    left_ref: Any,
-    right_ref: Any,
-    left_scale_ref: Any,
-    right_scale_ref: Any,
-    out_ref: Any,
-    *,
-    extents: tuple[int, int, int],
-    slice_blocks: int,
-    granularities: tuple[Granularity, Granularity],
-    right_first: bool,
-    launch: Launch,
-    interpret: bool,
+    problem: _Problem, left_ref: Any, right_ref: Any, left_scale_ref: Any, right_scale_ref: Any, out_ref: Any
 ) -> None:
-    m, n, blocks = extents
-    tiles = pl.cdiv(m, launch.rows), pl.cdiv(n, launch.cols)
-    row, col = _place(pl.program_id(0), tiles=tiles, group=launch.group)
+    m, n, blocks, slice_blocks, granularities, right_first, launch = problem
+    row, col = problem.place(pl.program_id(0))
     part_rows = launch.rows // launch.parts
-    dot = _xla_dot if interpret else tensor_core_dot
-    fma = _two_roundings if interpret else _fused_multiply_add
     # 1. Where the tile overhangs; None: nowhere, in no program.
     rows_inside = [_inside(row, launch.rows, m, part * part_rows, part_rows) for part in range(launch.parts)]
     cols_inside = _inside(col, launch.cols, n, 0, launch.cols)
@@ -190,13 +192,14 @@ def _kernel(
         found: list[jax.Array] = []
         for (left, of_rows), total in zip(parts, totals, strict=True):
             # 3. Four steps of the tensor core; then the second product is in one rounding with the sum.
-            partial = dot(left, right)
+            partial = _xla_dot(left, right) if launch.interpret else tensor_core_dot(left, right)
             if _SQUARE in granularities:
                 scale = of_rows * of_cols
             else:
                 factors = of_rows, of_cols
                 partial, scale = partial * factors[right_first], factors[not right_first]
-            found.append(fma(partial, jnp.broadcast_to(scale, partial.shape), total))
+            scale = jnp.broadcast_to(scale, partial.shape)
+            found.append(partial * scale + total if launch.interpret else _fma(partial, scale, total))
         return (*carried, *found)
 
     # 4. A slice of K, from zero.
@@ -210,14 +213,6 @@ def _kernel(
         inside = _both(rows_inside[part], cols_inside)
         out = out_ref.at[pl.ds(part * part_rows, part_rows), :]
         plgpu.store(out, total.astype(out_ref.dtype), mask=inside)  # [EPI-4] to nearest even
-
-
-def _place(program: Any, *, tiles: tuple[int, int], group: int) -> tuple[Any, Any]:
-    """The tile of a program: down a few rows of tiles, then to the next column, so that operands stay in the cache."""
-    programs = group * tiles[1]
-    first = program // programs * group
-    height = jnp.minimum(tiles[0] - first, group)
-    return first + program % programs % height, program % programs // height
 
 
 def _inside(tile: Any, extent: int, size: int, start: int, count: int) -> jax.Array | None:
@@ -246,20 +241,16 @@ def tensor_core_dot(left: jax.Array, right: jax.Array) -> jax.Array:
     return _dot.bind(left, right)
 
 
-def _fused_multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
-    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+def _fma(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+    shape, constraints = jax.ShapeDtypeStruct(x.shape, jnp.float32), "=f,f,f,f"
     (found,) = plgpu.elementwise_inline_asm(
-        _FMA, args=[x, y, z], constraints="=f,f,f,f", pack=1, result_shape_dtypes=[shape]
+        _FMA, args=[x, y, z], constraints=constraints, pack=1, result_shape_dtypes=[shape]
     )
     return found
 
 
 def _xla_dot(left: jax.Array, right: jax.Array) -> jax.Array:
-    return lax.dot_general(left, right, _LAST_WITH_LAST, preferred_element_type=jnp.float32)
-
-
-def _two_roundings(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
-    return x * y + z
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 _dot = Primitive("f8emu_tensor_core_dot")

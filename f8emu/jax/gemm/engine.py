@@ -23,7 +23,6 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
 
-
 AUTO, HARDWARE, EMULATED = ENGINES = ("auto", "hardware", "emulated")
 """What computes a GEMM; "auto": the hardware on a GPU that is the chip whose bits are asked for, else the emulation."""
 

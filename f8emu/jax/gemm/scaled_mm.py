@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from f8emu.jax.compiling import known_options
-from f8emu.jax.dtypes import check_output
+from f8emu.jax.dtypes import output_format
 from f8emu.jax.gemm import engine as engines
 from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.lowering import without_gradient
@@ -131,7 +131,7 @@ def _product(
 ) -> jax.Array:
     call = describe.__name__.removesuffix("_call")
     # 1. What is refused.
-    out = check_output(call, out_dtype)
+    out = output_format(call, out_dtype)
     engines.check_engine(call, engine)
     shaped = {name: _shaped(call, name, x) for name, x in given.items()}
     found = describe(**shaped, out_dtype=out, chip=chip_by_name(call, chip), **options)

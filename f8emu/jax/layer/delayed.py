@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from f8emu.jax.delayed_state import initial_delayed_state, update_delayed_state
 from f8emu.jax.layer.dot_general import described_state
 from f8emu.jax.layer.operands import float8_of
+from f8emu.jax.scale import initial_delayed_state, update_delayed_state
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.recipe import TENSORS, Recipe, recipe_by_name
 from f8emu.spec.trace import DelayedState, Float8State

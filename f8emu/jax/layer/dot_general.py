@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.jax.dtypes import check_output, require_values
+from f8emu.jax.dtypes import format_of, output_format
 from f8emu.jax.gemm.engine import check_engine
 from f8emu.jax.gemm.partition import SUM, check_sharded_k
 from f8emu.jax.layer.matmul import Plan, Tap, float8_matmul
@@ -168,12 +168,12 @@ def _dot_general(
     out_sharding: Any,
 ) -> jax.Array:
     # 1. What was given.
-    input_dtype = require_values(call, lhs, name="lhs")
-    weight_dtype = require_values(call, rhs, name="rhs")
+    input_dtype = format_of(call, "lhs", lhs)
+    weight_dtype = format_of(call, "rhs", rhs)
     _refuse_precision(call, precision)
     out_dtype = input_dtype
     if preferred_element_type is not None:
-        out_dtype = check_output(call, preferred_element_type, name="preferred_element_type")
+        out_dtype = output_format(call, preferred_element_type, name="preferred_element_type")
     lhs_shape, rhs_shape = tuple(lhs.shape), tuple(rhs.shape)
     (lhs_k, rhs_k), (lhs_b, rhs_b) = _dimensions(call, dimension_numbers, lhs_shape, rhs_shape)
     lhs_free = [i for i in range(len(lhs_shape)) if i not in (*lhs_k, *lhs_b)]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.jax.dtypes import require_values
+from f8emu.jax.dtypes import format_of
 from f8emu.jax.gemm.partition import SUM
 from f8emu.jax.layer.dot_general import DelayedDotGeneral, DotGeneral, checked_settings
 from f8emu.jax.layer.sharding import vary_alike
@@ -91,7 +91,7 @@ class DelayedFeedForward:
 def _block(
     call: str, layers: Sequence[Callable[..., jax.Array]], x: Any, weights: tuple[Any, ...], out_sharding: Any
 ) -> jax.Array:
-    require_values(call, x, name="x")
+    format_of(call, "x", x)
     shapes = [jnp.shape(w) for w in weights]
     fits = jnp.ndim(x) > 0 and all(len(shape) == 2 for shape in shapes)
     if not fits or not (shapes[0] == shapes[2] == (jnp.shape(x)[-1], shapes[1][0])):
