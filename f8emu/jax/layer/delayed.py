@@ -19,21 +19,20 @@ A next state that JAX added has an `initialized` above 1. Such states, and gradi
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer
 
+from f8emu.jax import bits
 from f8emu.jax.layer.dot_general import described_state
 from f8emu.jax.layer.operands import float8_of
 from f8emu.jax.scale import initial_delayed_state, update_delayed_state
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.recipe import TENSORS, Recipe, recipe_by_name
 from f8emu.spec.trace import DelayedState, Float8State
-
-_INFINITY = 0x7F800000
 
 
 def linear_delayed_state(recipe: Recipe | str = "delayed") -> Float8State:
@@ -77,33 +76,31 @@ def linear_delayed_update(state: Float8State, amaxes: Float8State, recipe: Recip
                 f"{call}: state and amaxes must have a DelayedState for each tensor with delayed scales of recipe "
                 f"{recipe.name!r}; got {type(of_tensor).__name__} and {type(gradient).__name__} for {tensor}"
             )
-    updated, broken = _updated(state, amaxes, recipe)
-    of_tensors = zip(TENSORS, updated, broken, strict=True)
-    return Float8State(
-        *(new if new is None else _loud(call, tensor, new, is_one) for tensor, new, is_one in of_tensors)
-    )
+    updated = _updated(state, amaxes, recipe)
+    return _each(lambda tensor, of_tensor: _loud(call, tensor, *of_tensor), updated)
+
+
+def _each(function: Callable[..., Any], *states: Any) -> Any:
+    """`function(tensor, its states)` of every tensor that has one."""
+    of_tensors = zip(TENSORS, *states, strict=True)
+    return Float8State(*(None if parts[0] is None else function(tensor, *parts) for tensor, *parts in of_tensors))
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
-def _updated(state: Float8State, amaxes: Float8State, recipe: Recipe) -> tuple[Float8State, list[jax.Array | None]]:
-    """The next state, and which tensors' state or amaxes are invalid."""
-    found: list[DelayedState | None] = []
-    broken: list[jax.Array | None] = []
-    for tensor, of_tensor, gradient in zip(TENSORS, state, amaxes, strict=True):
-        if of_tensor is None or gradient is None:
-            found.append(None)
-            broken.append(None)
-            continue
-        assert recipe.delayed is not None, "only such a recipe has a state"
+def _updated(state: Float8State, amaxes: Float8State, recipe: Recipe) -> Any:
+    """For each tensor the next state, and whether its state or its amaxes are invalid."""
+    delayed = recipe.delayed
+    assert delayed is not None, "only such a recipe has a state"
+
+    def next_of(tensor: str, old: DelayedState, gradient: DelayedState) -> tuple[DelayedState, jax.Array]:
         format = float8_of(*(cast for _, _, cast in recipe.casts(tensor)))
-        is_set = jnp.ones((), jnp.bool_) if of_tensor.initialized is None else of_tensor.initialized != 0
-        new = update_delayed_state(
-            of_tensor._replace(initialized=is_set), gradient.amax_history[0], format, recipe.scale_rule, recipe.delayed
-        )
-        flag = None if of_tensor.initialized is None else new.initialized.astype(jnp.float32)
-        found.append(new._replace(initialized=flag))
-        broken.append(_is_broken(of_tensor) | _is_sum(gradient))
-    return Float8State(*found), broken
+        is_set = jnp.ones((), jnp.bool_) if old.initialized is None else old.initialized != 0
+        amax = gradient.amax_history[0]
+        new = update_delayed_state(old._replace(initialized=is_set), amax, format, recipe.scale_rule, delayed)
+        flag = None if old.initialized is None else new.initialized.astype(jnp.float32)
+        return new._replace(initialized=flag), _is_broken(old) | _is_sum(gradient)
+
+    return _each(next_of, state, amaxes)
 
 
 def linear_delayed_maximum(a: Float8State, b: Float8State) -> Float8State:
@@ -125,13 +122,7 @@ def linear_delayed_maximum(a: Float8State, b: Float8State) -> Float8State:
             "states (linear_delayed_settled) between steps, not between the passes of one"
         )
 
-    def larger(x: jax.Array, y: jax.Array) -> jax.Array:
-        bits = (lax.bitcast_convert_type(v, jnp.int32) for v in (x, y))
-        return lax.bitcast_convert_type(jnp.maximum(*bits), jnp.float32)
-
-    found = jax.tree.map(larger, a, b)
-    # Next states are no amaxes: added flags show it.
-    return _with_flags(found, jax.tree.map(jnp.add, _flags(a), _flags(b)))
+    return _largest_of(jax.tree.map(lambda *leaves: jnp.stack(leaves), a, b))
 
 
 def linear_delayed_settled(state: Float8State) -> Float8State:
@@ -150,19 +141,19 @@ def linear_delayed_settled(state: Float8State) -> Float8State:
     """
     call = "linear_delayed_settled"
     _require_float8_states(call, state=state)
-    for tensor, of_tensor in zip(TENSORS, state, strict=True):
-        if of_tensor is None:
-            continue
+
+    def settled(tensor: str, of_tensor: DelayedState) -> DelayedState:
+        is_known = not any(isinstance(leaf, Tracer) for leaf in of_tensor)
         flag = 1 if of_tensor.initialized is None else of_tensor.initialized
-        if any(isinstance(leaf, Tracer) for leaf in of_tensor) or not bool(
-            jnp.all(flag == 1) & jnp.all(_is_scale(of_tensor.inv_scale))
-        ):
+        if not (is_known and jnp.all(flag == 1) and jnp.all(_is_scale(of_tensor.inv_scale))):
             raise OperandError(
                 f"{call}: every scale must be set, and known outside of a trace; the scale of {tensor} is not; call it "
                 "between steps, after an update with a positive amax of every tensor; a layer without a gradient, or "
                 "with a gradient of zeros, never casts a grad_output, and cannot be settled"
             )
-    return Float8State(*(None if of_tensor is None else of_tensor._replace(initialized=None) for of_tensor in state))
+        return of_tensor._replace(initialized=None)
+
+    return _each(settled, state)
 
 
 def shared_delayed_state(state: Float8State, uses: int) -> Float8State:
@@ -190,16 +181,19 @@ def _shared(uses: int, state: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (uses, *leaf.shape)), state)
 
 
-def _largest(uses: int, _: None, gradient: Any) -> tuple[Any]:
-    def of_leaf(leaf: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(leaf, jnp.int32), axis=0), jnp.float32)
+def _largest_of(stacked: Any) -> Any:
+    """The largest amaxes of gradients that are stacked."""
 
-    # Next states are no amaxes: added flags show it.
-    flags = jax.tree.map(lambda flag: flag.sum(0), _flags(gradient))
-    return (_with_flags(jax.tree.map(of_leaf, gradient), flags),)
+    def largest(_: str, of_tensor: DelayedState) -> DelayedState:
+        found = jax.tree.map(lambda leaf: bits.float32_of(jnp.max(bits.bits_of(leaf), axis=0)), of_tensor)
+        flag = of_tensor.initialized
+        # Next states are no amaxes: added flags show it.
+        return found if flag is None else found._replace(initialized=flag.sum(0))
+
+    return _each(largest, stacked)
 
 
-_shared.defvjp(lambda uses, state: (_shared(uses, state), None), _largest)
+_shared.defvjp(lambda uses, state: (_shared(uses, state), None), lambda uses, _, gradient: (_largest_of(gradient),))
 
 
 def overwrite_with_gradient(state: Float8State, recipe: Recipe | str = "delayed") -> Float8State:
@@ -232,23 +226,18 @@ def overwrite_with_gradient(state: Float8State, recipe: Recipe | str = "delayed"
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _overwritten(recipe: Recipe, state: Any) -> Any:
-    of_tensors = (
-        None if t is None else _loud("overwrite_with_gradient", name, t, _is_broken(t))
-        for name, t in zip(TENSORS, state, strict=True)
-    )
-    return Float8State(*of_tensors)
+    return _each(lambda tensor, t: _loud("overwrite_with_gradient", tensor, t, _is_broken(t)), state)
 
 
-def _next(recipe: Recipe, state: Any, amaxes: Any) -> tuple[Any]:
-    return (linear_delayed_update(state, amaxes, recipe),)
-
-
-_overwritten.defvjp(lambda recipe, state: (_overwritten(recipe, state), state), _next)
+_overwritten.defvjp(
+    lambda recipe, state: (_overwritten(recipe, state), state),
+    lambda recipe, state, amaxes: (linear_delayed_update(state, amaxes, recipe),),
+)
 
 
 def _is_scale(inv_scale: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(inv_scale, jnp.int32)
-    return (bits > 0) & (bits <= _INFINITY)
+    found = bits.bits_of(inv_scale)
+    return (found > 0) & (found <= bits.INFINITY)
 
 
 def _is_broken(state: DelayedState) -> jax.Array:
@@ -275,15 +264,6 @@ def _loud(call: str, tensor: str, state: DelayedState, broken: jax.Array) -> Del
             "give each call a copy (shared_delayed_state), and combine passes with linear_delayed_maximum"
         )
     return state
-
-
-def _flags(state: Float8State) -> list[Any]:
-    return [None if of_tensor is None else of_tensor.initialized for of_tensor in state]
-
-
-def _with_flags(state: Float8State, flags: list[Any]) -> Float8State:
-    pairs = zip(state, flags, strict=True)
-    return Float8State(*(None if t is None else t._replace(initialized=flag) for t, flag in pairs))
 
 
 def _require_float8_states(call: str, **states: Any) -> None:

@@ -66,11 +66,8 @@ def delayed_dot_general(
 ) -> "DelayedDotGeneral":
     """`dot_general` for a recipe with delayed scaling: the function takes a `Float8State` after its operands.
 
-    The gradient of the state is made of amaxes, for `linear_delayed_update`.
-
-    Raises:
-        SpecError: an unknown recipe, one without delayed scaling, or one that is not static.
-        OperandError: an unknown engine, an unknown `sharded_k`, or `in_specs` that are not PartitionSpecs.
+    The gradient of the state is made of amaxes, for `linear_delayed_update`. Arguments and errors are as for
+    `dot_general`.
     """
     settings = checked_settings("delayed_dot_general", recipe, engine, in_specs, sharded_k, is_delayed=True)
     return DelayedDotGeneral(**settings)
@@ -168,8 +165,7 @@ def _dot_general(
     out_sharding: Any,
 ) -> jax.Array:
     # 1. What was given.
-    input_dtype = format_of(call, "lhs", lhs)
-    weight_dtype = format_of(call, "rhs", rhs)
+    input_dtype, weight_dtype = format_of(call, "lhs", lhs), format_of(call, "rhs", rhs)
     _refuse_precision(call, precision)
     out_dtype = input_dtype
     if preferred_element_type is not None:
@@ -179,18 +175,23 @@ def _dot_general(
     lhs_free = [i for i in range(len(lhs_shape)) if i not in (*lhs_k, *lhs_b)]
     rhs_free = [i for i in range(len(rhs_shape)) if i not in (*rhs_k, *rhs_b)]
     along, rhs_shape = divided(call, function.in_specs, (len(lhs_shape), lhs_free, lhs_k), (rhs_shape, rhs_free, rhs_k))
-    _require_equal(call, lhs_shape, rhs_shape, (lhs_k, rhs_k), (lhs_b, rhs_b))
+    _require_equal(call, (lhs_shape, rhs_shape), (lhs_k, rhs_k), (lhs_b, rhs_b))
+    if state is not None and lhs_b:
+        raise OperandError(
+            f"{call}: a state belongs to one layer, so there must be no batch dimensions; got {lhs_b} of lhs; use "
+            "jax.vmap over operands and states, or move the batch into the rows of lhs"
+        )
     require_checked_axes(call, state)
     mesh = explicit_mesh(lhs, rhs)
     if mesh is not None:
-        # Sharding in types: that of the product by JAX's rule for dot_general, casts and GEMMs as XLA divides them.
+        # Sharding in types: the product's by JAX's rule for dot_general, casts and GEMMs as XLA divides them.
         wanted = product_sharding(mesh, lhs, rhs, dimension_numbers, out_sharding)
         rest = dimension_numbers, precision, preferred_element_type, None
-
-        def whole(lhs: Any, rhs: Any, state: Any) -> jax.Array:
-            return _dot_general(call, function, lhs, rhs, state, *rest)
-
-        automatic: Any = jax.sharding.auto_axes(whole, axes=mesh.explicit_axes, out_sharding=wanted)
+        automatic: Any = jax.sharding.auto_axes(
+            lambda lhs, rhs, state: _dot_general(call, function, lhs, rhs, state, *rest),
+            axes=mesh.explicit_axes,
+            out_sharding=wanted,
+        )
         return automatic(lhs, rhs, state)
     # 2. Both operands as matrices, or stacks of them.
     lhs, rhs = vary_alike(jnp.asarray(lhs), jnp.asarray(rhs))
@@ -208,15 +209,10 @@ def _dot_general(
         is_weight_transposed=weight_is_t,
         sharded_k=function.sharded_k,
         divided=along,
-        settled=None if state is None else _settled(state),
+        settled=None if state is None else tuple(t is not None and t.initialized is None for t in state),
         tap=function.tap,
         recompute_casts=function.recompute_casts,
     )
-    if state is not None and lhs_b:
-        raise OperandError(
-            f"{call}: a state belongs to one layer, so there must be no batch dimensions; got {lhs_b} of lhs; use "
-            "jax.vmap over operands and states, or move the batch into the rows of lhs"
-        )
     if state is not None:
         # What is empty gets zeros, so that a state has its gradient: without amaxes, which leaves the scale as it is.
         if 0 in (*x.shape, *w.shape):
@@ -246,10 +242,10 @@ def _as_matrices(
     return moved.reshape((sizes[0], *matrix) if batch else matrix), is_transposed
 
 
-def _dimensions(
-    call: str, numbers: Any, lhs: tuple[int, ...], rhs: tuple[int, ...]
-) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
-    """The dimension numbers as lists."""
+_Pair = tuple[list[int], list[int]]
+
+
+def _dimensions(call: str, numbers: Any, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[_Pair, _Pair]:
     try:
         (lhs_k, rhs_k), (lhs_b, rhs_b) = ((list(map(int, a)), list(map(int, b))) for a, b in numbers)
     except (TypeError, ValueError):
@@ -272,20 +268,14 @@ def _dimensions(
     return (lhs_k, rhs_k), (lhs_b, rhs_b)
 
 
-def _require_equal(
-    call: str,
-    lhs: tuple[int, ...],
-    rhs: tuple[int, ...],
-    contracting: tuple[list[int], list[int]],
-    batch: tuple[list[int], list[int]],
-) -> None:
+def _require_equal(call: str, shapes: tuple[tuple[int, ...], ...], contracting: _Pair, batch: _Pair) -> None:
     of_k, of_b = (
-        [[shape[i] for i in dims] for shape, dims in zip((lhs, rhs), pair, strict=True)]
-        for pair in (contracting, batch)
+        [[shape[i] for i in dims] for shape, dims in zip(shapes, pair, strict=True)] for pair in (contracting, batch)
     )
     if of_k[0] != of_k[1] or of_b[0] != of_b[1]:
+        lhs, rhs = map(list, shapes)
         raise OperandError(
-            f"{call}: contracting and batch dimensions must have equal sizes in lhs {list(lhs)} and rhs {list(rhs)}; "
+            f"{call}: contracting and batch dimensions must have equal sizes in lhs {lhs} and rhs {rhs}; "
             f"got {of_k[0]} and {of_k[1]}, {of_b[0]} and {of_b[1]}; check dimension_numbers"
         )
 
@@ -303,19 +293,17 @@ def _require_state(call: str, recipe: Recipe, state: Any) -> None:
     """Raise OperandError for what is no state of the recipe."""
     delayed = recipe.delayed
     assert delayed is not None, "it was checked when the function was made"
-    fits = isinstance(state, Float8State)
-    found: tuple[Any, ...] = state if isinstance(state, Float8State) else ()
-    for tensor, of_tensor in zip(Float8State._fields, found, strict=False):
-        fits = fits and (tensor in recipe.delayed_tensors) == (of_tensor is not None)
-        fits = fits and isinstance(of_tensor, DelayedState | None)
-        if fits and of_tensor is not None:
-            fits = tuple(jnp.shape(of_tensor.amax_history)) == (delayed.history_length,)
-            fits = fits and all(
-                jnp.result_type(leaf) == jnp.float32 and jnp.ndim(leaf) == (leaf is of_tensor.amax_history)
-                for leaf in of_tensor
-                if leaf is not None
-            )
-    if not fits:
+    shapes = {"amax_history": (delayed.history_length,), "inv_scale": (), "initialized": ()}
+
+    def fits(tensor: str, of_tensor: Any) -> bool:
+        if of_tensor is None or tensor not in recipe.delayed_tensors:
+            return of_tensor is None and tensor not in recipe.delayed_tensors
+        return isinstance(of_tensor, DelayedState) and all(
+            leaf is None or (jnp.result_type(leaf) == jnp.float32 and jnp.shape(leaf) == shapes[name])
+            for name, leaf in of_tensor._asdict().items()
+        )
+
+    if not (isinstance(state, Float8State) and all(map(fits, Float8State._fields, state))):
         raise OperandError(
             f"{call}: state must be the Float8State of recipe {recipe.name!r}, all float32, histories of "
             f"{delayed.history_length}; got {described_state(state)}; start with linear_delayed_state(recipe), or "
@@ -330,16 +318,10 @@ def described_state(state: Any) -> str:
     return str(jax.tree.map(lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{jnp.shape(leaf)}", state))
 
 
-def _settled(state: Float8State) -> tuple[bool, bool, bool]:
-    """Which tensors have a state without `initialized`."""
-    x, w, g = (of_tensor is not None and of_tensor.initialized is None for of_tensor in state)
-    return x, w, g
-
-
 def checked_settings(
     call: str, recipe: Any, engine: str, in_specs: Any, sharded_k: str, *, is_delayed: bool
 ) -> dict[str, Any]:
-    """The settings of a layer, the recipe given itself or by name; `is_delayed` is the kind of scaling it must have."""
+    """The settings of a layer; `is_delayed` is the kind of scaling that the recipe must have."""
     check_engine(call, engine)
     check_sharded_k(call, sharded_k)
     if isinstance(recipe, str):

@@ -29,7 +29,7 @@ def feed_forward(
 ) -> "FeedForward":
     """A gated feed-forward block under a recipe, as a frozen, hashable function: `(x, w1, w2, w3) -> output`.
 
-    `recipe`, `engine`, `sharded_k` and errors are as for `dot_general`. The backward pass keeps the codes of the
+    Other arguments and errors are as for `dot_general`. The backward pass keeps the codes of the
     weights, a byte an element; with `recompute_casts` it casts the weights again, as `dot_general` does.
     """
     settings = checked_settings("feed_forward", recipe, engine, None, sharded_k, is_delayed=False)

@@ -56,7 +56,7 @@ class Tap(Protocol):
 
 
 class Plan(NamedTuple):
-    """The settings of a call, which do not depend on the values of its arrays."""
+    """The settings of a call, which do not depend on the values of its arrays; most are those of its layer."""
 
     recipe: Recipe
     engine: str
@@ -72,12 +72,10 @@ class Plan(NamedTuple):
     """What is done where XLA divides both operands of a GEMM along K (`gemm.partition`)."""
     divided: Divided = Divided()
     """The mesh axes along which the matrices are divided in `jax.shard_map`."""
-    settled: tuple[bool, bool, bool] | None = None
+    settled: tuple[bool, ...] | None = None
     """Which of the states have no `initialized`."""
     tap: Tap | None = None
-    """Who is shown what is cast and multiplied."""
     recompute_casts: bool = True
-    """Whether the weight is cast for the backward pass when its time has come, so that its codes need not be kept."""
 
 
 class Kept(NamedTuple):

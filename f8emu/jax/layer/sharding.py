@@ -39,23 +39,16 @@ class Divided(NamedTuple):
 
     @property
     def input(self) -> tuple[Axes, Axes]:
-        """The axes that divide input, [M, K]."""
         return self.m, self.k
 
     @property
     def weight(self) -> tuple[Axes, Axes]:
-        """The axes that divide weight, [N, K], as it is given."""
+        """[N, K], as it is given."""
         return self.n + self.gathered_n, self.k + self.gathered_k
 
     @property
     def grad_output(self) -> tuple[Axes, Axes]:
-        """The axes that divide grad_output, [M, N]."""
         return self.m, self.n
-
-    @property
-    def all(self) -> frozenset[str]:
-        """All of them."""
-        return frozenset((*self.m, *self.n, *self.k))
 
 
 _UNDIVIDED = Divided()
@@ -79,13 +72,8 @@ def divided(
 ) -> tuple[Divided, tuple[int, ...]]:
     """Along which axes M, N and K are divided, and the shape of rhs where it is gathered.
 
-    A batch dimension is of layers, each with its own scales.
-
-    Args:
-        call: for errors.
-        in_specs: of lhs and rhs.
-        lhs: its rank, free and contracting dimensions.
-        rhs: its shape on this device, free and contracting dimensions.
+    `lhs` is its rank, free and contracting dimensions, `rhs` its shape on this device and the same. A batch dimension
+    is of layers, each with its own scales.
 
     Raises:
         OperandError: specs that do not fit the operands, or an axis of no `jax.shard_map` around.
@@ -180,7 +168,7 @@ def as_gradient(amax: jax.Array, axes: frozenset[str], divided: Divided = _UNDIV
     Raises:
         OperandError: it varies along others, so that it is the amax of a part of its matrix.
     """
-    amax = global_amax(amax, tuple(sorted((varying(amax) - axes) & divided.all)))
+    amax = global_amax(amax, tuple(sorted((varying(amax) - axes) & {*divided.m, *divided.n, *divided.k})))
     if not varying(amax) <= axes:
         raise OperandError(
             "delayed scaling: in jax.shard_map an amax must be the whole matrix's; got one that varies along "
