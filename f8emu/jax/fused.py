@@ -128,7 +128,8 @@ def cast_blocks(
         if rows is not None and row_granularity is col_granularity and col_granularity.is_transposable:
             codes, scales = rows
         else:
-            codes, scales = _plain_cast(x, col_granularity.block[::-1], format, rule)
+            block_n, block_m = col_granularity.block
+            codes, scales = _plain_cast(x, (block_m, block_n), format, rule)
         return rows, (codes.T, Scales(scales.inv_scale.T, scales.scale.T))
 
     kinds = {"row_granularity": row_granularity, "col_granularity": col_granularity}

@@ -29,7 +29,7 @@ def test_tiles_are_put_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> Non
     matrix = np.arange(m * n, dtype=np.uint32).reshape(m, n)
 
     def tile(m_0: gemm.Index, n_0: gemm.Index, rows: int, columns: int) -> jax.Array:
-        return gemm.window(jnp.asarray(matrix), m_0, n_0, rows, columns)
+        return gemm._window(jnp.asarray(matrix), m_0, n_0, rows, columns)
 
     # The last row and column of tiles overlap their neighbours.
     for limit, shape in ((400, (18, 20)), (1200, (27, 32)), (5100, (53, 96))):

@@ -152,9 +152,8 @@ def _scaled_grouped_mm(gemm: Gemm, *operands: jax.Array) -> jax.Array:
 def _mm(gemm: Gemm, *operands: jax.Array) -> jax.Array:
     a, b = _apart(*operands)
     dtype = jnp.bfloat16 if gemm.out_dtype == BFLOAT16 else jnp.float32
-    left, right, contracting = (b, a, (0, 1)) if gemm.is_transposed else (a, b, (1, 0))
-    numbers = (tuple((dim,) for dim in contracting), ((), ()))
-    product = lax.dot_general(left, right, numbers, preferred_element_type=dtype)
+    left, right, contracting = (b, a, ((0,), (1,))) if gemm.is_transposed else (a, b, ((1,), (0,)))
+    product = lax.dot_general(left, right, (contracting, ((), ())), preferred_element_type=dtype)
     return _ended(product) if gemm.out_dtype == BFLOAT16 else _rounded(product, gemm.out_dtype)
 
 
@@ -190,13 +189,13 @@ def _block_scaled(gemm: Gemm, *operands: jax.Array) -> jax.Array:
 
 def _by_kernel(gemm: Gemm, a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array, **how: Any) -> jax.Array:
     """`_block_scaled` by a kernel on the tensor cores; `how` it is launched."""
-    granularities = gemm.granularities
-    assert granularities is not None, "a GEMM with block scales"
+    assert gemm.granularities is not None, "a GEMM with block scales"
+    of_a, of_b = gemm.granularities
     k, multiple = a.shape[1], gemm.model.split_k_multiple
     b, scale_b = b.T, scale_b.T
     slices = block_kernel.block_mm(
         *((b, a, scale_b, scale_a) if gemm.is_transposed else (a, b, scale_a, scale_b)),
-        granularities[::-1] if gemm.is_transposed else granularities,
+        (of_b, of_a) if gemm.is_transposed else (of_a, of_b),
         out_dtype=gemm.out_dtype,
         # [CHAIN-3] The blocks of a slice.
         slice_blocks=math.ceil(math.ceil(k / (gemm.split_k or 1)) / multiple) * multiple // block_kernel.BLOCK_K,

@@ -33,14 +33,12 @@ Index = jax.Array | int
 
 
 class Step(Enum):
-    """How a step is computed."""
+    """The arithmetic of a step: float32 on unpacked codes of any float8 format, int32, or wide integers.
 
-    FLOAT8 = "float8"
-    """Float32 arithmetic on unpacked codes of any float8 format; the accumulator is float32."""
-    BFLOAT16 = "bfloat16"
-    """Int32 arithmetic; the accumulator is a bit pattern."""
-    GENERAL = "general"
-    """Arithmetic on wide integers; the accumulator is a bit pattern."""
+    The accumulator of FLOAT8 is float32, the others' is a bit pattern.
+    """
+
+    FLOAT8, BFLOAT16, GENERAL = "float8", "bfloat16", "general"
 
 
 class Chain(NamedTuple):

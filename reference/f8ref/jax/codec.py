@@ -9,19 +9,14 @@ from f8ref.jax import softfloat
 
 
 def dtype_format(x: object, call: str, name: str, allowed: tuple[str, ...]) -> Format:
-    """The format of an array's dtype.
-
-    Raises:
-        OperandError: not an array, or its dtype is not among `allowed`; names the call and the argument.
-    """
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or str(dtype) not in allowed:
-        found = f"an array of {dtype}" if dtype is not None else f"a {type(x).__name__} without a dtype"
+    """The format of an array's dtype; OperandError if it is not among `allowed`."""
+    dtype = str(getattr(x, "dtype", f"a {type(x).__name__} without a dtype"))
+    if dtype not in allowed:
         raise OperandError(
-            f"{call}: {name} must be an array of {', '.join(allowed)}; got {found}. "
+            f"{call}: {name} must be an array of {', '.join(allowed)}; got {dtype}. "
             f"Convert it first, for example with jnp.asarray({name}).astype(jnp.{allowed[0]})"
         )
-    return FORMATS[str(dtype)]
+    return FORMATS[dtype]
 
 
 def narrow_codes(x: jax.Array, format: Format) -> jax.Array:

@@ -36,7 +36,7 @@ def _accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
     m, n = a.shape[0], b.shape[1]
     if 0 in (m, n):
         return jnp.zeros((m, n), jnp.uint32)
-    a, b = padded(a, m, chain.padded_k), padded(b, chain.padded_k, n)
+    a, b = _padded(a, m, chain.padded_k), _padded(b, chain.padded_k, n)
 
     def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
         return chained_sum(chain, *_windows(chain, a, b, m_0, n_0, rows, columns))
@@ -61,15 +61,15 @@ def blockwise_totals(
     if 0 in (m, n, chain.k):
         return jnp.zeros((m, n), jnp.uint32)
     # 1. Operands in whole blocks, and a scale for every row and block.
-    a = padded(operand(chain.step, a, chain.a_format), m, chain.padded_k)
-    b = padded(operand(chain.step, b, chain.b_format), chain.padded_k, n)
+    a = _padded(operand(chain.step, a, chain.a_format), m, chain.padded_k)
+    b = _padded(operand(chain.step, b, chain.b_format), chain.padded_k, n)
     factor_a, factor_b = _of_rows(scale_a, pair[0], m), _of_rows(scale_b.T, pair[1], n).T
     is_vector_pair = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
 
     # 2. Tile by tile; each block's partial is fused into the total with its scales, in the order of its pair.
     def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
-        f_a = window(factor_a, m_0, 0, rows, chain.blocks)
-        f_b = window(factor_b, 0, n_0, chain.blocks, columns)
+        f_a = _window(factor_a, m_0, 0, rows, chain.blocks)
+        f_b = _window(factor_b, 0, n_0, chain.blocks, columns)
 
         def promote(i: jax.Array, partial: jax.Array, total: jax.Array) -> jax.Array:
             s_a = lax.dynamic_slice_in_dim(f_a, i, 1, 1)
@@ -94,7 +94,7 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
     m = a.shape[0]
     if 0 in (m, n):
         return jnp.zeros((m, n), jnp.uint32)
-    a_codes = padded(operand(chain.step, a, chain.a_format), m, chain.padded_k)
+    a_codes = _padded(operand(chain.step, a, chain.a_format), m, chain.padded_k)
     b_codes = operand(chain.step, b, chain.b_format)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
     # 2. A loop over groups, within it over the tiles of their rows, since their sizes are not static.
@@ -103,7 +103,7 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
 
     def one_group(g: jax.Array, out: jax.Array) -> jax.Array:
         start, end = starts[g], jnp.minimum(ends[g], m)
-        b_g = padded(lax.dynamic_index_in_dim(b_codes, g, 0, keepdims=False), chain.padded_k, n)
+        b_g = _padded(lax.dynamic_index_in_dim(b_codes, g, 0, keepdims=False), chain.padded_k, n)
 
         def put(i: jax.Array, out: jax.Array) -> jax.Array:
             # A tile may reach into other groups' rows; those keep what they have.
@@ -126,8 +126,8 @@ def multiply_adds(a: jax.Array, b: jax.Array, c: jax.Array, chain: Chain) -> jax
 
     Shapes: typed codes a, b [cases, K], c [cases] uint32 float32 bit patterns -> [cases] uint32.
     """
-    a_codes = padded(operand(chain.step, a, chain.a_format), a.shape[0], chain.padded_k)
-    b_codes = padded(operand(chain.step, b, chain.b_format), b.shape[0], chain.padded_k)
+    a_codes = _padded(operand(chain.step, a, chain.a_format), a.shape[0], chain.padded_k)
+    b_codes = _padded(operand(chain.step, b, chain.b_format), b.shape[0], chain.padded_k)
 
     def one(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         return multiply_add(chain, a[None, :], b[:, None], c[None, None])[0, 0]
@@ -144,7 +144,7 @@ def _windows(
     chain: Chain, a: jax.Array, b: jax.Array, m_0: Index, n_0: Index, rows: int, columns: int
 ) -> tuple[jax.Array, jax.Array]:
     """The operands of one tile: rows of a and columns of b."""
-    return window(a, m_0, 0, rows, chain.padded_k), window(b, 0, n_0, chain.padded_k, columns)
+    return _window(a, m_0, 0, rows, chain.padded_k), _window(b, 0, n_0, chain.padded_k, columns)
 
 
 def tile_shape(m: int, n: int) -> tuple[int, int]:
@@ -172,13 +172,11 @@ def tiled(m: int, n: int, tile: TileFunction) -> jax.Array:
     return lax.fori_loop(0, math.ceil(m / rows) * across, put, jnp.zeros((m, n), jnp.uint32))
 
 
-def padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """A matrix of codes with zeros below and to the right."""
+def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
     return jnp.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])))
 
 
-def window(x: jax.Array, m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
-    """`rows` x `columns` of a matrix from (m_0, n_0) on."""
+def _window(x: jax.Array, m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
     return lax.dynamic_slice(x, (m_0, n_0), (rows, columns))
 
 

@@ -4,18 +4,26 @@ Products are int32 and their sums 64 bits wide. The accumulator is a float32 bit
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from f8emu.spec import FLOAT32, AccumulationModel, FlooredSum, Format, Rounding
-from f8ref.jax import softfloat, wide
+from f8ref.jax import softfloat
 from f8ref.jax.accumulate import ZERO_EXPONENT, Operand
 from f8ref.jax.codec import codes, float32_bits, round_to_code, typed
-from f8ref.jax.wide import Wide
 
 _INT32_TERMS = 16
 """Terms below 2^27 whose sum int32 holds."""
+
+
+class Wide(NamedTuple):
+    """`high * 2^32 + low`, int32 and uint32: a signed integer of 64 bits, two's complement, without JAX's x64 mode."""
+
+    high: jax.Array
+    low: jax.Array
 
 
 def taken(
@@ -70,9 +78,9 @@ def general_step(
     if model.floored is None:
         e_max = jnp.maximum(_largest(a, b, range(model.step_k)), e_acc)
         unit = e_max - model.aligned_fraction_bits
-        total = _cut_sum(model, fraction_bits, a, b, range(model.step_k), unit)
+        total = _cut_sum(fraction_bits, a, b, range(model.step_k), unit)
         start = _cut(sig, own - FLOAT32.fraction_bits - unit)
-        total = wide.plus(total, wide.widened(jnp.where(is_negative, -start, start)))
+        total = _plus(total, _widened(jnp.where(is_negative, -start, start)))
     else:
         signed = jnp.where(is_negative, -sig, sig)
         total, unit = _floored_total(model, model.floored, fraction_bits, a, b, signed, own, e_acc)
@@ -106,9 +114,7 @@ def _floored_total(
     # 1. Interleaved sums, each cut to its own largest exponent, floored to the largest of all and added.
     groups = [range(first, model.step_k, floored.interleaved) for first in range(floored.interleaved)]
     largest = [_largest(a, b, group) for group in groups]
-    e_dot = largest[0]
-    for exponent in largest[1:]:
-        e_dot = jnp.maximum(e_dot, exponent)
+    e_dot = functools.reduce(jnp.maximum, largest)
     dot = jnp.zeros_like(e_dot)
     for group, exponent in zip(groups, largest, strict=True):
         part = _int32_sum(fraction_bits, a, b, group, exponent - model.aligned_fraction_bits)
@@ -117,31 +123,24 @@ def _floored_total(
     # 2. That sum floored beside the accumulator, and the accumulator to its own unit, unless it is beyond reach.
     e_max = jnp.maximum(e_dot, e_acc)
     finer = floored.fraction_bits - model.aligned_fraction_bits
-    total = wide.floored(wide.shifted_left(wide.widened(dot), finer), e_max - e_dot)
+    total = _floored(_shifted_left(_widened(dot), finer), e_max - e_dot)
     scaled = sig << (floored.accumulator_fraction_bits - FLOAT32.fraction_bits)
     kept = scaled >> jnp.clip(e_max - own, 0, 31)
     if floored.accumulator_reach is not None:
         kept = jnp.where(e_max - e_acc > floored.accumulator_reach, 0, kept)
-    start = wide.shifted_left(wide.widened(kept), floored.fraction_bits - floored.accumulator_fraction_bits)
-    return wide.plus(total, start), e_max - floored.fraction_bits
+    start = _shifted_left(_widened(kept), floored.fraction_bits - floored.accumulator_fraction_bits)
+    return _plus(total, start), e_max - floored.fraction_bits
 
 
 def _largest(a: Operand, b: Operand, group: range) -> jax.Array:
-    largest = a.exponent[:, group[0], None] + b.exponent[group[0], None, :]
-    for k in group[1:]:
-        largest = jnp.maximum(largest, a.exponent[:, k, None] + b.exponent[k, None, :])
-    return largest.astype(jnp.int32)
+    sums = (a.exponent[:, k, None] + b.exponent[k, None, :] for k in group)
+    return functools.reduce(jnp.maximum, sums).astype(jnp.int32)
 
 
-def _cut_sum(
-    model: AccumulationModel, fraction_bits: int, a: Operand, b: Operand, group: range, unit: jax.Array
-) -> Wide:
+def _cut_sum(fraction_bits: int, a: Operand, b: Operand, group: range, unit: jax.Array) -> Wide:
     # Int32 holds the sum of so many terms; the sums of these are 64 bits wide.
-    parts = [group[i : i + _INT32_TERMS] for i in range(0, len(group), _INT32_TERMS)]
-    total = wide.widened(_int32_sum(fraction_bits, a, b, parts[0], unit))
-    for part in parts[1:]:
-        total = wide.plus(total, wide.widened(_int32_sum(fraction_bits, a, b, part, unit)))
-    return total
+    parts = (group[i : i + _INT32_TERMS] for i in range(0, len(group), _INT32_TERMS))
+    return functools.reduce(_plus, (_widened(_int32_sum(fraction_bits, a, b, part, unit)) for part in parts))
 
 
 def _int32_sum(fraction_bits: int, a: Operand, b: Operand, group: range, unit: jax.Array) -> jax.Array:
@@ -163,8 +162,8 @@ def _cut(magnitude: jax.Array, n: jax.Array) -> jax.Array:
 
 def _rounded(model: AccumulationModel, total: Wide, unit: jax.Array) -> jax.Array:
     """[ACC-5], [CHIP-4] Float32 bit patterns of `total * 2^unit`, cut or rounded; what is zero then is +0."""
-    high, low = wide.magnitude(total)
-    zeros, top = wide.normalised(high, low)
+    high, low = _magnitude(total)
+    zeros, top = _normalised(high, low)
     exponent = unit + 63 - zeros
     # 1. Places below the smallest normal, their last bit sticky; then those of every number.
     below = jnp.clip(model.accumulator.min_exponent - exponent, 0, 31).astype(jnp.uint32)
@@ -183,3 +182,59 @@ def _rounded(model: AccumulationModel, total: Wide, unit: jax.Array) -> jax.Arra
     packed = jnp.where((high | low) == 0, jnp.uint32(0), packed)
     is_negative = (total.high < 0) & (packed != 0)
     return jnp.where(is_negative, packed | jnp.uint32(1) << 31, packed)
+
+
+def _widened(x: jax.Array) -> Wide:
+    return Wide(x >> 31, lax.bitcast_convert_type(x, jnp.uint32))
+
+
+def _plus(x: Wide, y: Wide) -> Wide:
+    # A carry shows as a sum below its term.
+    low = x.low + y.low
+    return Wide(x.high + y.high + (low < x.low).astype(jnp.int32), low)
+
+
+def _shifted_left(x: Wide, n: int) -> Wide:
+    """`x * 2^n`, n of 1 to 31; the caller knows that it fits."""
+    return Wide(x.high << n | _signed(x.low >> (32 - n)), x.low << n)
+
+
+def _floored(x: Wide, n: jax.Array) -> Wide:
+    """`x / 2^n` rounded down, n an int32 of 0 or more."""
+    n = jnp.minimum(n, 63)
+    is_far = n >= 32
+    high, low = jnp.where(is_far, x.high >> 31, x.high), jnp.where(is_far, _unsigned(x.high), x.low)
+    shift = n & 31
+    from_high = (_unsigned(high) << 1) << (31 - shift).astype(jnp.uint32)  # a shift by 32 is not defined
+    return Wide(high >> shift, low >> shift.astype(jnp.uint32) | from_high)
+
+
+def _magnitude(x: Wide) -> tuple[jax.Array, jax.Array]:
+    """The absolute value as two uint32, high and low."""
+    is_negative = x.high < 0
+    high, low = _unsigned(x.high), x.low
+    # Two's complement: not, plus one; the carry reaches the upper limb where the lower one is 0.
+    negated_low = ~low + 1
+    negated_high = ~high + (low == 0).astype(jnp.uint32)
+    return jnp.where(is_negative, negated_high, high), jnp.where(is_negative, negated_low, low)
+
+
+def _normalised(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(leading zeros, the top 32 bits from the leading one on): the last bit is one if anything was cut off.
+
+    The magnitude is not zero where the result is used.
+    """
+    is_low = high == 0
+    high, low = jnp.where(is_low, low, high), jnp.where(is_low, jnp.uint32(0), low)
+    zeros = jnp.minimum(lax.clz(high), jnp.uint32(31))
+    top = high << zeros | (low >> 1) >> (31 - zeros)
+    rest = (low << zeros) != 0
+    return zeros.astype(jnp.int32) + jnp.where(is_low, 32, 0), top | rest.astype(jnp.uint32)
+
+
+def _unsigned(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _signed(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)

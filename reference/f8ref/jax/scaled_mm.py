@@ -28,22 +28,9 @@ def scaled_mm(
     split_k: int = 1,
     chip: Chip = HOPPER,
 ) -> jax.Array:
-    """`a @ b` of float8 codes with their scales, as the tensor core and its epilogue compute it.
+    """`f8ref.numpy.scaled_mm`, which defines it, traceable: everything but the arrays is static.
 
-    With `acc` the accumulator of [ACC-1..5], chained as [CHAIN-1] (`use_fast_accum`) or [CHAIN-2], in `split_k`
-    slices [CHAIN-3]: `acc * (scale_a * scale_b) + 0` tensorwise [EPI-1], `(acc * scale_b) * scale_a` rowwise [EPI-2],
-    fused multiply-adds over blocks of 128 blockwise [EPI-5], in each slice; then `+ bias` in float32 [EPI-3] and one
-    rounding [EPI-4].
-
-    Shapes: a [M, K], b [K, N], of any extents; scale_a `granularity_a.scale_shape(M, K)`; scale_b
-    `granularity_b.scale_shape(N, K)` transposed; a tensorwise scale any shape of one element; bias [N]; result [M, N].
-    Exactness: every bit of the recorded H200 outputs (reference/README.md); NaN is all ones. Traceable, everything but
-    the arrays being static.
-
-    Raises:
-        OperandError: an operand with a wrong dtype or shape.
-        SpecError: an unknown granularity or output format, or a `split_k` below 1.
-        UnsupportedError: formats, granularities, options or an output format that the chip has no GEMM for.
+    Exactness, Raises: as there.
     """
     # 1. What is refused: the same in every backend.
     gemm = scaled_mm_call(
@@ -56,7 +43,7 @@ def scaled_mm(
         split_k=split_k,
         chip=chip,
     )
-    # 2. The operands as the steps take them [CHIP-1], [CHIP-2], and what is static about their sums.
+    # 2. The operands as the steps take them [CHIP-1], [CHIP-2], and what is static of their sums.
     pair = gemm.granularities
     assert pair is not None, "a scaled_mm has scales"
     a, b, scale_a, scale_b = map(jnp.asarray, (a, b, scale_a, scale_b))
@@ -85,18 +72,7 @@ def scaled_grouped_mm(
     use_fast_accum: bool = False,
     chip: Chip = HOPPER,
 ) -> jax.Array:
-    """`(acc * scale_a) * scale_b` for each group of rows of `a`, with its own matrix of `b` [EPI-6].
-
-    Group g is the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; rows after the last group give zeros.
-
-    Shapes: a [total_M, K], b [G, K, N], scale_a [total_M], scale_b [G, N], offs [G] int32 -> [total_M, N].
-    Exactness: as `scaled_mm`, rowwise.
-
-    Raises:
-        OperandError: an operand with a wrong dtype or shape.
-        SpecError: an unknown output format.
-        UnsupportedError: formats or an output format that the chip has no GEMM for.
-    """
+    """`f8ref.numpy.scaled_grouped_mm`, traceable [EPI-6]; `offs` [G] int32, rows after the last group give zeros."""
     operands = (a, b, scale_a, scale_b, offs)
     gemm = scaled_grouped_mm_call(*_shaped(*operands), out_dtype=out_dtype, use_fast_accum=use_fast_accum, chip=chip)
     a, b, scale_a, scale_b, offs = map(jnp.asarray, operands)
@@ -120,16 +96,10 @@ def mm(
     split_k: int = 1,
     chip: Chip = HOPPER,
 ) -> jax.Array:
-    """`a @ b` of bfloat16 values, as the tensor core computes it [BF16-1], in `split_k` slices [BF16-2].
+    """`f8ref.numpy.mm`, traceable [BF16-1], [BF16-2].
 
-    Shapes: a [M, K], b [K, N], of any extents -> [M, N].
-    Exactness: every bit of the recorded H200 outputs. These hold neither float32 subnormals nor overflow; there, by
-    the same rules, an accumulator cut to zero is +0, a subnormal one counts with exponent -126, and 2^128 is infinity.
-
-    Raises:
-        OperandError: an operand that is not a bfloat16 matrix, or extents that do not fit.
-        SpecError: an unknown output format, or a `split_k` below 1.
-        UnsupportedError: an output format that no GEMM gives.
+    Exactness: as there. The recorded outputs hold neither float32 subnormals nor overflow; there, by the same rules, an
+    accumulator cut to zero is +0, a subnormal one counts with exponent -126, and 2^128 is infinity.
     """
     gemm = mm_call(*_shaped(a, b), out_dtype=out_dtype, split_k=split_k, chip=chip)
     chain = Chain(gemm.model, *gemm.formats, gemm.sizes[2], split_k)
@@ -139,18 +109,7 @@ def mm(
 def mma(
     a: jax.Array, b: jax.Array, c: jax.Array, *, chip: Chip = HOPPER, out_dtype: Format | str = "float32"
 ) -> jax.Array:
-    """`dot(a, b) + c` of every case by one matrix instruction of the chip, or by several in a row if K is longer.
-
-    c is the first accumulator of the steps [ACC-2], [CHIP-6], or is added to their sum [CHIP-3].
-
-    Shapes: a, b [cases, K], c [cases] of `out_dtype` -> [cases].
-    Exactness: the public recordings of single instructions, every bit, for chips whose `evidence` is not LITERATURE.
-
-    Raises:
-        OperandError: operands of the wrong dtype or shape.
-        SpecError: an unknown `out_dtype`.
-        UnsupportedError: formats that the chip's profile has no instruction for.
-    """
+    """`f8ref.numpy.mma`, traceable."""
     names = tuple(f.name for f in (BFLOAT16, *FLOAT8))
     formats = dtype_format(a, "mma", "a", names), dtype_format(b, "mma", "b", names)
     out = output_format("mma", out_dtype)

@@ -10,31 +10,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from f8emu.spec import (
-    BFLOAT16,
-    E4M3FN,
-    E4M3FNUZ,
-    E5M2,
-    E5M2FNUZ,
-    E8M0FNU,
-    FLOAT16,
-    FLOAT32,
-    Format,
-    OperandError,
-    Specials,
-)
+from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, FORMATS, Format, OperandError, Specials
 
 Array = NDArray[Any]
 
 _DTYPES: dict[Format, np.dtype[Any]] = {
-    E4M3FN: np.dtype(ml_dtypes.float8_e4m3fn),
-    E5M2: np.dtype(ml_dtypes.float8_e5m2),
-    E4M3FNUZ: np.dtype(ml_dtypes.float8_e4m3fnuz),
-    E5M2FNUZ: np.dtype(ml_dtypes.float8_e5m2fnuz),
-    E8M0FNU: np.dtype(ml_dtypes.float8_e8m0fnu),
-    FLOAT16: np.dtype(np.float16),
-    BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-    FLOAT32: np.dtype(np.float32),
+    format: np.dtype(getattr(ml_dtypes, format.name, format.name)) for format in FORMATS.values()
 }
 _FORMATS: dict[np.dtype[Any], Format] = {dtype: format for format, dtype in _DTYPES.items()}
 _CODE_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16), 32: np.dtype(np.uint32)}
@@ -49,11 +30,7 @@ accumulator; and twice it is still an exponent of float64."""
 
 
 def typed_array(x: ArrayLike, allowed: tuple[Format, ...], call: str) -> tuple[Array, Format]:
-    """`x` as an array, and its format.
-
-    Raises:
-        OperandError: the dtype of `x` is not that of one of the `allowed` formats.
-    """
+    """`x` as an array, and its format; OperandError if that is not one of `allowed`."""
     array = np.asarray(x)
     format = _FORMATS.get(array.dtype)
     if format is None or format not in allowed:
@@ -123,10 +100,9 @@ def canonical_nan(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def as_float32(x: ArrayLike, call: str) -> NDArray[np.float32]:
-    """A float32, bfloat16 or float16 array as float32, which is exact.
+    """A float32, bfloat16 or float16 array as float32, which is exact; OperandError for others.
 
-    Raises:
-        OperandError: another dtype; float64 among them, since it would be rounded twice.
+    Float64 is among these, since it would be rounded twice.
     """
     array, format = typed_array(x, (FLOAT32, BFLOAT16, FLOAT16), call)
     return array if format == FLOAT32 else np.asarray(decode_table(format)[codes_of(array, format)])

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -76,17 +76,13 @@ def linear(
     Raises:
         OperandError: wrong dtypes or shapes; `delayed_state` missing, or given to a recipe without delayed scaling.
     """
-    return traced(
-        recipe,
-        input,
-        weight,
-        grad_output,
-        bias,
-        delayed_state=delayed_state,
-        split_k=split_k or {},
-        chip=CHIPS[recipe.chip] if chip is None else chip,
-        verbs=Verbs(amax, scale_from_amax, quantize, product),
-    )
+    options: dict[str, Any] = {
+        "delayed_state": delayed_state,
+        "split_k": split_k or {},
+        "chip": chip or CHIPS[recipe.chip],
+    }
+    verbs = Verbs(amax, scale_from_amax, quantize, product)
+    return traced(recipe, input, weight, grad_output, bias, **options, verbs=verbs)
 
 
 def traced(

@@ -42,7 +42,7 @@ def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE) 
     magnitude = codes_of(values, FLOAT32) & np.uint32(FLOAT32.magnitude_mask)
     # Pad with zeros to whole blocks, then see the matrix as [block rows, row, block columns, column].
     groups = granularity.scale_shape(*values.shape)
-    block = _block(granularity, *values.shape)
+    block = [of_axis or extent for of_axis, extent in zip(granularity.block, values.shape, strict=True)]
     padded = np.zeros((groups[0] * block[0], groups[1] * block[1]), np.uint32)
     padded[: values.shape[0], : values.shape[1]] = magnitude
     largest = padded.reshape(groups[0], block[0], groups[1], block[1]).max(axis=(1, 3), initial=0)
@@ -143,29 +143,21 @@ def checked_amax(amax: ArrayLike, format: Format | str, margin: int) -> tuple[ND
 
 
 def expand_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, ...], call: str) -> NDArray[np.float32]:
-    """The scales of an operand `[rows, K]`, repeated so that they broadcast against it.
+    """The scales of an operand `[rows, K]`, repeated so that they broadcast against it; raises `checked_scale`'s error.
 
     Shapes: [1, 1] for tensorwise, [rows, 1] for rowwise, else [rows, K].
-
-    Raises:
-        OperandError: not float32, or not of the granularity's shape (tensorwise: one element).
     """
     factors = checked_scale(scale, granularity, shape, call)
-    rows, k = shape
     # One scale for all rows, or all of K, broadcasts; others are repeated over their block.
-    block = granularity.block
-    if block[0] not in (None, 1):
-        factors = factors.repeat(block[0], axis=0)[:rows]
-    if block[1] is not None:
-        factors = factors.repeat(block[1], axis=1)[:, :k]
-    return factors
+    for axis, size in enumerate(granularity.block):
+        factors = factors if size in (None, 1) else factors.repeat(size, axis=axis)
+    return factors[: shape[0], : shape[1]]
 
 
 def checked_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, ...], call: str) -> NDArray[np.float32]:
-    """The scales of an operand `[rows, K]`, of its `scale_shape`; raises what `expand_scale` raises."""
+    """The scales of an operand `[rows, K]`, of its `scale_shape`; OperandError for a wrong dtype or shape."""
     factors, _ = typed_array(scale, (FLOAT32,), call)
-    rows, k = shape
-    expected = granularity.scale_shape(rows, k)
+    expected = granularity.scale_shape(*shape)
     if granularity is Granularity.TENSORWISE and factors.size == 1:
         factors = factors.reshape(1, 1)
     if factors.shape != expected:
@@ -176,18 +168,8 @@ def checked_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, 
     return factors
 
 
-def _block(granularity: Granularity, rows: int, k: int) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
-    block_rows, block_k = granularity.block
-    return (rows if block_rows is None else block_rows, k if block_k is None else block_k)
-
-
 def as_matrix(x: ArrayLike, call: str) -> Array:
-    """`x` as an array.
-
-    Raises:
-        OperandError: it has not two dimensions.
-    """
+    """`x` as an array; OperandError if it has not two dimensions."""
     array = np.asarray(x)
     if array.ndim != 2:
         raise OperandError(f"{call} must be a matrix [rows, K]; got shape {array.shape}; reshape it")
