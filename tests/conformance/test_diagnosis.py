@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from f8emu.conformance.cases.distributions import dtype_of
-from f8emu.conformance.diagnosis.alterations import alterations
-from f8emu.conformance.diagnosis.arguments import Memory
+from f8emu.conformance.diagnosis.alterations import ALTERATIONS
+from f8emu.conformance.diagnosis.compute import Memory
 from f8emu.conformance.diagnosis.compute import compute
 from f8emu.conformance.diagnosis.probes import KINDS, Kind, probes
 from f8emu.conformance.diagnosis.report import diagnosis_lines
@@ -327,7 +327,7 @@ def test_probes_part_the_alterations(name: str, narrow: bool) -> None:
 
     right_rules = {rules_of(HOPPER, case) for case, _ in cases}
     groups: dict[bytes, set[str]] = {}
-    for alteration in alterations():
+    for alteration in ALTERATIONS:
         is_chip = "accumulation" in alteration.name and alteration.name.split("'")[0] in CHIPS
         if not is_chip and any(alteration.change(rules) != rules for rules in right_rules):
             groups.setdefault(bits(alteration.change), set()).add(alteration.name)

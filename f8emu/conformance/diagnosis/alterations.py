@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -34,60 +34,23 @@ class Alteration:
     """The whole accumulation of a chip, or of an instruction: no other alteration of the adding has an effect."""
 
 
-PROMOTIONS = (32, 64, 128, 256, 512)
-FRACTION_BITS = tuple(range(12, 26))
-SUM_BITS = (23, *range(12, 20))
-"""32 terms of 14 bits sum to at most 20 bits, so every width from 19 up is exact and equivalent."""
-SPLITS = (2, 3, 4, 8)
-SPLIT_ABOVE = 512
-"""The K at which a kernel begins to split is not measured: between the short probes and the long ones."""
-BLOCKS = (256, 384, 512)
-"""Block lengths of K in CPU libraries: MKL's sgemm has 384 at most."""
+PROMOTIONS = [32, 64, 128, 256, 512]
+# 32 terms of 14 bits sum to at most 20 bits, so every width from 19 up is exact and equivalent.
+SUM_BITS = [23, *range(12, 20)]
+_SPLITS = [2, 3, 4, 8]
+# The K at which a kernel begins to split is not measured: between the short probes and the long ones.
+_SPLIT_ABOVE = 512
+_LANES = [2, 4, 8, 16, 32]
+# Block lengths of K in CPU libraries: MKL's sgemm has 384 at most.
+_BLOCKS = [256, 384, 512]
+_NARROW = ["bfloat16", "float16"]
+_MULTIPLES = [32, 64, 128, 256, 512]
 _BLOCK_K = 128
+_FLOAT32, _EXACT = Adder.FLOAT32, Adder.EXACT
+_IN_FLOAT32: Mapping[str, Any] = {"adder": _FLOAT32, "promote_k": None}
+_OF_TERMS = {"aligned_fraction_bits": list(range(12, 26))}
+_OF_SUMS = {"result_fraction_bits": list(range(12, 26))}
 _MODEL_FIELDS = frozenset(field.name for field in fields(AccumulationModel))
-_IN_FLOAT32: Mapping[str, Any] = {"adder": Adder.FLOAT32, "promote_k": None}
-
-_SCALE_NAMES = {
-    ScaleOrder.BEFORE_DOT: "scales before the dot, in float32",
-    ScaleOrder.BEFORE_DOT_BFLOAT16: "scales before the dot, in bfloat16",
-    ScaleOrder.EACH_PRODUCT: "scales on each product, in float32",
-    ScaleOrder.AFTER_OUTPUT: "scales after the output type",
-}
-_BIAS_NAMES = {
-    BiasRule.FUSED: "bias by FMA",
-    BiasRule.BEFORE_SCALES: "bias before the scales",
-    BiasRule.AFTER_OUTPUT: "bias after the output type",
-    BiasRule.IGNORED: "bias ignored",
-}
-_MISREADING_NAMES = {
-    Misreading.SCALES_SWAPPED: "scales swapped",
-    Misreading.SCALES_INVERTED: "scales inverted",
-    Misreading.SCALES_TRANSPOSED: "block scales transposed",
-    Misreading.SCALES_FIRST_BLOCK: "first block's scales everywhere",
-    Misreading.SCALES_IGNORED: "scales ignored",
-    Misreading.SCALES_UNSIGNED: "sign of scales dropped",
-    Misreading.OPERANDS_SWAPPED: "operands swapped",
-    Misreading.OUTPUT_TRANSPOSED: "output transposed",
-    Misreading.NAN_AS_NUMBER: "NaN codes as numbers",
-}
-_READ_AS = {Reading.E4M3: "E4M3", Reading.E5M2: "E5M2", Reading.OTHER: "the other's", Reading.FNUZ: "FNUZ"}
-
-
-@cache
-def alterations() -> tuple[Alteration, ...]:
-    """All of them; the simpler of two that explain the same comes first."""
-    return (*_chaining(), *_epilogue(), *_misreadings(), *_misplacements(), *_splits(), *_adding(), *_chips())
-
-
-def from_there_on(starts: Mapping[Places, int]) -> Iterator[Alteration]:
-    """What a kernel may do from a row or a column on, the first that was seen to be wrong."""
-    for places, start in starts.items():
-        taken = (
-            *((Taken.NOWHERE, 0), (Taken.SHIFTED, start), (Taken.REPEATED, start)),
-            *((Taken.ONE, 0), (Taken.ONE, start - 1), (Taken.SHIFTED, 1), (Taken.SHIFTED, -1)),
-        )
-        for of in (places, *((Places.SCALES_A,) if places is Places.ROWS else (Places.SCALES_B, Places.BIAS))):
-            yield from (_misplaced(Misplaced(of=of, taken=one, size=size, start=start)) for one, size in taken)
 
 
 def _row(name: str, sentence: str, **changed: Any) -> Alteration:
@@ -95,10 +58,11 @@ def _row(name: str, sentence: str, **changed: Any) -> Alteration:
     return Alteration(name=name, sentence=sentence, change=partial(_changed, changed=changed))
 
 
-def _rows(name: str, sentence: str, values: Sequence[Any], *takers: str, **changed: Any) -> Iterator[Alteration]:
-    """One alteration a value, which its name and its sentence tell, and which is that of the fields `takers`."""
-    for value in values:
-        yield _row(name.format(value), sentence.format(value), **dict.fromkeys(takers, value), **changed)
+def _rows(name: str, sentence: str, **changed: Any) -> Iterator[Alteration]:
+    """One alteration for each value of a list, which its name and sentence tell."""
+    for value in next(values for values in changed.values() if isinstance(values, list)):
+        fields = {field: value if isinstance(old, list) else old for field, old in changed.items()}
+        yield _row(name.format(value), sentence.format(value), **fields)
 
 
 def _changed(rules: Rules, *, changed: Mapping[str, Any]) -> Rules:
@@ -118,110 +82,63 @@ def _changed(rules: Rules, *, changed: Mapping[str, Any]) -> Rules:
         others["misreads"] |= rules.misreads
     if "misplaced" in others:
         places = {one.of for one in others["misplaced"]}
-        kept = tuple(one for one in rules.misplaced if one.of not in places)
-        others["misplaced"] = kept + others["misplaced"]
+        others["misplaced"] = (*(one for one in rules.misplaced if one.of not in places), *others["misplaced"])
     return replace(rules, model=replace(rules.model, **model), **others)
-
-
-def _chaining() -> Iterator[Alteration]:
-    sentence = "keeps one chain of the tensor core over all of K [CHAIN-1]; use_fast_accum=False has no effect"
-    yield _row("no promotion", sentence, promote_k=None)
-    sentence = "adds the tensor core's accumulator to a float32 total every {} of K"
-    yield from _rows("promotion every {}", sentence, PROMOTIONS, "promote_k")
-    sentence = "adds every product in float32; no tensor core cuts bits"
-    yield _row("float32 accumulation", sentence, **_IN_FLOAT32)
-    sentence = "adds in float32, {} sums taking turns along K, which are added up pairwise at its end"
-    yield from _rows("float32 accumulation in {} lanes", sentence, (2, 4, 8, 16, 32), "lanes", **_IN_FLOAT32)
-    sentence = "adds in float32, and adds up the sums of every {} of K"
-    yield from _rows("float32 accumulation in blocks of {}", sentence, BLOCKS, "promote_k", adder=Adder.FLOAT32)
-    sentence = "adds all products exactly, or in a wider format than float32, and rounds once"
-    yield _row("exact accumulation", sentence, promote_k=None, adder=Adder.EXACT)
-
-
-def _splits() -> Iterator[Alteration]:
-    sentence = "cuts K into {} slices, each from zero, and adds their float32 results [CHAIN-3]"
-    yield from _rows("split-K {}", sentence, SPLITS, "split_k")
-    sentence = f"cuts a K above {SPLIT_ABOVE} into {{}} slices, and adds their float32 results"
-    yield from _rows("split-K {} of a long K", sentence, SPLITS, "split_k", split_above=SPLIT_ABOVE)
-
-
-def _epilogue() -> Iterator[Alteration]:
-    for order in ScaleOrder:
-        name = _SCALE_NAMES.get(order, f"scales as {order.value}")
-        sentence = f"multiplies the scales in another place: {order.value}"
-        yield Alteration(name=name, sentence=sentence, change=partial(_scaled, order=order))
-    yield _row("-0 kept", "keeps the -0 that the scales give; the hardware adds 0 to it [EPI-1]", adds_zero=False)
-    yield _row("-0 lost", "turns the -0 that the scales give into +0; only tensorwise does so [EPI-1]", adds_zero=True)
-    yield from (_row(name, f"adds the bias {rule.value}", bias=rule) for rule, name in _BIAS_NAMES.items())
-    sentence = "cuts the result to the output type instead of rounding it"
-    yield _row("output cut toward zero", sentence, output=Rounding.CUT)
-    sentence = "cuts the result to bfloat16, the upper half of a float32; other types are rounded"
-    yield _row("output cut toward zero in bfloat16", sentence, output=Rounding.CUT_BFLOAT16)
-    yield _row("output ties away from zero", "rounds ties of the output away from zero", output=Rounding.NEAREST_AWAY)
-    sentence = "rounds the result to {} before the output type"
-    yield from _rows("output through {}", sentence, ("bfloat16", "float16"), "output_through")
-    sentence = "gives the largest number of the output type where the hardware gives infinity"
-    yield _row("output saturates", sentence, saturates=True)
-    yield _row("subnormal operands flushed", "takes subnormal float8 codes for zero", flushes_operands=True)
-    sentence = "turns float32 results below the smallest normal number into zero"
-    yield _row("subnormal results flushed", sentence, flushes_results=True)
 
 
 def _scaled(rules: Rules, *, order: ScaleOrder) -> Rules:
     """Scaled operands have no promotion of a tensor core unless asked for; a fused total belongs to block scales."""
     is_blockwise = rules.scales.is_fused
-    if order.is_fused > is_blockwise or (is_blockwise and order in (ScaleOrder.AFTER_OUTPUT, ScaleOrder.EACH_PRODUCT)):
+    if order.is_fused > is_blockwise or (is_blockwise and order is ScaleOrder.AFTER_OUTPUT):
         return rules
-    if order in (ScaleOrder.BEFORE_DOT, ScaleOrder.EACH_PRODUCT):
+    if order is ScaleOrder.BEFORE_DOT:
         rules = replace(rules, adder=Adder.FLOAT32)
     model = replace(rules.model, promote_k=None) if order.is_before_dot else rules.model
     return replace(rules, scales=order, model=model)
 
 
-def _misreadings() -> Iterator[Alteration]:
-    for misreading, name in _MISREADING_NAMES.items():
-        sentence = f"takes its arguments for something else: {misreading.value}"
-        yield _row(name, sentence, misreads=frozenset((misreading,)))
-    for (reading, short), sides in product(_READ_AS.items(), ("a", "b", "a and b")):
-        reads = tuple(reading if side in sides.split() else Reading.OWN for side in "ab")
-        is_swap = reads == (Reading.OTHER, Reading.OTHER)
-        sentence = f"takes the codes of {sides} for those of another format: {reading.value}"
-        yield _row("formats swapped" if is_swap else f"codes of {sides} read as {short}", sentence, reads=reads)
-    sentence = "rounds K down to a multiple of {}, and leaves out the products beyond"
-    yield from _rows("tail of K beyond a multiple of {} dropped", sentence, (32, 64, 128, 256, 512), "k_multiple")
-    yield from _rows("last {} of K dropped", "ends {} of K too early", (32, 64, 128), "k_less")
+def _reading(side: str, reading: Reading) -> Alteration:
+    reads = tuple(reading if one in side.split() else Reading.OWN for one in "ab")
+    is_swap = reads == (Reading.OTHER, Reading.OTHER)
+    name = "formats swapped" if is_swap else f"codes of {side} read as {reading.alteration}"
+    return _row(name, f"takes the codes of {side} for those of another format: {reading.value}", reads=reads)
+
+
+# Places
+
+
+def _misplaced(taken: Sequence[tuple[Taken, int]], *places: Places, start: int = 0) -> Iterator[Alteration]:
+    """One alteration each, of all these places together."""
+    for one, size in taken:
+        together = tuple(Misplaced(of=of, taken=one, size=size, start=start) for of in places)
+        is_bias = places == (Places.BIAS,)
+        what = "writes outputs" if places[0].is_output else "takes biases" if is_bias else "takes scales"
+        words = " and ".join(map(str, together))
+        yield _row(words, f"{what} that belong elsewhere, or none: {words}", misplaced=together)
 
 
 def _misplacements() -> Iterator[Alteration]:
     neighbours = [(taken, size) for size in (1, -1) for taken in (Taken.SHIFTED, Taken.ROLLED)]
-    kept = (Taken.SWAPPED, Taken.REPEATED, Taken.FIRST_OF_TILE)
-    tiles = [(taken, s * tile) for tile in (64, 128) for taken, s in (*neighbours, *((taken, 1) for taken in kept))]
-    for of in (Places.SCALES_A, Places.SCALES_B):
-        yield from (_misplaced(Misplaced(of=of, taken=taken, size=size)) for taken, size in (*neighbours, *tiles))
-    for sides in ((Places.BLOCKS_A, Places.BLOCKS_B), (Places.BLOCKS_A,), (Places.BLOCKS_B,), (Places.BIAS,)):
-        for taken, size in neighbours:
-            yield _misplaced(*(Misplaced(of=of, taken=taken, size=size) for of in sides))
+    of_tiles = (*neighbours, (Taken.SWAPPED, 1), (Taken.REPEATED, 1), (Taken.FIRST_OF_TILE, 1))
+    tiles = [(taken, size * tile) for tile in (64, 128) for taken, size in of_tiles]
+    yield from _misplaced([*neighbours, *tiles], Places.SCALES_A)
+    yield from _misplaced([*neighbours, *tiles], Places.SCALES_B)
+    for places in ((Places.BLOCKS_A, Places.BLOCKS_B), (Places.BLOCKS_A,), (Places.BLOCKS_B,), (Places.BIAS,)):
+        yield from _misplaced(neighbours, *places)
 
 
-def _misplaced(*together: Misplaced) -> Alteration:
-    words, of = " and ".join(one.words for one in together), together[0].of
-    what = "writes outputs" if of.is_output else "takes biases" if of is Places.BIAS else "takes scales"
-    return _row(words, f"{what} that belong elsewhere, or none: {words}", misplaced=together)
+def from_there_on(starts: Mapping[Places, int]) -> Iterator[Alteration]:
+    """What a kernel may do from a row or a column on, the first that was seen to be wrong."""
+    for places, start in starts.items():
+        taken = (
+            *((Taken.NOWHERE, 0), (Taken.SHIFTED, start), (Taken.REPEATED, start)),
+            *((Taken.ONE, 0), (Taken.ONE, start - 1), (Taken.SHIFTED, 1), (Taken.SHIFTED, -1)),
+        )
+        for of in (places, *((Places.SCALES_A,) if places is Places.ROWS else (Places.SCALES_B, Places.BIAS))):
+            yield from _misplaced(taken, of, start=start)
 
 
-def _adding() -> Iterator[Alteration]:
-    sentence = "adds {} products in one step of the tensor core [ACC-1]"
-    yield from _rows("steps of {}", sentence, (4, 8, 16, 32, 64, 128), "step_k")
-    sentence = "keeps {} fraction bits of the terms and sums of a step [ACC-3], [ACC-5]"
-    yield from _rows("{} fraction bits", sentence, FRACTION_BITS, "aligned_fraction_bits", "result_fraction_bits")
-    sentence = "aligns the terms of a step to {} fraction bits [ACC-3]"
-    yield from _rows("terms of {} fraction bits", sentence, FRACTION_BITS, "aligned_fraction_bits")
-    sentence = "keeps {} fraction bits of the sum of a step [ACC-5]"
-    yield from _rows("sums of {} fraction bits", sentence, SUM_BITS, "result_fraction_bits")
-    for what in (("sums",), ("terms",), ("terms", "sums")):
-        name = f"{' and '.join(what)} rounded to nearest"
-        sentence = f"has {name}, even on a tie, where the tensor core cuts [ACC-3], [ACC-5]"
-        yield from _rows(name, sentence, (Rounding.NEAREST,), *what)
+# Chips
 
 
 def _chips() -> Iterator[Alteration]:
@@ -258,3 +175,63 @@ def _whole_model(rules: Rules, *, model: AccumulationModel, is_instruction: bool
         return rules
     multiple = rules.model.split_k_multiple if is_instruction else model.split_k_multiple
     return replace(rules, model=replace(model, split_k_multiple=multiple))
+
+
+# All of them
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    # 1. Chains along K.
+    _row("no promotion", "keeps one chain over all of K [CHAIN-1], whatever use_fast_accum is", promote_k=None),
+    *_rows("promotion every {}", "adds its accumulator to a float32 total every {} of K", promote_k=PROMOTIONS),
+    _row("float32 accumulation", "adds every product in float32; no tensor core cuts bits", **_IN_FLOAT32),
+    *_rows("float32 accumulation in {} lanes", "adds in {} float32 sums by turns", **_IN_FLOAT32, lanes=_LANES),
+    *_rows("float32 accumulation in blocks of {}", "adds every {} of K in float32", adder=_FLOAT32, promote_k=_BLOCKS),
+    _row("exact accumulation", "adds in a wider format than float32, and rounds once", adder=_EXACT, promote_k=None),
+    # 2. Scales, bias, output.
+    *(
+        Alteration(
+            name=order.alteration or f"scales as {order.value}",
+            sentence=f"multiplies the scales in another place: {order.value}",
+            change=partial(_scaled, order=order),
+        )
+        for order in ScaleOrder
+    ),
+    _row("-0 kept", "keeps the -0 that the scales give; the hardware adds 0 to it [EPI-1]", adds_zero=False),
+    _row("-0 lost", "turns the -0 that the scales give into +0; only tensorwise does so [EPI-1]", adds_zero=True),
+    *(_row(rule.alteration, f"adds the bias {rule.value}", bias=rule) for rule in BiasRule if rule.alteration),
+    _row("output cut toward zero", "cuts the result to the output type, and does not round it", output=Rounding.CUT),
+    _row("output cut toward zero in bfloat16", "cuts bfloat16 results, rounds others", output=Rounding.CUT_BFLOAT16),
+    _row("output ties away from zero", "rounds ties of the output away from zero", output=Rounding.NEAREST_AWAY),
+    *_rows("output through {}", "rounds the result to {} before the output type", output_through=_NARROW),
+    _row("output saturates", "gives the largest number of the output type for infinity", saturates=True),
+    _row("subnormal operands flushed", "takes subnormal float8 codes for zero", flushes_operands=True),
+    _row("subnormal results flushed", "turns subnormal float32 results into zero", flushes_results=True),
+    # 3. Arguments.
+    *(
+        _row(wrong.alteration, f"takes its arguments for something else: {wrong.value}", misreads=frozenset((wrong,)))
+        for wrong in Misreading
+    ),
+    *(_reading(side, reading) for reading in Reading if reading.alteration for side in ("a", "b", "a and b")),
+    *_rows("tail of K beyond a multiple of {} dropped", "rounds K down to a multiple of {}", k_multiple=_MULTIPLES),
+    *_rows("last {} of K dropped", "ends {} of K too early", k_less=[32, 64, 128]),
+    *_misplacements(),
+    # 4. Slices of K, and steps of the tensor core.
+    *_rows("split-K {}", "cuts K into {} slices and adds their float32 results [CHAIN-3]", split_k=_SPLITS),
+    *_rows("split-K {} of a long K", "cuts a K above 512 into {} slices", split_k=_SPLITS, split_above=_SPLIT_ABOVE),
+    *_rows("steps of {}", "adds {} products in one step of the tensor core [ACC-1]", step_k=[4, 8, 16, 32, 64, 128]),
+    *_rows(
+        "{} fraction bits", "keeps {} fraction bits of all terms and sums [ACC-3], [ACC-5]", **_OF_TERMS, **_OF_SUMS
+    ),
+    *_rows("terms of {} fraction bits", "aligns the terms of a step to {} fraction bits [ACC-3]", **_OF_TERMS),
+    *_rows("sums of {} fraction bits", "keeps {} fraction bits of the sum of a step", result_fraction_bits=SUM_BITS),
+    *(
+        _row(
+            f"{' and '.join(what)} rounded to nearest",
+            f"rounds the {' and '.join(what)} of a step, where the tensor core cuts them [ACC-3], [ACC-5]",
+            **dict.fromkeys(what, Rounding.NEAREST),
+        )
+        for what in (("sums",), ("terms",), ("terms", "sums"))
+    ),
+    *_chips(),
+)
+"""All of them; the simpler of two that explain the same comes first."""

@@ -18,7 +18,7 @@ from f8emu.conformance.cases.distributions import rng
 from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.cases.tables import scaled_case
 from f8emu.conformance.compare import different
-from f8emu.conformance.diagnosis.arguments import Memory, Part
+from f8emu.conformance.diagnosis.compute import Memory, Part
 from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, observe
 from f8emu.conformance.diagnosis.probes import MANY, Kind
 from f8emu.conformance.diagnosis.rules import Rules

@@ -5,31 +5,59 @@ Under the right rules it is the oracle again (tests/conformance/test_fit.py).
 Shape suffixes: M rows of `a`, N columns of `b`, K summed, B blocks of 128 along K.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import reduce
+from typing import Any, TypeVar
 
 import numpy as np
 
 from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.conformance.diagnosis.adding import adding_rules, promoted, scaled_first, sliced, slices
+from f8emu.conformance.diagnosis.adding import promoted, sliced, slices
 from f8emu.conformance.diagnosis.arguments import (
     BLOCK_K,
     Arguments,
-    Memory,
     Part,
-    flushed,
     is_transposed,
     operands,
-    places_taken,
     read_arguments,
-    reading_of,
+    read_codes,
 )
-from f8emu.conformance.diagnosis.rules import BiasRule, Misplaced, Places, Rounding, Rules, ScaleOrder
-from f8emu.spec import BFLOAT16, FLOAT32, Format, format_by_name
-from f8ref.numpy.accumulate import Operand, side_by_side
+from f8emu.conformance.diagnosis.rules import BiasRule, Misplaced, Misreading, Places, Rounding, Rules, ScaleOrder
+from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Format, format_by_name
+from f8ref.numpy.accumulate import Operand, operand, side_by_side
 from f8ref.numpy.cast import convert
 from f8ref.numpy.scaled_mm import fma
+
+_T = TypeVar("_T")
+
+
+class Memory:
+    """What was computed before: hypotheses about an epilogue share accumulators, and many have the same output.
+
+    Arrays of the same bits are one, whichever probe or rule they come from; other objects are themselves alone.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+        self._numbers: dict[int, tuple[object, int]] = {}
+        self._contents: dict[Hashable, int] = {}
+
+    def get(self, of: tuple[object, ...], key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` gives for these objects. They are kept, and so is what it gives: nobody may write to either."""
+        full = (*map(self._number, of), key)
+        if full not in self._known:
+            self._known[full] = make()
+        return self._known[full]
+
+    def _number(self, x: object) -> int:
+        found = self._numbers.get(id(x))
+        if found is None:
+            content = (x.dtype, x.shape, x.tobytes()) if isinstance(x, np.ndarray) else id(x)
+            found = x, self._contents.setdefault(content, len(self._contents))
+            self._numbers[id(x)] = found
+        return found[1]
 
 
 def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Memory | None = None) -> np.ndarray:
@@ -53,7 +81,7 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
         # 3. Arguments, 4. accumulators, 5. scales to output: each is made once for all rules that agree on it.
         key = (rules.misreads, rules.reads, rules.misplaced)
         read = memory.get((case, at), key, lambda: read_arguments(case, rules, at))
-        acc = _before_epilogue(case, read, rules, memory)
+        acc = _accumulators(case, read, rules, memory)
         ending = (rules.scales, rules.adds_zero, rules.bias, rules.output, rules.output_through, rules.saturates)
         slicing = (rules.split_k, rules.model.split_k_multiple) if case.mode is Mode.BLOCKWISE else ()
         key = (*ending, rules.flushes_results, *slicing)
@@ -64,124 +92,81 @@ def _misplaced_outputs(case: GemmCase, rules: Rules, wrong: Misplaced, at: Part 
     """The outputs that stand in the place of others, zeros where none does."""
     axis = 0 if wrong.of is Places.ROWS else 1
     part = list(at or map(np.arange, case.output_shape))
-    part[axis] = taken = places_taken(wrong, case.output_shape[axis])[part[axis]]
+    part[axis] = taken = wrong.places(case.output_shape[axis])[part[axis]]
     there = memory.get(tuple(part), "part", lambda: (part[0], part[1]))  # one object for equal places
     rest = replace(rules, misplaced=tuple(one for one in rules.misplaced if one is not wrong))
     found = compute(case, rest, at=there, memory=memory)
-    is_nowhere = np.expand_dims(taken < 0, 1 - axis)
-    return np.where(is_nowhere, np.zeros((), found.dtype), found)
+    return np.where(np.expand_dims(taken < 0, 1 - axis), np.zeros((), found.dtype), found)
 
 
-def _before_epilogue(case: GemmCase, read: Arguments, rules: Rules, memory: Memory) -> np.ndarray:
+# Accumulators
+
+
+def _accumulators(case: GemmCase, read: Arguments, rules: Rules, memory: Memory) -> np.ndarray:
     """What the adder gives: accumulators [M, N], with block scales those of each block [B, M, N]."""
-    codes, k = (read.a_MK, read.b_NK), case.k
-    reading = (*reading_of(rules), read.format_a, read.format_b)
+    codes = read.a_MK, read.b_NK
+    adding = rules.adder, rules.model, rules.lanes, rules.terms, rules.sums
+    key = (*read.formats, rules.flushes_operands, Misreading.NAN_AS_NUMBER in rules.misreads, *adding)
     if rules.scales.is_before_dot:
-        # Only operands in bfloat16 are added by a tensor core.
-        rounded = (rules.terms, rules.sums) if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16 else ()
-        adding = rules.adder, rules.lanes, rules.model.promote_k, rules.split_k, *rounded
-        key = (rules.scales, *adding, *reading)
-        of = (*codes, read.scale_a_MB, read.scale_b_BN)
+        of, key = (*codes, read.scale_a_MB, read.scale_b_BN), (*key, rules.split_k, rules.scales)
         return memory.get(of, key, lambda: _scaled_before(read, rules))
     if case.mode is Mode.BLOCKWISE:
-        key = ("blocks", *adding_rules(rules, BLOCK_K, 1), *reading)
-        return memory.get(codes, key, lambda: _partials(*operands(read, rules, memory), rules))
-    key = (*adding_rules(rules, k, rules.split_k), *reading)
-    return memory.get(codes, key, lambda: sliced(*operands(read, rules, memory), rules))
-
-
-def _output(case: GemmCase, read: Arguments, acc: np.ndarray, rules: Rules) -> np.ndarray:
-    """Scales, bias and the output type, on what the adder gave."""
-    scales = read.scale_a_MB, read.scale_b_BN
-    bias = None if rules.bias is BiasRule.IGNORED else read.bias
-    is_scaled = rules.scales.is_before_dot
-    if is_scaled or case.mode is Mode.BLOCKWISE:
-        result = _never_minus_zero(acc if is_scaled else _blocks(acc, *scales, rules, case.k), rules)
-        if bias is not None:  # of block scales and of scaled operands nothing is left to fuse with
-            result = result + bias
-        output = _rounded_output(result, rules, case.out_dtype)
-    else:
-        output = _epilogue(acc, *scales, bias, rules, case.out_dtype)
-    return output.T if is_transposed(case, rules.misreads) else output
-
-
-# Scales, bias, output
-
-
-def _epilogue(
-    acc: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, bias: np.ndarray | None, rules: Rules, out: Format
-) -> np.ndarray:
-    """[EPI-1..4] in the order of the rules."""
-    # 1. [EPI-1], [EPI-2] The scales, one after the other.
-    if bias is not None and rules.bias is BiasRule.BEFORE_SCALES:
-        acc, bias = acc + bias, None
-    if rules.scales is ScaleOrder.AFTER_OUTPUT:
-        acc = _rounded_output(acc, rules, out).astype(np.float32)
-    value, factor = _scaled_once(acc, scale_a, scale_b, rules.scales)
-    # 2. [EPI-3] The bias, in a rounding of its own unless altered.
-    if bias is not None and rules.bias is BiasRule.FUSED:
-        return _rounded_output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
-    result = _never_minus_zero(value * factor, rules)
-    if bias is not None and rules.bias is BiasRule.AFTER_OUTPUT:
-        result = _rounded_output(result, rules, out).astype(np.float32) + bias
-    elif bias is not None:
-        result = result + bias
-    # 3. [EPI-4] The output type.
-    return _rounded_output(result, rules, out)
-
-
-def _scaled_once(
-    x: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, order: ScaleOrder
-) -> tuple[np.ndarray, np.ndarray]:
-    """What is multiplied last, [M, N], and by what."""
-    match order:
-        case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
-            return x * scale_b, scale_a
-        case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
-            return x * scale_a, scale_b
-        case _:
-            return x, scale_a * scale_b
-
-
-def _never_minus_zero(scaled: np.ndarray, rules: Rules) -> np.ndarray:
-    return scaled + np.float32(0) if rules.adds_zero else scaled
-
-
-def _rounded_output(x: np.ndarray, rules: Rules, out: Format) -> np.ndarray:
-    """[EPI-4] and its alterations."""
-    if rules.flushes_results:
-        is_tiny = (np.abs(x) < np.float32(2.0**FLOAT32.min_exponent)) & (x != 0)
-        x = np.where(is_tiny, np.copysign(np.float32(0), x), x)
-    if rules.output_through:
-        x = convert(x, format_by_name(rules.output_through)).astype(np.float32)
-    result = convert(x, out)
-    is_other = out.bits == 16 if rules.output is not Rounding.CUT_BFLOAT16 else out == BFLOAT16
-    if rules.output is not Rounding.NEAREST and is_other:
-        result = _rounded_otherwise(x, result, rules.output)
-    if rules.saturates:
-        largest = np.array(out.max_code, f"u{out.bits // 8}").view(dtype_of(out))
-        limit = np.where(np.signbit(x), -largest.astype(np.float32), largest.astype(np.float32)).astype(dtype_of(out))
-        result = np.where(np.isinf(result.astype(np.float32)) & np.isfinite(x), limit, result)
-    return result
-
-
-def _rounded_otherwise(x: np.ndarray, nearest: np.ndarray, rounding: Rounding) -> np.ndarray:
-    """The neighbour toward zero, or of a tie the one away from it."""
-    codes, values = codes_of(nearest).copy(), nearest.astype(np.float64)
-    # Codes of one sign are in the order of magnitudes: one less is the neighbour toward zero.
-    magnitude, rounded = np.abs(x.astype(np.float64)), np.abs(values)
-    if rounding is not Rounding.NEAREST_AWAY:
-        codes[np.isfinite(x) & (rounded > magnitude)] -= 1
-        return codes.view(nearest.dtype)
-    above = (codes + 1).view(nearest.dtype).astype(np.float64)
-    codes[np.isfinite(x) & np.isfinite(values) & (magnitude * 2 == rounded + np.abs(above))] += 1
-    return codes.view(nearest.dtype)
+        return memory.get(codes, (*key, "blocks"), lambda: _partials(*operands(read, rules), rules))
+    return memory.get(codes, (*key, rules.split_k), lambda: sliced(*operands(read, rules), rules))
 
 
 def _partials(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     """The accumulator of each block of K [EPI-5], [B, M, N]."""
     partials = [promoted(*blocks, rules) for blocks in side_by_side(a, b, BLOCK_K)]
     return np.concatenate([np.zeros((0, a.rows, b.rows), np.float32), *partials])
+
+
+def _scaled_before(read: Arguments, rules: Rules) -> np.ndarray:
+    """Operands decoded and scaled first, then multiplied, [M, N]."""
+    model = replace(HOPPER.bfloat16, promote_k=rules.model.promote_k)
+    scaled: list[Operand] = []
+    codes, factors = (read.a_MK, read.b_NK), (read.scale_a_MB, read.scale_b_BN.T)
+    for array, fmt, factor in zip(codes, read.formats, factors, strict=True):
+        values = read_codes(array, fmt, rules).view(dtype_of(fmt)).astype(np.float32)
+        values = values * (factor if factor.shape[1] == 1 else factor.repeat(BLOCK_K, axis=1)[:, : values.shape[1]])
+        if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
+            scaled.append(operand(convert(values, BFLOAT16), BFLOAT16, model))
+        else:  # no tensor core adds float32: exponents do not count
+            scaled.append(Operand(values.T.astype(np.float64), np.zeros(values.T.shape, np.int32)))
+    if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
+        rules = replace(rules, model=model)
+    return sliced(scaled[0], scaled[1], rules)
+
+
+# Scales, bias, output
+
+
+def _output(case: GemmCase, read: Arguments, acc: np.ndarray, rules: Rules) -> np.ndarray:
+    """[EPI-1..5] in the order of the rules, on what the adder gave."""
+    out, bias = case.out_dtype, None if rules.bias is BiasRule.IGNORED else read.bias
+    scale_a, scale_b = read.scale_a_MB, read.scale_b_BN
+    # 1. [EPI-1], [EPI-2], [EPI-5] The scales: of operands they are used up, of blocks each partial has its own.
+    factor: np.ndarray | None = None
+    if case.mode is Mode.BLOCKWISE and not rules.scales.is_before_dot:
+        acc = _blocks(acc, scale_a, scale_b, rules, case.k)
+    elif not rules.scales.is_before_dot:
+        if bias is not None and rules.bias is BiasRule.BEFORE_SCALES:
+            acc, bias = acc + bias, None
+        if rules.scales is ScaleOrder.AFTER_OUTPUT:
+            acc = _rounded_output(acc, rules, out).astype(np.float32)
+        acc, factor = _scaled_once(acc, scale_a, scale_b, rules.scales)
+    # 2. [EPI-3] The bias, in a rounding of its own unless altered.
+    if factor is not None and bias is not None and rules.bias is BiasRule.FUSED:
+        result = fma(acc, factor, np.broadcast_to(bias, acc.shape))
+    else:
+        result = acc if factor is None else acc * factor
+        result = result + np.float32(0) if rules.adds_zero else result
+        if factor is not None and bias is not None and rules.bias is BiasRule.AFTER_OUTPUT:
+            result = _rounded_output(result, rules, out).astype(np.float32)
+        result = result if bias is None else result + bias
+    # 3. [EPI-4] The output type.
+    output = _rounded_output(result, rules, out)
+    return output.T if is_transposed(case, rules) else output
 
 
 def _blocks(partials: np.ndarray, scale_a_MB: np.ndarray, scale_b_BN: np.ndarray, rules: Rules, k: int) -> np.ndarray:
@@ -193,25 +178,47 @@ def _blocks(partials: np.ndarray, scale_a_MB: np.ndarray, scale_b_BN: np.ndarray
     for part in slices(k, rules.split_k, multiple):
         total = zero
         for block in range(part.start // BLOCK_K, -(-part.stop // BLOCK_K)):
-            value, factor = _scaled_once(
-                partials[block], scale_a_MB[:, block, None], scale_b_BN[block, None], rules.scales
-            )
+            scales = scale_a_MB[:, block, None], scale_b_BN[block, None]
+            value, factor = _scaled_once(partials[block], *scales, rules.scales)
             factor = np.broadcast_to(factor, zero.shape)
             total = fma(value, factor, total) if rules.scales.is_fused else value * factor + total
         totals.append(total)
     return reduce(np.add, totals) if totals else zero
 
 
-def _scaled_before(read: Arguments, rules: Rules) -> np.ndarray:
-    """Operands decoded and scaled first, then multiplied."""
-    k = read.a_MK.shape[1]
-    scaled = []
-    for array, fmt, factors in (
-        (read.a_MK, read.format_a, read.scale_a_MB),
-        (read.b_NK, read.format_b, read.scale_b_BN.T),
-    ):
-        values = flushed(array, fmt, rules).view(dtype_of(fmt)).astype(np.float32)
-        if rules.scales is not ScaleOrder.EACH_PRODUCT:
-            values = values * (factors if factors.shape[1] == 1 else factors.repeat(BLOCK_K, axis=1)[:, :k])
-        scaled.append(values)
-    return scaled_first((scaled[0], scaled[1]), (read.scale_a_MB, read.scale_b_BN), rules)
+def _scaled_once(
+    x: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, order: ScaleOrder
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is multiplied last, [M, N], and by what."""
+    if order in (ScaleOrder.COLUMN_FIRST, ScaleOrder.FMA_COLUMN_FIRST):
+        return x * scale_b, scale_a
+    if order in (ScaleOrder.ROW_FIRST, ScaleOrder.FMA_ROW_FIRST):
+        return x * scale_a, scale_b
+    return x, scale_a * scale_b
+
+
+def _rounded_output(x: np.ndarray, rules: Rules, out: Format) -> np.ndarray:
+    """[EPI-4] and its alterations."""
+    # 1. What is done to the float32 result.
+    if rules.flushes_results:
+        is_tiny = np.abs(x) < np.float32(2.0**FLOAT32.min_exponent)
+        x = np.where(is_tiny, np.copysign(np.float32(0), x), x)
+    if rules.output_through:
+        x = convert(x, format_by_name(rules.output_through)).astype(np.float32)
+    result = convert(x, out)
+    # 2. A neighbour of what is nearest. Codes of one sign are in the order of magnitudes.
+    is_other = out == BFLOAT16 or (out.bits == 16 and rules.output is not Rounding.CUT_BFLOAT16)
+    if is_other and rules.output is not Rounding.NEAREST:
+        codes, exact = codes_of(result).copy(), np.abs(x.astype(np.float64))
+        nearest, above = (np.abs(y.view(result.dtype).astype(np.float64)) for y in (codes, codes + 1))
+        if rules.output is Rounding.NEAREST_AWAY:
+            codes[np.isfinite(x) & np.isfinite(nearest) & (exact * 2 == nearest + above)] += 1
+        else:
+            codes[np.isfinite(x) & (nearest > exact)] -= 1
+        result = codes.view(result.dtype)
+    # 3. Saturation.
+    if rules.saturates:
+        largest = np.array(out.max_code, f"u{out.bits // 8}").view(result.dtype).astype(np.float32)
+        is_beyond = np.isinf(result.astype(np.float32)) & np.isfinite(x)
+        result = np.where(is_beyond, np.copysign(largest, x).astype(result.dtype), result)
+    return result

@@ -15,9 +15,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from f8emu.conformance.diagnosis.addition_order import Order, aligned_fraction_bits, measure_order
-from f8emu.conformance.diagnosis.alterations import SUM_BITS, alterations
-from f8emu.conformance.diagnosis.arguments import Memory
+from f8emu.conformance.diagnosis.alterations import ALTERATIONS, SUM_BITS
 from f8emu.conformance.diagnosis.checks import AtSize, RandomGemms, at_sizes, on_random_gemms, sizes_count
+from f8emu.conformance.diagnosis.compute import Memory
 from f8emu.conformance.diagnosis.observations import Observation, ProbeOutputs, observe_probes
 from f8emu.conformance.diagnosis.probes import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, rules_of
@@ -209,7 +209,7 @@ class _Parameter(NamedTuple):
 
 def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Parameter]:
     def named(name: str, probes: tuple[str, ...], *beginnings: str) -> _Parameter:
-        found = [(one.name, one.change) for one in alterations() if one.name.startswith(beginnings)]
+        found = [(one.name, one.change) for one in ALTERATIONS if one.name.startswith(beginnings)]
         return _Parameter(name, probes, (("as the hardware", _changed), *found))
 
     # These probes add exactly under any rule: an unknown way to add does not hide them.

@@ -8,8 +8,7 @@ import numpy as np
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.compare import different, said_by, shape_fault
-from f8emu.conformance.diagnosis.arguments import Memory, Part
-from f8emu.conformance.diagnosis.compute import compute
+from f8emu.conformance.diagnosis.compute import Memory, Part, compute
 from f8emu.conformance.diagnosis.probes import Kind, probes
 from f8emu.conformance.diagnosis.rules import Places, Rules
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut

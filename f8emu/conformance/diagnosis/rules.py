@@ -1,29 +1,41 @@
 """What a scaled GEMM does, as data: how it adds, scales, adds the bias, rounds, and what it misreads.
 
-The right rules are those of a chip (`rules_of`). A wrong kernel is described by other values of the same fields, and
-`product.product` gives its bits. Rule ids: reference/NUMERICS.md.
+The right rules are a chip's (`rules_of`). Other values of the same fields describe a wrong kernel, and
+`compute.compute` gives its bits. Rule ids: reference/NUMERICS.md.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.spec import AccumulationModel, Chip, FlooredSum, Format, Granularity
+from f8emu.spec import AccumulationModel, Chip, Format, Granularity
 
 
-class Adder(Enum):
+class Choice(Enum):
+    """One value of a rule, in words, and the name of the alteration that makes a rule so."""
+
+    _value_: str
+    alteration: str
+
+    def __new__(cls, words: str, alteration: str = "") -> "Choice":
+        one = object.__new__(cls)
+        one._value_, one.alteration = words, alteration
+        return one
+
+
+class Adder(Choice):
     """What adds the products of one chain."""
 
-    TENSOR_CORE = "tensor core"
-    """Steps of aligned and cut terms [ACC-1..5]."""
-    FLOAT32 = "float32"
-    """One product after the other, each sum rounded to float32, nearest even."""
-    EXACT = "exact"
-    """Exactly, then rounded once to float32."""
+    TENSOR_CORE = "tensor core"  # steps of aligned and cut terms [ACC-1..5]
+    FLOAT32 = "float32"  # one product after the other, each sum rounded to nearest even
+    EXACT = "exact"  # in float64, which no sum of E4M3 exceeds, then one rounding
 
 
-class Rounding(Enum):
+class Rounding(Choice):
     """What becomes of the bits that do not fit."""
 
     CUT = "cut toward zero"
@@ -32,7 +44,7 @@ class Rounding(Enum):
     NEAREST_AWAY = "nearest, ties away from zero"
 
 
-class ScaleOrder(Enum):
+class ScaleOrder(Choice):
     """Where the scales are multiplied; p is the accumulator of one block of K, total the float32 sum of blocks."""
 
     PRODUCT = "acc * (sa * sb)"
@@ -41,67 +53,57 @@ class ScaleOrder(Enum):
     FMA_PRODUCT = "fma(p, sa * sb, total)"
     FMA_ROW_FIRST = "fma(p * sa, sb, total)"
     FMA_COLUMN_FIRST = "fma(p * sb, sa, total)"
-    BEFORE_DOT = "before the dot: (a * sa) @ (b * sb) in float32, each product added by FMA"
-    BEFORE_DOT_BFLOAT16 = "before the dot: (a * sa) @ (b * sb) in bfloat16"
-    EACH_PRODUCT = "on each product: the float32 sum of (a * b * sa) * sb, every step rounded"
-    AFTER_OUTPUT = "after the output type: round(acc) * (sa * sb)"
+    BEFORE_DOT = (
+        "before the dot: (a * sa) @ (b * sb) in float32, each product added by FMA",
+        "scales before the dot, in float32",
+    )
+    BEFORE_DOT_BFLOAT16 = "before the dot: (a * sa) @ (b * sb) in bfloat16", "scales before the dot, in bfloat16"
+    AFTER_OUTPUT = "after the output type: round(acc) * (sa * sb)", "scales after the output type"
 
     @property
     def is_before_dot(self) -> bool:
-        return self in (ScaleOrder.BEFORE_DOT, ScaleOrder.BEFORE_DOT_BFLOAT16, ScaleOrder.EACH_PRODUCT)
+        return self in (ScaleOrder.BEFORE_DOT, ScaleOrder.BEFORE_DOT_BFLOAT16)
 
     @property
     def is_fused(self) -> bool:
         return self in (ScaleOrder.FMA_PRODUCT, ScaleOrder.FMA_ROW_FIRST, ScaleOrder.FMA_COLUMN_FIRST)
 
 
-class BiasRule(Enum):
+class BiasRule(Choice):
     """Where the bias is added."""
 
     ADDED = "after the scales, a rounding of its own"
-    FUSED = "in one rounding with the last scale"
-    BEFORE_SCALES = "to the accumulator, before the scales"
-    AFTER_OUTPUT = "after the output type, which rounds again"
-    IGNORED = "not at all"
+    FUSED = "in one rounding with the last scale", "bias by FMA"
+    BEFORE_SCALES = "to the accumulator, before the scales", "bias before the scales"
+    AFTER_OUTPUT = "after the output type, which rounds again", "bias after the output type"
+    IGNORED = "not at all", "bias ignored"
 
 
-class Misreading(Enum):
+class Misreading(Choice):
     """Arguments taken for something else."""
 
-    SCALES_SWAPPED = "scale_a and scale_b exchanged"
-    SCALES_INVERTED = "scales divide instead of multiply"
-    SCALES_TRANSPOSED = "block scales read in the other memory order"
-    SCALES_FIRST_BLOCK = "the scales of the first block of K used for all of K"
-    SCALES_IGNORED = "scales not used"
-    SCALES_UNSIGNED = "the sign of a scale dropped"
-    OPERANDS_SWAPPED = "a and b exchanged, scales in place"
-    OUTPUT_TRANSPOSED = "the output written transposed"
-    NAN_AS_NUMBER = "NaN codes of float8_e4m3fn taken for 480"
+    SCALES_SWAPPED = "scale_a and scale_b exchanged", "scales swapped"
+    SCALES_INVERTED = "scales divide instead of multiply", "scales inverted"
+    SCALES_TRANSPOSED = "block scales read in the other memory order", "block scales transposed"
+    SCALES_FIRST_BLOCK = "the scales of the first block of K used for all of K", "first block's scales everywhere"
+    SCALES_IGNORED = "scales not used", "scales ignored"
+    SCALES_UNSIGNED = "the sign of a scale dropped", "sign of scales dropped"
+    OPERANDS_SWAPPED = "a and b exchanged, scales in place", "operands swapped"
+    OUTPUT_TRANSPOSED = "the output written transposed", "output transposed"
+    NAN_AS_NUMBER = "NaN codes of float8_e4m3fn taken for 480", "NaN codes as numbers"
 
 
-class Reading(Enum):
+class Reading(Choice):
     """The format that the codes of an operand are decoded in."""
 
     OWN = "its own"
-    OTHER = "that of the other operand"
-    E4M3 = "float8_e4m3fn"
-    E5M2 = "float8_e5m2"
-    FNUZ = "the FNUZ format of as many bits"
+    E4M3 = "float8_e4m3fn", "E4M3"
+    E5M2 = "float8_e5m2", "E5M2"
+    OTHER = "that of the other operand", "the other's"
+    FNUZ = "the FNUZ format of as many bits", "FNUZ"
 
 
-class Taken(Enum):
-    """Which place stands for place i of n, in terms of a size s. Nowhere is a scale of one, or an output of zero."""
-
-    SHIFTED = "i - s, at the ends the last one"
-    ROLLED = "i - s, at the ends round about"
-    SWAPPED = "i in the other tile of a pair of tiles of s"
-    REPEATED = "i in the first tile of s"
-    FIRST_OF_TILE = "the first of i's tile of s"
-    ONE = "s for all"
-    NOWHERE = "none"
-
-
-class Places(Enum):
+class Places(Choice):
     """What has places."""
 
     SCALES_A = "scale_a of row"
@@ -116,9 +118,19 @@ class Places(Enum):
     def is_output(self) -> bool:
         return self in (Places.ROWS, Places.COLUMNS)
 
-    @property
-    def index(self) -> str:
-        return {"row": "m", "column": "n", "block": "g"}[self.value.split()[-1]]
+
+class Taken(Enum):
+    """Which place stands for place i of n, given a size s: its words, and the place as a function of all i and s."""
+
+    _value_: tuple[str, Callable[[np.ndarray, int], np.ndarray]]
+    SHIFTED = "{i} {sign} {size}", lambda i, s: (i - s).clip(0, len(i) - 1)
+    ROLLED = "{i} {sign} {size} round about", lambda i, s: (i - s) % len(i)
+    SWAPPED = "{i} xor {size}", lambda i, s: np.where(i ^ s < len(i), i ^ s, i)
+    REPEATED = "{i} mod {size}", lambda i, s: i % s
+    FIRST_OF_TILE = "{i} - {i} mod {size}", lambda i, s: i - i % s
+    ONE = "{size}", lambda i, s: np.full(len(i), min(s, len(i) - 1))
+    NOWHERE = "{i} is {nothing}", lambda i, s: np.full(len(i), -1)
+    """A scale of one; a bias or an output of zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,25 +140,20 @@ class Misplaced:
     of: Places
     taken: Taken
     size: int = 0
-    start: int = 0
-    """The first place that is wrong."""
+    start: int = 0  # the first place that is wrong
 
-    @property
-    def words(self) -> str:
+    def __str__(self) -> str:
         """`scale_a of row m - 64, for m >= 64`."""
-        i, size = self.of.index, self.size
-        shifted = f"{i} {'-' if size > 0 else '+'} {abs(size)}"
-        is_zero = self.of.is_output or self.of is Places.BIAS
-        taken = {
-            Taken.NOWHERE: f"{i} is {'zero' if is_zero else 'one'}",
-            Taken.SHIFTED: shifted,
-            Taken.ROLLED: f"{shifted} round about",
-            Taken.SWAPPED: f"{i} xor {size}",
-            Taken.REPEATED: f"{i} mod {size}",
-            Taken.FIRST_OF_TILE: f"{i} - {i} mod {size}",
-            Taken.ONE: str(size),
-        }[self.taken]
+        i = {"row": "m", "column": "n", "block": "g"}[self.of.value.split()[-1]]
+        nothing = "zero" if self.of.is_output or self.of is Places.BIAS else "one"
+        sign, size = "-" if self.size > 0 else "+", abs(self.size)
+        taken = self.taken.value[0].format(i=i, sign=sign, size=size, nothing=nothing)
         return f"{self.of.value} {taken}" + (f", for {i} >= {self.start}" if self.start else "")
+
+    def places(self, n: int) -> np.ndarray:
+        """The place that stands for each of n, -1 for none."""
+        i = np.arange(n)
+        return np.where(i < self.start, i, self.taken.value[1](i, self.size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,42 +161,25 @@ class Rules:
     """One way to compute a GEMM."""
 
     adder: Adder = Adder.TENSOR_CORE
-    model: AccumulationModel
-    """[ACC-1..5], [CHAIN-1..3]; of another adder than the tensor core only `promote_k` and `split_k_multiple` count."""
-    lanes: int = 1
-    """The number of float32 sums that take turns along K; they are added up pairwise, neighbours first."""
-    terms: Rounding = Rounding.CUT
-    """[ACC-3] Products and the accumulator, when they are aligned."""
-    sums: Rounding = Rounding.CUT
-    """[ACC-5] The sum of a step."""
-    split_k: int = 1
-    """[CHAIN-3]."""
-    split_above: int = 0
-    """K up to this is not split."""
-    scales: ScaleOrder = ScaleOrder.PRODUCT
-    """[EPI-1], [EPI-2], [EPI-5]."""
-    adds_zero: bool = False
-    """[EPI-1] A scaled result of -0 becomes +0, before the bias."""
-    bias: BiasRule = BiasRule.ADDED
-    """[EPI-3]."""
-    output: Rounding = Rounding.NEAREST
-    """[EPI-4]."""
-    output_through: str = ""
-    """A format that the result is rounded to before the output type."""
-    saturates: bool = False
-    """A finite result beyond the output type becomes its largest number, not infinity."""
-    flushes_operands: bool = False
-    """Subnormal codes of float8 count as zero."""
-    flushes_results: bool = False
-    """Float32 results below the smallest normal number become zero."""
+    model: AccumulationModel  # [ACC-1..5], [CHAIN-1..3]; other adders have only its promote_k and split_k_multiple
+    lanes: int = 1  # float32 sums that take turns along K, and are added up pairwise, neighbours first
+    terms: Rounding = Rounding.CUT  # [ACC-3] products and the accumulator, when they are aligned
+    sums: Rounding = Rounding.CUT  # [ACC-5] the sum of a step
+    split_k: int = 1  # [CHAIN-3]
+    split_above: int = 0  # a K up to this is not split
+    scales: ScaleOrder = ScaleOrder.PRODUCT  # [EPI-1], [EPI-2], [EPI-5]
+    adds_zero: bool = False  # [EPI-1] a scaled result of -0 becomes +0, before the bias
+    bias: BiasRule = BiasRule.ADDED  # [EPI-3]
+    output: Rounding = Rounding.NEAREST  # [EPI-4]
+    output_through: str = ""  # a format that the result is rounded to before the output type
+    saturates: bool = False  # a finite result beyond the output type becomes its largest number, not infinity
+    flushes_operands: bool = False  # subnormal codes of float8 count as zero
+    flushes_results: bool = False  # float32 results below the smallest normal number become zero
     misreads: frozenset[Misreading] = frozenset()
-    reads: tuple[Reading, Reading] = (Reading.OWN, Reading.OWN)
-    """The formats of a and b."""
-    k_less: int = 0
-    k_multiple: int = 1
-    """So much less of K, rounded down to a multiple, takes part."""
-    misplaced: tuple[Misplaced, ...] = ()
-    """At most one of each `Places`."""
+    reads: tuple[Reading, Reading] = (Reading.OWN, Reading.OWN)  # the formats of a and b
+    k_less: int = 0  # how much of K is left out at its end
+    k_multiple: int = 1  # the rest of K is rounded down to this
+    misplaced: tuple[Misplaced, ...] = ()  # at most one of each `Places`
 
     def lines(self) -> tuple[str, ...]:
         """These rules in words, one a line; without those that a fit never finds."""
@@ -205,7 +195,7 @@ class Rules:
             adds[self.adder],
             f"promotes to float32 every {model.promote_k} of K" if model.promote_k else "one chain over all of K",
             "no split of K" if self.split_k == 1 else f"{self.split_k} slices of K",
-            f"scales: {self.scales.value}" + (" + 0" if self.adds_zero else ""),
+            f"scales: {self.scales.value}" + " + 0" * self.adds_zero,
             f"bias: {self.bias.value}",
             f"output: {self.output.value}" + (f", through {self.output_through}" if self.output_through else ""),
             *["saturates"] * self.saturates,
@@ -221,26 +211,20 @@ class Rules:
 
     def to_dict(self) -> dict[str, Any]:
         """The rules as plain data, for JSON."""
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        return _plain(self)
 
 
 def _plain(value: Any) -> Any:
-    """Data of the spec by its name, other data classes by their fields."""
-    match value:
-        case Enum():
-            return value.value
-        case Format():
-            return value.name
-        case Misplaced():
-            return value.words
-        case AccumulationModel() | FlooredSum():
-            return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-        case frozenset():
-            return sorted(map(_plain, value))
-        case tuple():
-            return list(map(_plain, value))
-        case _:
-            return value
+    if isinstance(value, (Format, Misplaced)):
+        return str(value)
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, (frozenset, tuple)):
+        items = list(map(_plain, value))
+        return sorted(items) if isinstance(value, frozenset) else items
+    return value
 
 
 _ORDERS = {
