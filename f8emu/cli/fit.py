@@ -1,6 +1,5 @@
 """`f8emu fit`: which rules a kernel follows."""
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,30 +13,19 @@ from f8emu.cli.frame import (
     STATUSES,
     TIMEOUT,
     Arrays,
-    console,
+    command_line,
     find_modules_here,
     guarded,
     opened,
     progress_bar,
     say,
+    show,
 )
 from f8emu.spec import SpecError
 
 if TYPE_CHECKING:
     import typer
 
-_KINDS = (
-    *(
-        f"{granularity} {chain}{bias}"
-        for granularity in ("tensorwise", "rowwise")
-        for bias in ("", " with bias")
-        for chain in ("fast", "promoted")
-    ),
-    "blockwise_1x128 x blockwise_1x128",
-    "blockwise_1x128 x blockwise_128x128",
-    "blockwise_128x128 x blockwise_1x128",
-)
-"""The names of `diagnosis.probes.KINDS`, which the help names without loading it."""
 MISSED = 3
 _STATUSES = f"{STATUSES} {MISSED}: random GEMMs confirm the rules, and a GEMM with another M, N or K misses them."
 
@@ -53,7 +41,7 @@ def add_to(app: "typer.Typer") -> None:
         arrays: Annotated[Arrays, typer.Option(help="Framework whose arrays your own kernel takes.")] = Arrays.TORCH,
         kind: Annotated[
             list[str] | None,
-            typer.Option(help=f"Fit only this kind of GEMM; may be repeated. All by default: {', '.join(_KINDS)}."),
+            typer.Option(help="Fit only this kind of GEMM, 'rowwise fast'; may be repeated. A wrong name lists them."),
         ] = None,
         m: Annotated[
             list[int] | None, typer.Option(min=1, help="Number of rows to try instead of 1 to 4112; may be repeated.")
@@ -73,10 +61,10 @@ def add_to(app: "typer.Typer") -> None:
 def _fit(
     kernel: str, json_file: Path | None, arrays: str, kinds: list[str], ms: list[int], timeout: float | None
 ) -> int:
-    from f8emu.conformance.diagnosis import report as diagnosis_report
     from f8emu.conformance.diagnosis.fit import fit
     from f8emu.conformance.diagnosis.probes import KINDS
     from f8emu.conformance.run.runner import load_and_call
+    from f8emu.report.diagnosis import fit_json, fit_page, fit_verdict
 
     start = time.perf_counter()
     # 1. Bad usage is told before the kernel is loaded.
@@ -89,21 +77,13 @@ def _fit(
     # 2. The fit, its tables, and the JSON.
     with opened("fit", json_file) as out:
         subject = load_and_call(kernel, arrays=arrays, timeout=timeout)
-        chosen = [known[name] for name in kinds] or KINDS
         with progress_bar() as progress:
-            found = fit(subject, kinds=chosen, ms=ms, progress=progress)
-        screen = console()
-        say(f"{found.subject}   engine: {found.engine}")
-        for one in found.kinds:
-            if one.measured:
-                screen.print(diagnosis_report.fit_table(one))
-            for line in diagnosis_report.fit_lines(one):
-                say(line)
+            found = fit(subject, kinds=[known[name] for name in kinds] or KINDS, ms=ms, progress=progress)
+        show(fit_page(found))
         seconds = time.perf_counter() - start
-        say(f"{diagnosis_report.fit_verdict(found)}; {seconds:.1f} s")
+        say(f"{fit_verdict(found)}; {seconds:.1f} s")
         if out is not None:
-            data = diagnosis_report.fit_json(found, command=["f8emu", *sys.argv[1:]], seconds=seconds)
-            out.write_json(data)
+            out.write_json(fit_json(found, command=command_line(), seconds=seconds))
     # 3. The status: confirmed rules that miss another size have one of their own.
     if found.is_interrupted:
         return INTERRUPTED

@@ -126,7 +126,7 @@ def _show_contract() -> int:
 
 def _verify(options: _Options) -> int:
     from f8emu.conformance.cases.golden import read_golden, shipped_golden
-    from f8emu.conformance.diagnosis.report import diagnosed
+    from f8emu.conformance.diagnosis.search import diagnosed
     from f8emu.conformance.run.processes import Workers, processes_for
     from f8emu.conformance.run.subject import SUBJECTS
     from f8emu.conformance.run.verify import stages_by_name, stages_with, verify

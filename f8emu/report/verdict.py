@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from f8emu.conformance.compare import Mismatch
-from f8emu.conformance.diagnosis.report import Diagnoses, diagnosis_json
+from f8emu.conformance.diagnosis.search import Diagnoses
 from f8emu.conformance.run.breakdown import Breakdown, breakdowns
 from f8emu.conformance.run.result import Result, StageResult, Status
 from f8emu.conformance.run.subject import SUBJECTS
 from f8emu.environment import devices, versions
+from f8emu.report.diagnosis import diagnosis_json
 
 SCHEMA = 1
 """Version of the JSON layout."""

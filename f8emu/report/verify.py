@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from f8emu.conformance.compare import counted
-from f8emu.conformance.diagnosis.report import diagnosis_lines
-from f8emu.conformance.diagnosis.search import Diagnosis
 from f8emu.conformance.run.breakdown import Breakdown, breakdowns
 from f8emu.conformance.run.result import Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
+from f8emu.report.diagnosis import diagnosis_section
 from f8emu.report.figures import map_plot, ulp_plot
 from f8emu.report.page import Block, Cell, Code, Facts, Page, Plots, Row, Section, Share, Table, Text, Tone
 from f8emu.report.verdict import Run, verdict
@@ -27,7 +26,7 @@ _TONES: dict[Status, Tone] = {
 
 def page(result: Result, run: Run) -> Page:
     """The whole run."""
-    sections = [_diagnosis(name, found) for name, found in run.diagnoses.items()]
+    sections = [diagnosis_section(name, found) for name, found in run.diagnoses.items()]
     sections += [_overview(result), *(_subject(subject, run.errors) for subject in result.subjects)]
     if run.not_run:
         reasons = [f"not run: {reason}" for reason in run.not_run.values()]
@@ -77,23 +76,6 @@ _EXPLAINED = (
 
 
 # 1 Why, and one output of each case
-
-
-def _diagnosis(name: str, kinds: tuple[Diagnosis, ...]) -> Section:
-    """In words, and as a table: the share of the probe outputs that the chip's rules and the best explanation give."""
-    rows: list[Row] = []
-    for kind in kinds:
-        if kind.outputs_total:
-            best, total = kind.best, kind.outputs_total
-            tone: Tone = "good" if best is None else "" if best.is_complete else "warn"
-            said = Cell(text="follows the chip's rules" if best is None else best.sentence, tone=tone)
-            equal = kind.outputs_equal if best is None else best.outputs_equal
-            rows.append([kind.kind, said, Share(value=kind.outputs_equal / total), Share(value=equal / total)])
-    columns = ("kind of GEMM", "what it does", "by the chip's rules", "by this explanation")
-    caption = "Share of the outputs of small GEMMs whose every bit is explained"
-    table = Table(caption=caption, columns=columns, rows=rows, only="html")
-    lines = Text(points=list(diagnosis_lines({name: kinds})))
-    return Section(title=f"Diagnosis of {name}", blocks=[lines, table] if rows else [lines])
 
 
 def mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:

@@ -15,16 +15,15 @@ import pytest
 
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.diagnosis.alterations import ALTERATIONS
-from f8emu.conformance.diagnosis.compute import Memory
-from f8emu.conformance.diagnosis.compute import compute
+from f8emu.conformance.diagnosis.compute import Memory, compute
 from f8emu.conformance.diagnosis.probes import KINDS, Kind, probes
-from f8emu.conformance.diagnosis.report import diagnosis_lines
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
 from f8emu.conformance.diagnosis.search import diagnose
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
 from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128, K_BY_ROWS, Arg, Kernel, ScaleLayout
 from f8emu.conformance.run.subject import NotOffered, Subject, kernel_subject, load_subject
+from f8emu.report.diagnosis import diagnosis_lines
 from f8emu.spec import BFLOAT16, CHIPS, HIGH_PRECISION, HOPPER, Granularity, format_by_name
 from tests.conformance.planted_gemm import Knobs, Number, failing, kernel, subject, subject_of
 
@@ -227,7 +226,7 @@ def test_what_nobody_knows_is_not_explained() -> None:
 )
 def test_the_headline_says_what_is_left(knobs: dict[str, Any], said: str) -> None:
     found = diagnose(subject(**knobs), kinds=[BY_NAME[FAST]], memory=MEMORY)
-    headline = list(diagnosis_lines({"x": found}))[1]
+    headline = list(diagnosis_lines("x", found))[1]
     assert re.match(f"  {FAST}: {said}", headline), headline
 
 
@@ -256,11 +255,11 @@ def test_right_kernels_are_not_accused(name: str, kinds: tuple[Kind, ...]) -> No
 def test_what_is_not_known_is_not_said() -> None:
     """No GEMM that is probed is offered; and an interpreter tells nothing of a GPU."""
     assert diagnose(Subject(name="x", engine="x", verbs={})) == ()
-    assert list(diagnosis_lines({"x": ()}))[1:] == [
+    assert list(diagnosis_lines("x", ()))[1:] == [
         "  no GEMM that is probed is offered: what differs cannot be diagnosed"
     ]
     (found,) = diagnose(replace(subject(), engine=f"x, {INTERPRETED}"), kinds=[BY_NAME[FAST]], memory=MEMORY)
-    assert next(diagnosis_lines({"x": (found,)})) == f"x, diagnosed on small GEMMs {INTERPRETED}:"
+    assert next(diagnosis_lines("x", (found,))) == f"x, diagnosed on small GEMMs {INTERPRETED}:"
 
 
 def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
@@ -273,7 +272,7 @@ def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
     assert found.best is not None and found.best.alterations == ("promotion every 64",) and found.best.is_complete
     assert not found.error
     assert "probes failed, first: " in found.left_out and "raised RuntimeError: compilation failed" in found.left_out
-    assert list(diagnosis_lines({"x": (found,)}))[-1] == f"  {PROMOTED}: left out: {found.left_out}"
+    assert list(diagnosis_lines("x", (found,)))[-1] == f"  {PROMOTED}: left out: {found.left_out}"
     (found,) = diagnose(right, kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
     assert found.best is None and not found.is_right
     assert found.error.startswith("no probe that is left differs; ") and "compilation failed" in found.error

@@ -6,71 +6,111 @@ which any sum that holds M or -M swallows. The output counts those that were add
 the promoted total, the slice of K, and at last all of it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.diagnosis.probes import Kind, Pair, in_type
-from f8emu.conformance.diagnosis.rules import Adder
+from f8emu.conformance.diagnosis.rules import Adder, Rules
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, MissingExtraError
 
-Formats = tuple[Format, Format]
 LEAVES = 128
 """Places of K that hold a product: their count is exact in every output type."""
 _LARGE, _SMALL = 2.0**8, 2.0**-9
 """M is 2^16 and the tiny product 2^-18: 128 of them are swallowed by float32 too."""
-_NORMAL = {E4M3FN: 2.0**-6, E5M2: 2.0**-14}
-"""The smallest normal numbers, for a kernel that takes subnormal codes for zero; with M of 2^23 and E5M2 for a."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What the outputs tell about adding."""
+class Measured(NamedTuple):
+    """One parameter of a kernel."""
 
-    adder: Adder | None
-    """None: an order that is not known here."""
-    step_k: int | None = None
-    lanes: int = 1
-    promote_k: int | None = None
-    split_k: int = 1
-    """Slices at the longer of the two K that are looked at."""
-    split_length: int | None = None
-    is_known: bool = True
-    """False: float32 sums in an order that no rules here describe; they take the plain one for it."""
-    smallest_sums: tuple[int, ...] = ()
-    """`n - count` for each place of the first 128 of K."""
-
-    @property
-    def sentence(self) -> str:
-        """The same in words."""
-        lanes = f"{self.lanes} lanes that take turns" if self.lanes > 1 else "one product after the other"
-        unknown = f"an unknown order; smallest sums {self.smallest_sums[1:9]}..."
-        return {
-            Adder.EXACT: "nothing is lost: exact, or wider than float32",
-            Adder.FLOAT32: f"float32, {lanes}" if self.is_known else f"float32, in {unknown}",
-            Adder.TENSOR_CORE: f"steps of {self.step_k} products, each on the sum of those before",
-            None: unknown,
-        }[self.adder]
+    name: str
+    value: str
+    evidence: str
+    """How it was measured."""
 
 
-def _run(
-    subject: Subject, kind: Kind, name: str, values: Pair, formats: Formats = (E4M3FN, E4M3FN)
-) -> np.ndarray | None:
-    """The output as float64, in the widest type that the subject offers, all scales one; None if it offers none."""
-    a, b = (x.astype(np.float32).astype(dtype_of(fmt)) for x, fmt in zip(values, formats, strict=True))
-    case = kind.gemm(name, (a, b))
-    for fmt in (FLOAT32, BFLOAT16, FLOAT16):
-        try:
-            return subject.gemm(in_type(case, fmt)).astype(np.float64)
-        except (NotOffered, MissingExtraError, NotImplementedError):
-            continue
-        except ValueError:  # f8emu's own: no bias beside float32
-            if fmt == FLOAT16:
-                raise
-    return None
+def measure_order(subject: Subject, kind: Kind, right: Rules) -> tuple[Rules, list[Measured]]:
+    """`right` with the rules of adding that crafted operands tell, and what they tell."""
+    # 1. Within 128 of K: the step of a tensor core, or the lanes of float32.
+    fine = _smallest_sums(subject, kind, LEAVES)
+    if fine is None:
+        return right, [Measured("order of adding", "not told", "no such GEMM is offered")]
+    rules, step, sentence = _of_a_chain(fine, right)
+    told = {"order of adding": sentence}
+    # 2. Along a longer K: where chains, promotions and slices end. Blocks are summed by the scales' rule.
+    inner = outer = None
+    if not kind.is_blockwise:
+        if rules.adder is not Adder.EXACT:
+            inner, outer = _lengths(subject, kind)
+        told["promotion to float32"] = f"every {inner} of K" if inner else "one chain over all of K"
+        told["split of K"] = f"slices of {outer} at K = {8 * LEAVES}" if outer else "none"
+    model = replace(rules.model, promote_k=inner)
+    evidence = "M and -M at two places of K, equal tiny products at all others, counted"
+    measured = [Measured(name, value, evidence) for name, value in told.items()]
+    # 3. The bits of a term.
+    if step is not None:
+        model = replace(model, step_k=step)
+        bits = _aligned_fraction_bits(subject, kind)
+        if bits is not None:
+            model = replace(model, aligned_fraction_bits=bits)
+            measured.append(Measured("fraction bits of a term", str(bits), "M, 2^-j M and -M in one step"))
+    return replace(rules, model=model, split_k=-(-8 * LEAVES // outer) if outer else 1), measured
+
+
+def _of_a_chain(sums: np.ndarray, rules: Rules) -> tuple[Rules, int | None, str]:
+    """The adder of a chain within 128 of K, the step of a tensor core, and both in words."""
+    unknown = f"an unknown order; smallest sums {tuple(sums[1:9].tolist())}..."
+    if sums.max() <= 2:
+        return replace(rules, adder=Adder.EXACT), None, "nothing is lost: exact, or wider than float32"
+    twos = np.flatnonzero(sums[1:] == 2) + 1
+    if twos.size:  # one product meets the first alone: one after the other, in lanes
+        lanes = int(twos[0])
+        rules = replace(rules, adder=Adder.FLOAT32)
+        if not np.array_equal(sums[lanes::lanes], np.arange(2, 2 + len(sums[lanes::lanes]))):
+            return rules, None, f"float32, in {unknown}"  # the plain order stands for it
+        said = f"{lanes} lanes that take turns" if lanes > 1 else "one product after the other"
+        return replace(rules, lanes=lanes), None, f"float32, {said}"
+    step = _runs(sums)[0]
+    if sums[1] != step:
+        return rules, None, unknown
+    return rules, step, f"steps of {step} products, each on the sum of those before"
+
+
+def _lengths(subject: Subject, kind: Kind) -> tuple[int | None, int | None]:
+    """The length of a promotion, and that of a slice at the longer K."""
+    few, many = (_smallest_sums(subject, kind, k) for k in (4 * LEAVES, 8 * LEAVES))
+    if few is None or many is None:
+        return None, None
+    short, long = _chains(few, 4), _chains(many, 8)
+    # A promotion has one length, also where it is too long for the shorter K; slices grow with K.
+    inner = next((length for length in long if length in short), None)
+    if inner is None and long and not short:
+        inner = long[0]
+    return inner, next((length for length in long if length != inner), None)
+
+
+def _runs(sums: np.ndarray) -> list[int]:
+    """How many places in a row have one smallest sum; the first place belongs to the first run."""
+    return [len(list(group)) for _, group in groupby([sums[1], *sums[1:]])]
+
+
+def _chains(sums: np.ndarray, stride: int) -> list[int]:
+    """The lengths of chains within the whole, short ones first: where a run of places begins that meet the first
+    product all at once, as far from it as the run is long.
+    """
+    runs, found = _runs(sums), list[int]()
+    start = longest = runs[0]
+    for length in runs[1:]:
+        # Longer than all before, and not cut off.
+        if length > longest and length >= min(start, LEAVES - start):
+            found.append(start * stride)
+            longest = length
+        start += length
+    return found
 
 
 def _smallest_sums(subject: Subject, kind: Kind, k: int) -> np.ndarray | None:
@@ -78,14 +118,17 @@ def _smallest_sums(subject: Subject, kind: Kind, k: int) -> np.ndarray | None:
 
     The first entry is 0. None if the subject offers no such GEMM.
     """
-    # M and the tiny product are as large as float8 codes allow, or normal where subnormals are lost.
-    stride, flushes = k // LEAVES, _flushes_subnormals(subject, kind)
+    # 1. M and the tiny product, as large as float8 codes allow; or normal, and E5M2 for a, where subnormals are lost.
+    a, b = np.zeros((2, LEAVES, LEAVES), np.float32)
+    a[:, 0], b[:, 0] = _SMALL, 1
+    product = _run(subject, kind, "a subnormal code", (a, b))
+    flushes = product is not None and not product.any()
     formats = (E5M2, E4M3FN) if flushes else (E4M3FN, E4M3FN)
-    small = [_NORMAL[fmt] if flushes else _SMALL for fmt in formats]
-    large = [2.0**15 if fmt is E5M2 else _LARGE for fmt in formats]
+    small = (2.0**-14, 2.0**-6) if flushes else (_SMALL, _SMALL)
+    large = (2.0**15, _LARGE) if flushes else (_LARGE, _LARGE)
+    # 2. Row and column j belong together: outputs beside the diagonal are not looked at.
     a, b = np.zeros((2, LEAVES, k), np.float32)
-    places = np.arange(LEAVES) * stride
-    # Row and column j belong together: outputs beside the diagonal are not looked at.
+    places = np.arange(LEAVES) * (k // LEAVES)
     a[:, places], b[:, places] = small
     a[:, 0], b[:, 0] = large
     a[np.arange(LEAVES), places], b[np.arange(LEAVES), places] = -large[0], large[1]
@@ -97,41 +140,7 @@ def _smallest_sums(subject: Subject, kind: Kind, k: int) -> np.ndarray | None:
     return sums
 
 
-def _flushes_subnormals(subject: Subject, kind: Kind) -> bool:
-    """Whether the smallest subnormal code times one gives zero."""
-    a, b = np.zeros((2, LEAVES, LEAVES), np.float32)
-    a[:, 0], b[:, 0] = _SMALL, 1
-    output = _run(subject, kind, "a subnormal code", (a, b))
-    return output is not None and not output.any()
-
-
-def measure_order(subject: Subject, kind: Kind) -> Order | None:
-    """The order of adding of one kind of GEMM; None if the subject offers none."""
-    # 1. Within 128 of K: the step of a tensor core, or the lanes of float32.
-    fine = _smallest_sums(subject, kind, LEAVES)
-    if fine is None:
-        return None
-    found = _of_a_chain(fine)
-    if kind.is_blockwise:  # the blocks are summed by the scales' rule
-        return found
-    # 2. Along a longer K: where chains, promotions and slices end.
-    lengths = []
-    for k in (4 * LEAVES, 8 * LEAVES):
-        coarse = _smallest_sums(subject, kind, k)
-        lengths.append(None if coarse is None else _chains(coarse, k // LEAVES))
-    short, long = lengths
-    if found.adder is Adder.EXACT or short is None or long is None:
-        return found
-    # 3. A promotion has one length, also where it is too long for the shorter K; slices grow with K.
-    inner = next((length for length in long if length in short), None)
-    if inner is None and long and not short:
-        inner = long[0]
-    outer = next((length for length in long if length != inner), None)
-    slices = 1 if outer is None else -(-8 * LEAVES // outer)
-    return replace(found, promote_k=inner, split_k=slices, split_length=outer)
-
-
-def aligned_fraction_bits(subject: Subject, kind: Kind) -> int | None:
+def _aligned_fraction_bits(subject: Subject, kind: Kind) -> int | None:
     """How far below the largest term of a step a smaller one survives: M, 2^-j M and -M in one step."""
     count = 34
     exponents = np.arange(count)
@@ -146,35 +155,18 @@ def aligned_fraction_bits(subject: Subject, kind: Kind) -> int | None:
     return int(np.argmin(survives)) - 1 if not survives.all() else None
 
 
-def _of_a_chain(sums: np.ndarray) -> Order:
-    told = tuple(int(x) for x in sums)
-    if sums.max() <= 2:
-        return Order(adder=Adder.EXACT, smallest_sums=told)
-    twos = np.flatnonzero(sums[1:] == 2) + 1
-    if twos.size:  # one product meets the first alone: one after the other, in lanes
-        lanes = int(twos[0])
-        is_known = np.array_equal(sums[lanes::lanes], np.arange(2, 2 + len(sums[lanes::lanes])))
-        lanes = lanes if is_known else 1
-        return Order(adder=Adder.FLOAT32, lanes=lanes, is_known=is_known, smallest_sums=told)
-    step = int(np.argmax(sums[1:] != sums[1])) + 1 if (sums[1:] != sums[1]).any() else len(sums)
-    if sums[1] == step:
-        return Order(adder=Adder.TENSOR_CORE, step_k=step, smallest_sums=told)
-    return Order(adder=None, smallest_sums=told)
-
-
-def _chains(sums: np.ndarray, stride: int) -> list[int]:
-    """The lengths of chains within the whole, short ones first: where a run of places begins that meet the first
-    product all at once, as far from it as the run is long.
-    """
-    # 1. Runs of places with one smallest sum. 2. Each that is longer than all before, and not cut off, is a chain.
-    runs, start, found = [], 0, []
-    for _, group in groupby([int(sums[1]), *sums[1:].tolist()]):  # the first place belongs to the first run
-        length = len(list(group))
-        runs.append((start, length))
-        start += length
-    longest = runs[0][1]
-    for start, length in runs[1:]:
-        if length > longest and length >= min(start, LEAVES - start):
-            found.append(start * stride)
-            longest = length
-    return found
+def _run(
+    subject: Subject, kind: Kind, name: str, values: Pair, formats: tuple[Format, Format] = (E4M3FN, E4M3FN)
+) -> np.ndarray | None:
+    """The output as float64, in the widest type that the subject offers, all scales one; None if it offers none."""
+    a, b = (x.astype(np.float32).astype(dtype_of(fmt)) for x, fmt in zip(values, formats, strict=True))
+    case = kind.gemm(name, (a, b))
+    for fmt in (FLOAT32, BFLOAT16, FLOAT16):
+        try:
+            return subject.gemm(in_type(case, fmt)).astype(np.float64)
+        except (NotOffered, MissingExtraError, NotImplementedError):
+            continue
+        except ValueError:  # f8emu's own: no bias beside float32
+            if fmt == FLOAT16:
+                raise
+    return None

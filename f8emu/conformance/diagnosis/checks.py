@@ -11,14 +11,15 @@ a split of K that explains them is told apart from what nothing explains.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
-from f8emu.conformance.cases.distributions import rng
+from f8emu.conformance.cases.distributions import rng, scaled_case
 from f8emu.conformance.cases.gemm import GemmCase
-from f8emu.conformance.cases.tables import scaled_case
 from f8emu.conformance.compare import different
-from f8emu.conformance.diagnosis.compute import Memory, Part
+from f8emu.conformance.diagnosis.arguments import Part
+from f8emu.conformance.diagnosis.compute import Memory
 from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, observe
 from f8emu.conformance.diagnosis.probes import MANY, Kind
 from f8emu.conformance.diagnosis.rules import Rules
@@ -28,15 +29,12 @@ from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Format, Granu
 
 _DISTRIBUTIONS = ("normal", "bits", "same", "cancellation", "subnormals")
 _SIZE = 128
-MS = (1, 2, 7, 16, 17, 64, 128, 129, 256)
-"""Rows: one token, tails of a tile, whole tiles, one row more."""
-MANY_MS = (257, 513, 1040, 4112)
-"""More rows, with a short K: what a grid or an index that is too small loses."""
-_N, _K = 32, 6144
-"""Few columns and a long K: where a library splits K by the number of rows [PLAN-2]."""
-_SHORT_K, _MIDDLE_K, _LONG_K = 128, 1152, 8320
-_LONG_K_ROWS = 144
-"""More than a tile of 64 or 128."""
+# Rows: one token, tails of a tile, whole tiles, one row more. Few columns and a long K: where a library splits K by the
+# number of rows [PLAN-2].
+MS, _N, _K = (1, 2, 7, 16, 17, 64, 128, 129, 256), 32, 6144
+# More rows, with a short K: what a grid or an index that is too small loses.
+MANY_MS, _SHORT_K = (257, 513, 1040, 4112), 128
+_MIDDLE_K, _LONG_K, _LONG_K_ROWS = 1152, 8320, 144
 _SPLITS = (*range(1, 9), 15, 16)
 
 
@@ -46,32 +44,23 @@ class RandomGemms:
 
     outputs_equal: int = 0
     outputs_total: int = 0
-    left: Contrast | None = None
-    """What the outputs have in common that the rules do not give."""
-    unsteady: str = ""
-    """How the subject contradicted itself."""
-    failure: str = ""
-    """What it failed with, on the first GEMM that it failed on."""
+    left: Contrast | None = None  # what the outputs have in common that the rules do not give
+    unsteady: str = ""  # how the subject contradicted itself
+    failure: str = ""  # what it failed with, on the first GEMM that it failed on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtSize:
     """What became of a GEMM of one size."""
 
-    dimension: str
-    """M, N or K."""
+    dimension: str  # M, N or K
     size: int
-    is_same: bool = True
-    """The rows have the bits that they have in the largest GEMM that ran."""
-    outputs_equal: int = 0
-    """How many outputs of a sample equal those of the rules."""
+    is_same: bool = True  # the rows have the bits that they have in the largest GEMM that ran
+    outputs_equal: int = 0  # how many outputs of a sample equal those of the rules
     outputs_total: int = 0
-    split_k: int | None = None
-    """The slices of K that explain the sample; None: none does."""
-    reason: str = ""
-    """Why it did not run."""
-    has_failed: bool = False
-    """It is offered, and gave no output; the reason says what it gave instead."""
+    split_k: int | None = None  # the slices of K that explain the sample; None: none does
+    reason: str = ""  # why it did not run
+    has_failed: bool = False  # it is offered, and gave no output; the reason says what it gave instead
 
     @property
     def name(self) -> str:
@@ -85,23 +74,21 @@ class AtSize:
 
 def on_random_gemms(subject: Subject, kind: Kind, rules: Rules) -> RandomGemms:
     """Every GEMM run and compared; the first on which the subject fails ends it."""
-    wholes: list[Observation] = []
-    samples: list[Observation] = []
+    ran: list[tuple[Observation, Observation]] = []
     for case, at in _random_cases(kind):
         one = observe(subject, case)
         if isinstance(one, Observation):
-            wholes.append(one)
-            samples.append(one.part(at))
+            ran.append((one, one.part(at)))
         elif not one.is_refusal:
             return RandomGemms(failure=one.reason)
     # The subject ran all outputs; the rules are computed at a sample, which was copied before the next call.
-    memory = Memory()
+    memory, samples = Memory(), [sample for _, sample in ran]
     equal, total = sum(one.outputs_equal(rules, memory) for one in samples), sum(one.size for one in samples)
     return RandomGemms(
         outputs_equal=equal,
         outputs_total=total,
-        left=common_trait([(one, rules) for one in samples], memory) if equal < total else None,
-        unsteady=_unsteady(subject, wholes[0], samples[0]) if samples else "",
+        left=common_trait(samples, rules, memory) if equal < total else None,
+        unsteady=_unsteady(subject, *ran[0]) if ran else "",
     )
 
 
@@ -121,19 +108,19 @@ def _unsteady(subject: Subject, whole: Observation, sample: Observation) -> str:
 
 def _random_cases(kind: Kind) -> Iterator[tuple[GemmCase, Part]]:
     """Each with the rows and columns that are compared: the subject runs all, the rules a sample."""
-    types: tuple[Format, ...] = (BFLOAT16, FLOAT16) if kind.with_bias else (FLOAT32, BFLOAT16, FLOAT16)
+    types = (BFLOAT16, FLOAT16) if kind.with_bias else (FLOAT32, BFLOAT16, FLOAT16)
     lengths = (384, 1152) if kind.is_blockwise else (1168, 1040)
     plain, *mixed = [(E4M3FN, E4M3FN)] if kind.is_blockwise else HOPPER.format_pairs
-    table = [(name, plain, (_SIZE, _SIZE, lengths[i % 2])) for i, name in enumerate(_DISTRIBUTIONS)]
-    table += [("bits", formats, (_SIZE, _SIZE, lengths[1])) for formats in mixed]
-    for (distribution, formats, shape), out_dtype in ((row, fmt) for row in table for fmt in types):
-        sizes = "x".join(map(str, shape))
-        name = f"confirmation {kind.name} {distribution} {formats[0]} x {formats[1]} {sizes}"
+    table = [(name, plain, lengths[i % 2]) for i, name in enumerate(_DISTRIBUTIONS)]
+    table += [("bits", formats, lengths[1]) for formats in mixed]
+    for (distribution, formats, k), out_dtype in product(table, types):
+        name = f"confirmation {kind.name} {distribution} {formats[0]} x {formats[1]} {_SIZE}x{_SIZE}x{k}"
         r = rng(name)
-        yield _case(kind, name, shape, distribution, formats, out_dtype), (places(r, shape[0]), places(r, shape[1]))
+        case = _case(kind, name, (_SIZE, _SIZE, k), distribution, formats, out_dtype)
+        yield case, (_places(r, _SIZE), _places(r, _SIZE))
 
 
-def places(r: np.random.Generator, size: int, count: int = 16) -> np.ndarray:
+def _places(r: np.random.Generator, size: int, count: int = 16) -> np.ndarray:
     """Some rows or columns, in order: one drawn from each of `count` parts, one of every 16 at least, and the ends."""
     parts = min(size, max(count, -(-size // 16)))
     ends = np.linspace(0, size, parts + 1).astype(int)
@@ -149,8 +136,10 @@ def sizes_run(subject: Subject, kind: Kind, ms: Sequence[int] = ()) -> Iterator[
     """
     for rows, k in [(ms, _K)] if ms else [(MS, _K), (MANY_MS, _SHORT_K)]:
         whole = _case(kind, f"rows {kind.name}", (max(rows), 128 if kind.is_blockwise else _N, k))
+        assert whole.scale_a is not None
         for m in sorted(set(rows), reverse=True):
-            yield "M", _first_rows(whole, m)
+            kept = Granularity(whole.granularity_a).scale_shape(m, k)[0]
+            yield "M", replace(whole, id=f"{whole.id} {m}", a=whole.a[:m], scale_a=whole.scale_a[:kept])
     is_free = subject.takes_any_size or not kind.is_blockwise
     few, many, most = (16, MANY, 2064) if is_free else (128, 384, 2176)
     yield "N", _case(kind, f"columns {kind.name}", (few, many, _MIDDLE_K))
@@ -167,32 +156,30 @@ def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ())
     """What became of each of `sizes_run`."""
     largest: dict[int, np.ndarray] = {}  # by K
     for dimension, case in sizes_run(subject, kind, ms):
-        size = {"M": case.output_shape[0], "N": case.output_shape[1], "K": case.k}[dimension]
-        found = AtSize(dimension=dimension, size=size)
-        # An M that never ran shows nothing.
+        m, n = case.output_shape
+        found = AtSize(dimension=dimension, size={"M": m, "N": n, "K": case.k}[dimension])
+        # 1. An M that never ran shows nothing.
         padded = subject.rows_run(case)
-        if dimension == "M" and padded != size:
+        if dimension == "M" and padded != m:
             yield replace(found, reason=f"{subject.name} takes it padded to {padded} rows")
             continue
         one = observe(subject, case)
         if isinstance(one, NoOutput):
             yield replace(found, reason=one.reason or "not offered", has_failed=not one.is_refusal)
             continue
-        if dimension == "M":  # the largest comes first
+        # 2. The same rows of the largest GEMM, which comes first.
+        if dimension == "M":
             whole = largest.setdefault(case.k, one.outputs.copy())
-            found = replace(found, is_same=not different(one.outputs, whole[:size]).any())
-        yield _judged(found, one, rules)
-
-
-def _judged(found: AtSize, one: Observation, rules: Rules) -> AtSize:
-    """The size, judged by a sample of rows and columns, under the rules as they are and under other splits of K."""
-    m, n = one.case.output_shape
-    r, memory = rng("sizes", found.name), Memory()
-    sample = one.part((places(r, m, 8), places(r, n, 8)))
-    splits = dict.fromkeys((rules.split_k, *_SPLITS))
-    split_k = next((s for s in splits if sample.outputs_equal(replace(rules, split_k=s), memory) == sample.size), None)
-    equal = sample.outputs_equal(rules, memory)
-    return replace(found, outputs_equal=equal, outputs_total=sample.size, split_k=split_k)
+            found = replace(found, is_same=not different(one.outputs, whole[:m]).any())
+        # 3. A sample of rows and columns, under the rules as they are and under other splits of K.
+        r, memory = rng("sizes", found.name), Memory()
+        sample = one.part((_places(r, m, 8), _places(r, n, 8)))
+        under = {rules.split_k: sample.outputs_equal(rules, memory)}
+        for s in _SPLITS:
+            if sample.size not in under.values():
+                under[s] = sample.outputs_equal(replace(rules, split_k=s), memory)
+        split_k = next((s for s, equal in under.items() if equal == sample.size), None)
+        yield replace(found, outputs_equal=under[rules.split_k], outputs_total=sample.size, split_k=split_k)
 
 
 def _case(
@@ -203,19 +190,6 @@ def _case(
     formats: tuple[Format, Format] = HOPPER.format_pairs[0],
     out_dtype: Format | None = None,
 ) -> GemmCase:
-    return scaled_case(
-        name,
-        kind.pair,
-        formats,
-        shape,
-        distribution,
-        with_bias=kind.with_bias,
-        out_dtype=out_dtype or (BFLOAT16 if kind.with_bias else FLOAT32),
-        use_fast_accum=kind.use_fast_accum,
-    )
-
-
-def _first_rows(case: GemmCase, m: int) -> GemmCase:
-    assert case.scale_a is not None
-    kept = Granularity(case.granularity_a).scale_shape(m, case.k)[0]
-    return replace(case, id=f"{case.id} {m}", a=case.a[:m], scale_a=case.scale_a[:kept])
+    out = out_dtype or (BFLOAT16 if kind.with_bias else FLOAT32)
+    options = {"with_bias": kind.with_bias, "out_dtype": out, "use_fast_accum": kind.use_fast_accum}
+    return scaled_case(name, kind.pair, formats, shape, distribution, **options)

@@ -1,5 +1,6 @@
 """GEMMs put to a subject, the outputs that it gives, and what those have in common that rules do not give."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,8 @@ import numpy as np
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.compare import different, said_by, shape_fault
-from f8emu.conformance.diagnosis.compute import Memory, Part, compute
+from f8emu.conformance.diagnosis.arguments import Part
+from f8emu.conformance.diagnosis.compute import Memory, compute
 from f8emu.conformance.diagnosis.probes import Kind, probes
 from f8emu.conformance.diagnosis.rules import Places, Rules
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
@@ -26,10 +28,8 @@ _COVERAGE = 0.99
 class Observation:
     """A GEMM and the outputs that a subject gave."""
 
-    case: GemmCase
-    """The case as the subject ran it."""
-    at: Part | None
-    """The rows and columns that are compared; None: all."""
+    case: GemmCase  # as the subject ran it
+    at: Part | None  # the rows and columns that are compared; None: all
     outputs: np.ndarray
 
     @property
@@ -43,11 +43,8 @@ class Observation:
     def outputs_equal(self, rules: Rules, memory: Memory) -> int:
         """How many outputs are those of the rules, bit for bit."""
         expected = compute(self.case, rules, at=self.at, memory=memory)
-
-        def count() -> int:
-            return self.size - int(np.sum(different(self.outputs, expected)))
-
-        return memory.get((self.outputs, expected), "equal", count)
+        wrong = memory.get((self.outputs, expected), "wrong", lambda: int(different(self.outputs, expected).sum()))
+        return self.size - wrong
 
     def differing(self, rules: Rules, memory: Memory) -> np.ndarray:
         """Which outputs are not those of the rules."""
@@ -59,10 +56,8 @@ class NoOutput:
     """A GEMM without an output."""
 
     reason: str
-    is_refusal: bool = False
-    """True: the subject offers no such GEMM. False: it failed."""
-    is_lost: bool = False
-    """It failed by a crash or a hang: the process of an isolated kernel is started anew."""
+    is_refusal: bool = False  # True: the subject offers no such GEMM. False: it failed
+    is_lost: bool = False  # it failed by a crash or a hang: the process of an isolated kernel is started anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +65,7 @@ class ProbeOutputs:
     """What a subject gave to the probes of a kind."""
 
     observations: tuple[Observation, ...]
-    left_out: str
-    """How many probes failed, and how the first did: nothing is known of these. Empty if none did."""
+    left_out: str  # how many probes failed, and how the first did: nothing is known of these
 
 
 def observe(subject: Subject, case: GemmCase, at: Part | None = None) -> Observation | NoOutput:
@@ -124,54 +118,42 @@ def observe_probes(subject: Subject, kind: Kind) -> ProbeOutputs | NoOutput:
     if not found:
         none = NoOutput(reason=f"{subject.name} has none of the output types", is_refusal=True)
         return [*failures, *refusals, none][0]
-    left_out = ""
-    if failures:
-        left_out = f"{len(failures)} of {len(failures) + len(found)} probes failed, first: {failures[0].reason}"
-    return ProbeOutputs(observations=tuple(found), left_out=left_out)
+    of = f"{len(failures)} of {len(failures) + len(found)} probes failed, first: "
+    return ProbeOutputs(observations=tuple(found), left_out=of + failures[0].reason if failures else "")
 
 
-def first_wrong(observed: Sequence[tuple[Observation, Rules]], memory: Memory) -> dict[Places, int]:
+def first_wrong(given: Sequence[Observation], rules: Rules, memory: Memory) -> dict[Places, int]:
     """Rows and columns from which on most outputs differ while none before do, in probes that show all of them."""
     found: dict[Places, int] = {}
-    for one, rules in observed:
+    for one in given:
         for axis, places in ((0, Places.ROWS), (1, Places.COLUMNS)):
             size = one.case.output_shape[axis]
-            if one.at is None or len(one.at[axis]) < size or len(one.at[1 - axis]) >= size:
-                continue
-            share = one.differing(rules, memory).mean(axis=1 - axis)
-            start = int(np.argmax(share > 0))
-            if 0 < start < size - 1 and share[start:].mean() > 0.5:
-                found[places] = start
+            if one.at is not None and len(one.at[axis]) == size > len(one.at[1 - axis]):
+                share = one.differing(rules, memory).mean(axis=1 - axis)
+                start = int(np.argmax(share > 0))
+                if 0 < start < size - 1 and share[start:].mean() > 0.5:
+                    found[places] = start
     return found
 
 
-def common_trait(observed: Sequence[tuple[Observation, Rules]], memory: Memory, high: float = 0.0) -> Contrast | None:
+def common_trait(given: Sequence[Observation], rules: Rules, memory: Memory, high: float = 0.0) -> Contrast | None:
     """The sharpest trait that nearly all outputs have which the rules do not give, if a share of `high` with it differ;
     None where no trait parts them.
     """
-    counts: dict[str, dict[str, tuple[int, int]]] = {}
-
-    def add(trait: str, value: str, differ: int, total: int) -> None:
-        values = counts.setdefault(trait, {})
-        known = values.get(value, (0, 0))
-        values[value] = known[0] + differ, known[1] + total
-
-    for one, rules in observed:
+    counts: dict[str, dict[str, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2, int)))
+    for one in given:
         wrong, case = one.differing(rules, memory), one.case
-        whole = int(wrong.sum()), wrong.size
-        add("K", str(case.k), *whole)
-        add("M", str(case.output_shape[0]), *whole)
-        add("N", str(case.output_shape[1]), *whole)
-        add("operands", f"{case.a.dtype} x {case.b.dtype}", *whole)
-        add("output", case.out_dtype.name, *whole)
-        add("probe", case.id.split(" -> ")[0], *whole)
+        m, n = case.output_shape
+        traits = {"K": case.k, "M": m, "N": n, "operands": f"{case.a.dtype} x {case.b.dtype}"}
+        traits |= {"output": case.out_dtype.name, "probe": case.id.split(" -> ")[0]}
+        for trait, value in traits.items():
+            counts[trait][str(value)] += wrong.sum(), wrong.size
         for axis, name in ((0, "row"), (1, "column")):
-            places = np.arange(wrong.shape[axis]) if one.at is None else one.at[axis]
-            for place, differ in zip(places.tolist(), wrong.sum(axis=1 - axis).tolist(), strict=True):
-                add(name, str(place), differ, wrong.shape[1 - axis])
-    # A trait of few probes may be the name of one of them.
-    names = counts.pop("probe")
-    for traits in (counts, {"probe": names}):  # a size tells more than the name of a probe
-        if found := contrasts(traits, high=high, coverage=_COVERAGE):
-            return found[0]
-    return None
+            places = range(wrong.shape[axis]) if one.at is None else one.at[axis].tolist()
+            for place, differ in zip(places, wrong.sum(axis=1 - axis), strict=True):
+                counts[name][str(place)] += differ, wrong.shape[1 - axis]
+    told = {name: {value: (int(d), int(n)) for value, (d, n) in values.items()} for name, values in counts.items()}
+    # A size tells more than the name of a probe; and a trait of few probes may be the name of one of them.
+    names = {"probe": told.pop("probe", {})}
+    found = contrasts(told, high=high, coverage=_COVERAGE) or contrasts(names, high=high, coverage=_COVERAGE)
+    return found[0] if found else None

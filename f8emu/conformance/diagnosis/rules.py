@@ -181,34 +181,6 @@ class Rules:
     k_multiple: int = 1  # the rest of K is rounded down to this
     misplaced: tuple[Misplaced, ...] = ()  # at most one of each `Places`
 
-    def lines(self) -> tuple[str, ...]:
-        """These rules in words, one a line; without those that a fit never finds."""
-        model = self.model
-        lanes = f"in {self.lanes} lanes along K, added up pairwise" if self.lanes > 1 else "one product after the other"
-        adds = {
-            Adder.TENSOR_CORE: f"adds {model.step_k} products at a time, aligned to {model.aligned_fraction_bits} "
-            f"fraction bits ({self.terms.value}), the sum kept with {model.result_fraction_bits} ({self.sums.value})",
-            Adder.FLOAT32: f"adds in float32, {lanes}",
-            Adder.EXACT: "adds exactly",
-        }
-        return (
-            adds[self.adder],
-            f"promotes to float32 every {model.promote_k} of K" if model.promote_k else "one chain over all of K",
-            "no split of K" if self.split_k == 1 else f"{self.split_k} slices of K",
-            f"scales: {self.scales.value}" + " + 0" * self.adds_zero,
-            f"bias: {self.bias.value}",
-            f"output: {self.output.value}" + (f", through {self.output_through}" if self.output_through else ""),
-            *["saturates"] * self.saturates,
-            *["subnormal codes count as zero"] * self.flushes_operands,
-            *["subnormal results become zero"] * self.flushes_results,
-            *sorted(misreading.value for misreading in self.misreads),
-            *(
-                f"{name} is read in another format: {reading.value}"
-                for name, reading in zip("ab", self.reads, strict=True)
-                if reading is not Reading.OWN
-            ),
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """The rules as plain data, for JSON."""
         return _plain(self)

@@ -4,18 +4,19 @@
 single alterations first, all that explain every bit; where none does, a second and a third on top of the best.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import NamedTuple
 
+from f8emu.conformance.compare import said_by
 from f8emu.conformance.diagnosis.alterations import ALTERATIONS, Alteration, from_there_on
 from f8emu.conformance.diagnosis.compute import Memory
 from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, first_wrong, observe_probes
 from f8emu.conformance.diagnosis.probes import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
 from f8emu.conformance.run.breakdown import HIGH, Contrast
-from f8emu.conformance.run.result import Progress, Silent
+from f8emu.conformance.run.result import Progress, Result, Silent, Status
 from f8emu.conformance.run.subject import Subject
 from f8emu.spec import HOPPER
 
@@ -77,6 +78,10 @@ class Diagnosis:
         return not self.error and self.outputs_equal == self.outputs_total
 
 
+Diagnoses = Mapping[str, tuple[Diagnosis, ...]]
+"""Name of a subject -> what was found."""
+
+
 def diagnose(
     subject: Subject,
     *,
@@ -109,6 +114,26 @@ def diagnose(
     return tuple(found)
 
 
+def diagnosed(
+    result: Result, subjects: Sequence[Subject], progress: Progress | None = None
+) -> tuple[Result, Diagnoses]:
+    """By name the diagnoses of those of `subjects` whose GEMMs differ; after KeyboardInterrupt what was finished."""
+    found: dict[str, tuple[Diagnosis, ...]] = {}
+    stages = {} if result.is_interrupted else {one.name: one.stages for one in result.subjects}
+    try:
+        for subject in subjects:
+            differs = {one.stage for one in stages.get(subject.name, ()) if one.status is Status.DIFFERENT}
+            if differs.isdisjoint(("golden", "gemms", "live")):
+                continue
+            try:
+                found[subject.name] = diagnose(subject, progress=progress)
+            except Exception as error:  # the verification is finished, and must not be lost
+                found[subject.name] = (Diagnosis(kind="all kinds", error=said_by(error, 200)),)
+    except KeyboardInterrupt:
+        result = replace(result, is_interrupted=True)
+    return result, found
+
+
 class _Tried(NamedTuple):
     steps: Steps
     equal: tuple[int, ...]
@@ -135,7 +160,7 @@ class Search:
         self.sizes = tuple(one.size for one in self.probes)
         self.total = sum(self.sizes)
         self.own = self._counted(())
-        late = first_wrong([(one, self.right) for one in self.probes], memory)
+        late = first_wrong(self.probes, self.right, memory)
         self.alterations = (*ALTERATIONS, *from_there_on(late))
 
     def diagnosis(self, kind: str, ranked: Sequence[_Tried]) -> Diagnosis:
@@ -165,8 +190,7 @@ class Search:
                 halved = (2 * n <= m for n, m in zip(self._missed(more), self._missed(best), strict=True))
                 best = more if any(halved) else best
         high = 0.0 if best.steps else HIGH  # few outputs of a trait tell what little is left, and not what is wrong
-        rules = self._rules(best.steps)
-        left = common_trait([(one, rules) for one in self.probes], self.memory, high)
+        left = common_trait(self.probes, self._rules(best.steps), self.memory, high)
         return replace(self._explanation(best), left=left)
 
     def _explanation(self, tried: _Tried) -> Explanation:
