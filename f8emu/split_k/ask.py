@@ -24,12 +24,10 @@ from f8emu.split_k.gemm import BLOCKWISE_GEMMS, UNKNOWN, PlannedGemm, Source, Sp
 from f8emu.split_k.plan import LIBRARY, is_planned, split_k
 
 _FLOAT8 = ("tensorwise", *BLOCKWISE_GEMMS)
-WORKSPACE_BYTES = {**dict.fromkeys(_FLOAT8, 1 << 20), "bfloat16": 32 << 20}
-"""Torch's: [PLAN-4]."""
+WORKSPACE_BYTES = {**dict.fromkeys(_FLOAT8, 1 << 20), "bfloat16": 32 << 20}  # torch's: [PLAN-4]
 _SCALE_MODES = {Granularity.BLOCKWISE_128X128: 5, Granularity.BLOCKWISE_1X128: 4, Granularity.TENSORWISE: 0}
 """cublasLtMatmulMatrixScale_t."""
-_CUDA = {"float32": 0, "float16": 2, "bfloat16": 14, E4M3FN.name: 28, E5M2.name: 29}
-"""cudaDataType_t."""
+_CUDA = {"float32": 0, "float16": 2, "bfloat16": 14, E4M3FN.name: 28, E5M2.name: 29}  # cudaDataType_t
 _COMPUTE_32F, _SPLIT_K, _WORKSPACE = 68, 2, 1
 _TRANS_A, _TRANS_B, _SCALE_A, _SCALE_B, _FAST, _MODE_A, _MODE_B = 3, 4, 17, 18, 25, 31, 32
 """cublasLtMatmulDescAttributes_t."""
@@ -40,10 +38,8 @@ _BYTES = {**dict.fromkeys((_TRANS_A, _TRANS_B, _MODE_A, _MODE_B), 4), _SCALE_A: 
 class Question(NamedTuple):
     """One GEMM as cuBLAS sees it: its first operand is `b`, its matrices are columns."""
 
-    types: tuple[int, int, int]
-    """The types of b, a and the output."""
-    layouts: tuple[tuple[int, int, int], ...]
-    """Rows, columns and leading dimension of b, a and the output."""
+    types: tuple[int, int, int]  # the types of b, a and the output
+    layouts: tuple[tuple[int, int, int], ...]  # rows, columns and leading dimension of b, a and the output
     attributes: tuple[tuple[int, int], ...]
     workspace_bytes: int
 
@@ -127,8 +123,7 @@ def split_k_at_hand(gemm: PlannedGemm, chip: Chip) -> Split:
     return split_k(gemm, chip=chip.plan)
 
 
-_SAID: set[tuple[str, str]] = set()
-"""Backends and tables whose missing plan was reported already."""
+_SAID: set[tuple[str, str]] = set()  # backends and tables whose missing plan was reported already
 
 
 def split_of(caller: str, gemm: PlannedGemm, chip: Chip, is_at_hand: Callable[[], bool]) -> Split:

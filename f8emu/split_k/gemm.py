@@ -26,21 +26,16 @@ LAYOUTS = ("tn", "nt", "nn", "tt")
 """The names of cuBLAS, whose first operand is `b`: t if K is contiguous in `b`, then n if K is contiguous in `a`."""
 _OPERANDS = (E4M3FN.name, E5M2.name)
 _OUTPUTS = tuple(fmt.name for fmt in HIGH_PRECISION)
-_ALIGNED = 8
-"""The number of bfloat16 in 16 bytes."""
+_ALIGNED = 8  # the number of bfloat16 in 16 bytes
 
 
 class Source(Enum):
     """How well S is known."""
 
-    RECORDED = "recorded"
-    """Measured for this shape."""
-    PREDICTED = "predicted"
-    """Predicted by the rule."""
-    ASKED = "asked"
-    """What the library of the GPU at hand says, `f8emu.split_k.ask`."""
-    UNKNOWN = "unknown"
-    """None of these: S is 1, and the hardware's may be another."""
+    RECORDED = "recorded"  # measured for this shape
+    PREDICTED = "predicted"  # predicted by the rule
+    ASKED = "asked"  # what the library of the GPU at hand says, `f8emu.split_k.ask`
+    UNKNOWN = "unknown"  # none of these: S is 1, and the hardware's may be another
 
 
 class Split(NamedTuple):
@@ -66,8 +61,7 @@ class PlannedGemm:
     layout: str = "tn"
     out_dtype: str
     a_dtype: str = E4M3FN.name
-    b_dtype: str = E4M3FN.name
-    """The dtypes of `a` and `b`, in a float8 GEMM only."""
+    b_dtype: str = E4M3FN.name  # the dtypes of `a` and `b`, in a float8 GEMM only
 
     def __post_init__(self) -> None:
         # Plans are read from files: every field is checked by name.

@@ -85,8 +85,7 @@ def _read(name: str) -> Plan:
 
 
 SCHEMA = 2
-_LONGEST = 1 << 22
-"""Bytes of a tree."""
+_LONGEST = 1 << 22  # bytes of a tree
 _REQUIRED = ("m", "n", "k", "gemm", "out_dtype")
 
 

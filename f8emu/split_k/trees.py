@@ -26,12 +26,10 @@ LEAF = 128
 class Tree(NamedTuple):
     """A decision tree over integers, its nodes in preorder. The first branch is taken up to the limit."""
 
-    codes: bytes
-    """128 + S of a leaf, or the index of a feature."""
+    codes: bytes  # 128 + S of a leaf, or the index of a feature
     to_come: bytes
     """The number of subtrees that start at a node or behind it: one more after an inner node, one less after a leaf."""
-    limits: Sequence[int]
-    """The limits of the inner nodes."""
+    limits: Sequence[int]  # the limits of the inner nodes
 
     def split_k(self, value: Callable[[int], int]) -> int:
         """S, where `value` gives a feature by its index."""
@@ -48,13 +46,10 @@ class Tree(NamedTuple):
 class FittedTree(NamedTuple):
     """S of a tree, and no more than [PLAN-2] and [PLAN-4] leave."""
 
-    tree: Callable[[], Tree]
-    """Decodes the tree when it is first asked for; a SpecError says that the file is damaged."""
+    tree: Callable[[], Tree]  # decodes the tree when it is first asked for; a SpecError says that the file is damaged
     features: tuple[Feature, ...]
-    workspace_bytes: int
-    """[PLAN-4] The float32 results of all slices take less."""
-    slice_bytes: int
-    """[PLAN-2] A slice of K is longer than this."""
+    workspace_bytes: int  # [PLAN-4] The float32 results of all slices take less
+    slice_bytes: int  # [PLAN-2] A slice of K is longer than this
 
     def split_k(self, gemm: PlannedGemm) -> int:
         """S of a shape."""
@@ -90,10 +85,8 @@ class Plan:
 
     library: str
     chip: str
-    torch: str = ""
-    """The version of torch that called the library."""
-    recorded: Mapping[tuple[str, int, int, int], int]
-    """(table, M, N, K) -> S."""
+    torch: str = ""  # the version of torch that called the library
+    recorded: Mapping[tuple[str, int, int, int], int]  # (table, M, N, K) -> S
     rules: Mapping[str, FittedTree] = field(default_factory=dict[str, FittedTree])
     more_rules: Callable[[], Mapping[str, FittedTree]] = field(default=dict[str, FittedTree], compare=False)
     """Those that are read when a GEMM has none in `rules`."""

@@ -20,8 +20,7 @@ from f8emu.spec.errors import GoldenFileError
 from f8emu.untrusted import read_regular
 
 REMEDY = "copy the file again, record one with `f8emu record OUT`, or leave --golden out to use the shipped file"
-LARGEST_FILE = 1 << 30
-"""Bytes of a file of recordings: what is larger is not one of them."""
+LARGEST_FILE = 1 << 30  # bytes of a file of recordings: what is larger is not one of them
 
 _DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
@@ -60,8 +59,7 @@ def told(call: str, place: str, remedy: str = REMEDY) -> Iterator[None]:
 class Container(NamedTuple):
     """The content of a file."""
 
-    tensors: dict[str, np.ndarray]
-    """Read-only."""
+    tensors: dict[str, np.ndarray]  # read-only
     metadata: dict[str, str]
     sha256: str
 

@@ -14,8 +14,7 @@ from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
 from f8emu.spec import BFLOAT16, E4M3FN, FLOAT32, Format, Granularity
 
 _BLOCK = 128
-SAMPLED = 24
-"""Rows and columns that are checked of a full-size GEMM."""
+SAMPLED = 24  # rows and columns that are checked of a full-size GEMM
 
 
 def rng(*key: object) -> np.random.Generator:

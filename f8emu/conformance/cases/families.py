@@ -16,8 +16,7 @@ from f8emu.conformance.cases.distributions import codes_of, dtype_of, rng, scale
 from f8emu.conformance.cases.gemm import Family, GemmCase, Placement
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HIGH_PRECISION, HOPPER, Format, Granularity
 
-Shape = tuple[int, int, int]
-"""M, N, K."""
+Shape = tuple[int, int, int]  # M, N, K
 
 
 OUTPUTS = ((FLOAT32, False), (BFLOAT16, False), (BFLOAT16, True), (FLOAT16, False), (FLOAT16, True))
@@ -110,8 +109,7 @@ VECTOR_SCALES = (
     0.75, -(2.0**-60),
 )  # fmt: skip
 """Scales of rows and columns, in another order: each row meets each column, so each value meets each value."""
-BIASES = (-0.0, 0.0, -1.0, np.inf, -np.inf, np.nan, 0.5, -0.0)
-"""And subnormals, and the largest of the type."""
+BIASES = (-0.0, 0.0, -1.0, np.inf, -np.inf, np.nan, 0.5, -0.0)  # and subnormals, and the largest of the type
 VALUE_SHAPES: dict[tuple[Format, Format], Shape] = {
     HOPPER.format_pairs[0]: (16, 48, 544),
     HOPPER.format_pairs[1]: (48, 16, 176),

@@ -9,8 +9,7 @@ import numpy as np
 
 from f8emu.spec import BFLOAT16, Format, Granularity
 
-Verbs = Mapping[str, Callable[..., Any]]
-"""Verb -> function that takes and gives numpy arrays of ml_dtypes."""
+Verbs = Mapping[str, Callable[..., Any]]  # verb -> function that takes and gives numpy arrays of ml_dtypes
 
 
 class NotOffered(Exception):
@@ -64,11 +63,9 @@ class Sample:
 class Placement:
     """Where the operands of a GEMM lie in memory. An implementation that copies its operands can ignore it."""
 
-    padding_a: int = 0
-    """Elements from the end of a row to the begin of the next: the stride of a row is K and these."""
+    padding_a: int = 0  # elements from the end of a row to the begin of the next: the stride of a row is K and these
     padding_b: int = 0
-    offset_a: int = 0
-    """Bytes from a boundary of 256 to the first element."""
+    offset_a: int = 0  # bytes from a boundary of 256 to the first element
     offset_b: int = 0
 
     @property
@@ -213,8 +210,7 @@ class GemmCase:
         return (self if (up_m, up_n) == (m, n) else self.embedded(sample)), sample
 
 
-_NOISE_PERIOD = 999_983
-"""A prime, so that rows differ: fresh noise for a layer of 70B would take longer than its GEMM."""
+_NOISE_PERIOD = 999_983  # a prime, so that rows differ: fresh noise for a layer of 70B would take longer than its GEMM
 
 
 def _scatter(part: np.ndarray, whole: np.ndarray, places: list[int]) -> np.ndarray:

@@ -25,8 +25,7 @@ from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
 from f8emu.spec import BFLOAT16, HIGH_PRECISION, HOPPER, Format, Granularity
 
 SHIPPED = "h200_golden.safetensors"
-Kernels = tuple[tuple[str, tuple[int, ...]], ...]
-"""(name, grid) of every kernel, in order."""
+Kernels = tuple[tuple[str, tuple[int, ...]], ...]  # (name, grid) of every kernel, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -224,8 +223,7 @@ def _case(index: int, entry: _Entry) -> GoldenCase:
 
 
 _BLOCK = 128
-_PADDED_TO = 4
-"""The library wants the K axis of 128x128 scales padded to this."""
+_PADDED_TO = 4  # the library wants the K axis of 128x128 scales padded to this
 _Scale = tuple[np.ndarray | None, Granularity]
 
 

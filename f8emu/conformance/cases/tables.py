@@ -42,8 +42,7 @@ from f8emu.spec import (
 
 # 1 Formats and casts
 
-DECODED: tuple[Format, ...] = (*FLOAT8, E8M0FNU, BFLOAT16, FLOAT16)
-"""Formats of which every code is decoded."""
+DECODED: tuple[Format, ...] = (*FLOAT8, E8M0FNU, BFLOAT16, FLOAT16)  # formats of which every code is decoded
 
 CASTS: tuple[tuple[Format, Format, Overflow], ...] = tuple(product(HIGH_PRECISION, FLOAT8, Overflow))
 """(source, float8 format, overflow policy)."""
@@ -88,8 +87,7 @@ def float32_boundaries(target: Format) -> np.ndarray:
 VALUE_DISTRIBUTIONS = ("normal", "outlier", "gradient", "blocks", "cancellation", "subnormals", "specials")
 MATRIX_SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (3, 130), (20, 260))
 """[rows, K]: tails of a block along K, and more than 4096 elements (NUMERICS 6: XLA's max loses NaN)."""
-SQUARE_SHAPE = (130, 140)
-"""Tails of a 128x128 block in both directions."""
+SQUARE_SHAPE = (130, 140)  # tails of a 128x128 block in both directions
 
 SCALE_RULES: tuple[tuple[ScaleRule, int], ...] = (
     (ScaleRule(), 0),
@@ -215,8 +213,7 @@ BLOCKWISE_SPLITS: tuple[tuple[int, int], ...] = ((2, 640), (2, 1152), (3, 1664))
 """The same of (slices, K) for each pair with block scales, in the order of the chip."""
 BF16_SHAPES: tuple[tuple[int, int, int, int], ...] = ((16, 32, 208, 1), (5, 7, 77, 1), (16, 16, 528, 3))
 """M, N, K, slices."""
-ALIGNED = HOPPER.size_multiple
-"""The library takes multiples of this, blockwise of 128."""
+ALIGNED = HOPPER.size_multiple  # the library takes multiples of this, blockwise of 128
 
 
 def is_aligned(case: GemmCase) -> bool:

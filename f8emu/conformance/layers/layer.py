@@ -5,7 +5,6 @@ steps, passes or layers, the name of a part says which: `step 2 pass 1 layer 2 o
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -16,18 +15,18 @@ from f8emu.conformance.cases.distributions import draw, dtype_of
 from f8emu.conformance.compare import abbreviated, hexadecimal
 from f8emu.spec import FLOAT32, GEMM_NAMES, OPERANDS, TRANSPOSED, Format, Recipe
 
+Parts = dict[str, np.ndarray]
+
 MAGNITUDES = (1.0, 4.0, 0.0, 2.0**-6)
 """Magnitudes of input and grad_output, by step. With the scales of earlier steps values saturate or become
 subnormal; an amax of zero updates nothing."""
-_MORE_OUTPUTS = 16
-"""What the second layer has beyond the first, so that their GEMMs have different sizes."""
+_MORE_OUTPUTS = 16  # what the second layer has beyond the first, so that their GEMMs have different sizes
 
 
 class LayerMode(Enum):
     """How a layer is run."""
 
-    TRACE = "trace"
-    """The verb `linear`, which gives every amax and inv_scale too."""
+    TRACE = "trace"  # the verb `linear`, which gives every amax and inv_scale too
     EAGER = "eager"
     COMPILED = "compiled"
 
@@ -36,8 +35,7 @@ class Place(NamedTuple):
     """Which step, pass and layer; all count from 1."""
 
     step: int = 1
-    turn: int = 1
-    """The pass."""
+    turn: int = 1  # the pass
     layer: int = 1
 
 
@@ -47,33 +45,22 @@ class LayerCase:
 
     recipe: Recipe
     mode: LayerMode
-    shape: tuple[int, int, int]
-    """M, N, K."""
-    dtype: Format
-    """The format of input, grad_output and products."""
+    shape: tuple[int, int, int]  # M, N, K
+    dtype: Format  # the format of input, grad_output and products
     weight_dtype: Format
-    distribution: str = "normal"
-    """The distribution of input and weight."""
-    gradient: str = "gradient"
-    """Distribution of grad_output."""
-    with_bias: bool = True
-    """Whether the layer has a bias; it is float32, and the layer rounds it."""
-    batch: tuple[int, ...] = ()
-    """The leading dimensions of an input that is not a matrix; their product is M."""
-    is_autocast: bool = False
-    """The input is float32, and autocast brings it to `dtype`."""
-    trained: tuple[str, ...] = ("input", "weight")
-    """Tensors whose gradients are computed; none is a forward pass alone."""
-    layers: int = 1
-    """2 share one input tensor."""
-    passes: int = 1
-    """Forward and backward passes of a step, whose gradients add up."""
+    distribution: str = "normal"  # the distribution of input and weight
+    gradient: str = "gradient"  # distribution of grad_output
+    with_bias: bool = True  # whether the layer has a bias; it is float32, and the layer rounds it
+    batch: tuple[int, ...] = ()  # the leading dimensions of an input that is not a matrix; their product is M
+    is_autocast: bool = False  # the input is float32, and autocast brings it to `dtype`
+    trained: tuple[str, ...] = ("input", "weight")  # tensors whose gradients are computed; none is a forward pass alone
+    layers: int = 1  # 2 share one input tensor
+    passes: int = 1  # forward and backward passes of a step, whose gradients add up
     steps: int = 1
 
     @property
     def name(self) -> str:
         """Everything but the mode, which changes nothing that is computed."""
-        bias = "bias" if self.with_bias else ""
         frozen = [f"no {tensor}.grad" for tensor in ("input", "weight") if tensor not in self.trained]
         words = [
             self.recipe.name,
@@ -82,7 +69,7 @@ class LayerCase:
             "x".join(map(str, self.shape)),
             self.distribution,
             "" if self.gradient == "gradient" else f"grad_output {self.gradient}",
-            bias,
+            "bias" if self.with_bias else "",
             f"batch {'x'.join(map(str, self.batch))}" if self.batch else "",
             "autocast" if self.is_autocast else "",
             *(frozen if self.trained else ["forward only"]),
@@ -118,30 +105,27 @@ class LayerCase:
     @property
     def gemms(self) -> tuple[str, ...]:
         """The GEMMs that run, in order."""
-        needs = dict(zip(GEMM_NAMES, (None, "input", "weight"), strict=True))
-        return tuple(gemm for gemm, tensor in needs.items() if tensor is None or tensor in self.trained)
+        return GEMM_NAMES[:1] + tuple(f"grad_{tensor}" for tensor in ("input", "weight") if tensor in self.trained)
 
     def tensors(self, place: Place) -> dict[str, np.ndarray]:
         """The tensors input [M, K], weight [N, K], grad_output [M, N] and bias [N] of one pass through one layer.
 
         Layers share the input; weight and bias are new in every step, as after a step of an optimizer.
         """
-        m, n, k = self.sizes(place.layer)
-        step, turn, layer = place
+        (m, n, k), (step, turn, layer) = self.sizes(place.layer), place
         magnitude = np.float32(MAGNITUDES[step - 1] * 2.0 ** (turn - 1))
 
         def drawn(tensor: str, distribution: str, shape: tuple[int, int], fmt: Format, *key: int) -> np.ndarray:
             return draw(distribution, shape, fmt, (self.name, tensor, *key))
 
-        def sized(x: np.ndarray) -> np.ndarray:
-            with np.errstate(over="ignore", invalid="ignore"):
-                return (x.astype(np.float32) * magnitude).astype(x.dtype)
-
         found = {
-            "input": sized(drawn("input", self.distribution, (m, k), self.input_dtype, step, turn)),
+            "input": drawn("input", self.distribution, (m, k), self.input_dtype, step, turn),
             "weight": drawn("weight", self.distribution, (n, k), self.weight_dtype, step, layer),
-            "grad_output": sized(drawn("grad_output", self.gradient, (m, n), self.dtype, step, turn, layer)),
+            "grad_output": drawn("grad_output", self.gradient, (m, n), self.dtype, step, turn, layer),
         }
+        with np.errstate(over="ignore", invalid="ignore"):
+            for name in ("input", "grad_output"):
+                found[name] = (found[name].astype(np.float32) * magnitude).astype(found[name].dtype)
         if self.with_bias:
             found["bias"] = drawn("bias", "normal", (1, n), FLOAT32, step, layer)[0]
         return found
@@ -191,6 +175,9 @@ def layer_traits(case: LayerCase) -> dict[str, str]:
 
 # What explains a difference
 
+_PRODUCTS = {"result": "output", "input.grad": "grad_input", "weight.grad": "grad_weight"}
+"""Part -> the GEMM whose product it is made of."""
+
 
 def describe_layer(case: LayerCase, part: str, index: tuple[int, ...]) -> str:
     """The inputs of one element of a part, as hex: values of the tensor, or of the two that a product multiplies."""
@@ -204,30 +191,21 @@ def describe_layer(case: LayerCase, part: str, index: tuple[int, ...]) -> str:
         return abbreviated(tensors[tensor], tensor)
     if name == "bias.grad":
         return abbreviated(tensors["grad_output"][:, index[0]], f"grad_output[:, {index[0]}]")
+    gemm = _PRODUCTS.get(name, source)
+    names = OPERANDS[gemm]
+    operands = [tensors[x].T if turned else tensors[x] for x, turned in zip(names, TRANSPOSED[gemm], strict=True)]
+    # 1. An element of a product: its row of a, its row of b, and a bias.
     if name in _PRODUCTS or field == "product":
-        gemm = _PRODUCTS.get(name, source)
         *rows, column = index
         row = rows[0] if len(rows) == 1 else int(np.ravel_multi_index(rows, case.batch))
         bias = f" bias={hexadecimal(tensors['bias'][column])}" if name == "result" and case.with_bias else ""
-        vectors = (
-            (_operand(tensors, gemm, side)[i], f"{OPERANDS[gemm][side]}[{i}]") for side, i in ((0, row), (1, column))
-        )
-        return " ".join(abbreviated(*vector) for vector in vectors) + bias
+        places = zip(operands, names, (row, column), strict=True)
+        return " ".join(abbreviated(x[i], f"{tensor}[{i}]") for x, tensor, i in places) + bias
+    # 2. A code: its value. An amax or a scale: the elements that share it.
     side, field = "ab".index(field[0]), field[2:]
-    operand, tensor = _operand(tensors, source, side), OPERANDS[source][side]
     if field == "codes":
-        return f"{tensor}={hexadecimal(operand[index])}"
-    # Of an amax or a scale: the elements that share it.
-    gemm = case.recipe.gemms[source]
-    blocks = zip(index, (gemm.a, gemm.b)[side].granularity.block, strict=True)
+        return f"{names[side]}={hexadecimal(operands[side][index])}"
+    spec = case.recipe.gemms[source]
+    blocks = zip(index, (spec.a, spec.b)[side].granularity.block, strict=True)
     rows, columns = (slice(None) if n is None else slice(i * n, (i + 1) * n) for i, n in blocks)
-    return abbreviated(operand[rows, columns], tensor)
-
-
-_PRODUCTS = {"result": "output", "input.grad": "grad_input", "weight.grad": "grad_weight"}
-"""Part -> the GEMM whose product it is made of."""
-
-
-def _operand(tensors: Mapping[str, np.ndarray], gemm: str, side: int) -> np.ndarray:
-    tensor = tensors[OPERANDS[gemm][side]]
-    return tensor.T if TRANSPOSED[gemm][side] else tensor
+    return abbreviated(operands[side][rows, columns], names[side])

@@ -30,10 +30,8 @@ from f8emu.spec import (
     Recipe,
 )
 
-REGULAR = (144, 160, 176)
-"""M, N, K: multiples of 16; tails of 32 and of 128 in all three sums."""
-ODD = (33, 50, 70)
-"""Nothing is a multiple of 16."""
+REGULAR = (144, 160, 176)  # M, N, K: multiples of 16; tails of 32 and of 128 in all three sums
+ODD = (33, 50, 70)  # nothing is a multiple of 16
 BLOCKWISE_ODD = (130, 37, 200)
 ONE_ROW = (1, 16, 32)
 FULL_SIZES = (ONE_ROW, (19, 32, 48), (21, 20, 37), (150, 144, 272), (256, 512, 384))

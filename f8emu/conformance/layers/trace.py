@@ -12,7 +12,7 @@ import numpy as np
 
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Verbs
-from f8emu.conformance.layers.layer import LayerCase, Place
+from f8emu.conformance.layers.layer import LayerCase, Parts, Place
 from f8emu.spec import (
     GEMM_NAMES,
     OPERANDS,
@@ -29,15 +29,9 @@ from f8emu.spec import (
 from f8emu.split_k.gemm import PlannedGemm, of_layer
 from f8emu.split_k.plan import split_k
 
-Parts = dict[str, np.ndarray]
-_LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
-"""How the operands of a bfloat16 GEMM lie in memory, as cuBLAS names it."""
-States = Mapping[str, DelayedState]
-"""Tensor -> state of delayed scaling."""
-
-
-SplitK = Callable[[PlannedGemm], int]
-"""S of a GEMM, as a library chooses it."""
+_LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}  # of a bfloat16 GEMM, as cuBLAS names them
+States = Mapping[str, DelayedState]  # tensor -> state of delayed scaling
+SplitK = Callable[[PlannedGemm], int]  # S of a GEMM, as a library chooses it
 
 
 def planned(gemm: PlannedGemm) -> int:
@@ -48,34 +42,32 @@ def planned(gemm: PlannedGemm) -> int:
 class Step(NamedTuple):
     """One step of a case, each list by layer."""
 
-    turns: list[list[LinearTrace]]
-    """The passes."""
-    states: list[States] | None
-    """After the last update, where there was one."""
+    turns: list[list[LinearTrace]]  # the passes
+    states: list[States]  # after the last update, where there was one
 
 
 def steps(case: LayerCase, verbs: Verbs, slices_of: SplitK) -> Iterator[Step]:
     """What `linear`, and under delayed scaling the verbs of its state, make of every step."""
-    delayed = case.recipe.delayed
-    numbers = range(1, case.layers + 1)
-    states: list[States] = [
-        {} if delayed is None else {tensor: verbs["initial_delayed_state"](delayed) for tensor in delayed.tensors}
-        for _ in numbers
-    ]
+    # 1. The state of every layer, and the S of its GEMMs.
+    delayed, numbers = case.recipe.delayed, range(1, case.layers + 1)
+    options: list[dict[str, Any]] = []
+    for layer in numbers:
+        slices = planned_slices(case, layer, slices_of)
+        options.append({"split_k": slices} if slices else {})
+        if delayed is not None:
+            initial = {tensor: verbs["initial_delayed_state"](delayed) for tensor in delayed.tensors}
+            options[-1]["delayed_state"] = initial
+    # 2. Its passes, with an update at the end of every backward one.
     for step in range(1, case.steps + 1):
         turns: list[list[LinearTrace]] = []
         for turn in range(1, case.passes + 1):
-            traces = []
-            for layer, state in zip(numbers, states, strict=True):
-                options: dict[str, Any] = {"delayed_state": state} if state else {}
-                if slices := planned_slices(case, layer, slices_of):
-                    options["split_k"] = slices
-                tensors = case.linear_tensors(Place(step, turn, layer))
-                traces.append(verbs["linear"](case.recipe, **tensors, **options))
+            tensors = [case.linear_tensors(Place(step, turn, layer)) for layer in numbers]
+            traces = [verbs["linear"](case.recipe, **x, **y) for x, y in zip(tensors, options, strict=True)]
             turns.append(traces)
-            if case.updates:  # at the end of every backward pass
-                states = [_updated(case, verbs, s, trace) for s, trace in zip(states, traces, strict=True)]
-        yield Step(turns, states if case.updates else None)
+            if case.updates:
+                for one, trace in zip(options, traces, strict=True):
+                    one["delayed_state"] = _updated(case.recipe, verbs, one["delayed_state"], trace)
+        yield Step(turns, [one["delayed_state"] for one in options] if case.updates else [])
 
 
 def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> dict[str, int]:
@@ -91,12 +83,10 @@ def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> 
     return found
 
 
-def _updated(case: LayerCase, verbs: Verbs, states: States, trace: LinearTrace) -> States:
-    """The states after a pass."""
-    recipe = case.recipe
+def _updated(recipe: Recipe, verbs: Verbs, states: States, trace: LinearTrace) -> States:
     found: dict[str, DelayedState] = {}
     for tensor, state in states.items():
-        gemm, _, cast = next(found for found in recipe.casts(tensor) if found[2].format is not None)
+        gemm, _, cast = next(one for one in recipe.casts(tensor) if one[2].format is not None)
         side = "ab"[OPERANDS[gemm].index(tensor)]
         amax = np.asarray(getattr(getattr(trace, gemm), side).amax)
         found[tensor] = verbs["update_delayed_state"](state, amax, cast.format, recipe.scale_rule, recipe.delayed)
@@ -109,30 +99,29 @@ def trace_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> P
     for i, step in enumerate(steps(case, verbs, slices_of), start=1):
         for j, traces in enumerate(step.turns, start=1):
             for k, trace in enumerate(traces, start=1):
-                parts |= {case.part(Place(i, j, k), name): array for name, array in _of_trace(trace)}
+                parts |= {case.part(Place(i, j, k), name): np.asarray(array) for name, array in _of_trace(trace)}
         parts |= _of_states(case, i, step.states)
     return parts
 
 
-def _of_trace(trace: LinearTrace) -> Iterator[tuple[str, np.ndarray]]:
+def _of_trace(trace: LinearTrace) -> Iterator[tuple[str, Any]]:
     for name in GEMM_NAMES:
         gemm: GemmTrace | None = getattr(trace, name)
         if gemm is None:
             continue
         for side, operand in (("a", gemm.a), ("b", gemm.b)):
-            for field in OperandTrace._fields:
-                array = getattr(operand, field)
+            for field, array in operand._asdict().items():
                 if array is not None:  # a GEMM in high precision has codes only
-                    yield f"{name}.{side}.{field}", np.asarray(array)
-        yield f"{name}.product", np.asarray(gemm.product)
+                    yield f"{name}.{side}.{field}", array
+        yield f"{name}.product", gemm.product
         if name == "output":
-            yield "result", np.asarray(trace.result)
+            yield "result", trace.result
 
 
-def _of_states(case: LayerCase, step: int, states: list[States] | None) -> Parts:
+def _of_states(case: LayerCase, step: int, states: list[States]) -> Parts:
     return {
         case.part(Place(step, layer=layer), f"delayed.{tensor}.{field}", of="step"): np.asarray(value)
-        for layer, of_layer in enumerate(states or (), start=1)
+        for layer, of_layer in enumerate(states, start=1)
         for tensor, state in of_layer.items()
         for field, value in state._asdict().items()
     }
@@ -146,31 +135,29 @@ def layer_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> P
     in which others are added shows.
     """
     parts: Parts = {}
+    rows = case.batch or case.shape[:1]
     for i, step in enumerate(steps(case, verbs, slices_of), start=1):
         grads: Parts = {}
         for j, traces in enumerate(step.turns, start=1):
             # 1. Forward, layer by layer.
-            places = [Place(i, j, k) for k in range(1, case.layers + 1)]
-            for place, trace in zip(places, traces, strict=True):
+            placed = [(Place(i, j, k), trace) for k, trace in enumerate(traces, start=1)]
+            for place, trace in placed:
                 parts |= _of_gemm(case, place, "output", trace.output)
-                rows = case.batch or case.shape[:1]
                 parts[case.part(place, "result")] = np.asarray(trace.result).reshape(*rows, -1)
             # 2. Backward, the last layer first, as autograd does.
-            for place, trace in reversed(list(zip(places, traces, strict=True))):
+            for place, trace in reversed(placed):
                 for name in case.gemms[1:]:
                     parts |= _of_gemm(case, place, name, getattr(trace, name))
             # 3. Gradients: that of a shared input is a sum over layers, those of parameters are sums over passes.
-            parts[case.part(places[0], "gemms", of="pass")] = np.array(len(case.gemms) * case.layers)
+            parts[case.part(placed[0][0], "gemms", of="pass")] = np.array(len(case.gemms) * case.layers)
             if "input" in case.trained:
                 products = [trace.grad_input.product for trace in traces if trace.grad_input is not None]
-                parts[case.part(places[0], "input.grad", of="pass")] = _added(products, case.input_dtype).reshape(
-                    *(case.batch or case.shape[:1]), -1
-                )
-            for place, trace in zip(places, traces, strict=True):
+                total = _added(products, case.input_dtype).reshape(*rows, -1)
+                parts[case.part(placed[0][0], "input.grad", of="pass")] = total
+            for place, trace in placed:
                 for part, grad in _parameter_grads(case, place, trace).items():
                     grads[part] = _added([grads[part], grad]) if part in grads else grad
-        parts |= grads
-        parts |= _of_states(case, i, step.states)
+        parts |= grads | _of_states(case, i, step.states)
     return parts
 
 
@@ -181,11 +168,10 @@ def _of_gemm(case: LayerCase, place: Place, name: str, gemm: GemmTrace) -> Parts
         codes = np.asarray(operand.codes)
         if operand.scale is not None:
             # Beside a rowwise operand, the one scale of a tensorwise one is that of every row.
-            scale = np.broadcast_to(operand.scale, granularity.scale_shape(*codes.shape))
-            parts[case.part(place, f"{name}.{side}.scale")] = scale
-        parts[case.part(place, f"{name}.{side}.codes")] = codes
-        parts[case.part(place, f"{name}.{side}.padding")] = np.array(0)
-    return parts | {case.part(place, f"{name}.product"): np.asarray(gemm.product)}
+            parts[f"{side}.scale"] = np.broadcast_to(operand.scale, granularity.scale_shape(*codes.shape))
+        parts |= {f"{side}.codes": codes, f"{side}.padding": np.array(0)}
+    parts["product"] = np.asarray(gemm.product)
+    return {case.part(place, f"{name}.{part}"): array for part, array in parts.items()}
 
 
 def _parameter_grads(case: LayerCase, place: Place, trace: LinearTrace) -> Parts:
@@ -239,8 +225,9 @@ def engine_linear(
             inv_scale, scale = verbs["scale_from_amax"](amax, cast.format, recipe.scale_rule, margin=margin)
         return OperandTrace(amax, inv_scale, scale, verbs["quantize"](x, inv_scale, cast.format, cast.granularity))
 
-    def product(name: str, a: OperandTrace, b: OperandTrace) -> GemmTrace:
-        gemm, slices = recipe.gemms[name], (split_k or {}).get(name, 1)
+    def product(name: str, x: np.ndarray, y: np.ndarray) -> GemmTrace:
+        gemm, sources, slices = recipe.gemms[name], OPERANDS[name], (split_k or {}).get(name, 1)
+        a, b = operand(x, gemm.a, sources[0]), operand(y, gemm.b, sources[1])
         if gemm.a.format is None:
             return GemmTrace(a, b, verbs["mm"](a.codes, b.codes.T, split_k=slices, **options))
         kinds = gemm.scaled_gemm_granularities
@@ -251,20 +238,14 @@ def engine_linear(
             for one, kind in zip((a, b), kinds, strict=True)
         ]
         of_scales: dict[str, Any] = {"granularity_a": kinds[0], "granularity_b": kinds[1]}
-        found = verbs["scaled_mm"](
-            a.codes, b.codes.T, scales[0], scales[1].T, **of_scales, **options,
-            use_fast_accum=gemm.use_fast_accum, split_k=slices,
-        )  # fmt: skip
-        return GemmTrace(a, b, found)
+        rest = {"use_fast_accum": gemm.use_fast_accum, "split_k": slices, **options}
+        return GemmTrace(a, b, verbs["scaled_mm"](a.codes, b.codes.T, scales[0], scales[1].T, **of_scales, **rest))
 
-    of_output, of_input, of_weight = recipe.output, recipe.grad_input, recipe.grad_weight
-    output = product("output", operand(input, of_output.a, "input"), operand(weight, of_output.b, "weight"))
+    output = product("output", input, weight)
     result = output.product
     if bias is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             addend = bias.astype(result.dtype).astype(np.float32)
             result = (result.astype(np.float32) + addend).astype(result.dtype)
-    grads = operand(grad_output, of_input.a, "grad_output"), operand(grad_output.T, of_weight.a, "grad_output")
-    grad_input = product("grad_input", grads[0], operand(weight.T, of_input.b, "weight"))
-    grad_weight = product("grad_weight", grads[1], operand(input.T, of_weight.b, "input"))
-    return LinearTrace(output, grad_input, grad_weight, result)
+    grad_input = product("grad_input", grad_output, weight.T)
+    return LinearTrace(output, grad_input, product("grad_weight", grad_output.T, input.T), result)

@@ -14,6 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -21,12 +22,11 @@ from unittest.mock import patch
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
-from f8emu.conformance.layers.layer import LayerCase, LayerMode, Place
+from f8emu.conformance.cases.distributions import codes_of
+from f8emu.conformance.layers.layer import LayerCase, LayerMode, Parts, Place
 from f8emu.spec import DelayedState
 
-Parts = dict[str, np.ndarray]
-_MULTIPLES = (4, 16, 16)
-"""Rows of a, rows of b and the summed dimension are zero-padded to no more than these."""
+_MULTIPLES = (4, 16, 16)  # rows of a, rows of b and the summed dimension are zero-padded to no more than these
 _ALONE = threading.Lock()
 
 
@@ -34,8 +34,7 @@ class GemmTap(NamedTuple):
     """A function that computes GEMMs: `(a, b, ...)`, or with scales `(a, b, scale_a, scale_b, ...)`."""
 
     module: str
-    attribute: str
-    """Dotted, from the module."""
+    attribute: str  # dotted, from the module
     is_scaled: bool
 
 
@@ -54,8 +53,7 @@ class Wanted(NamedTuple):
 
     place: Place
     name: str
-    sizes: tuple[int, int, int]
-    """Rows of a, rows of b, summed dimension."""
+    sizes: tuple[int, int, int]  # rows of a, rows of b, summed dimension
 
 
 class Training(ABC):
@@ -116,9 +114,7 @@ class Training(ABC):
         with ExitStack() as stack:
             for module, attribute, is_scaled in self.taps:
                 *path, name = attribute.split(".")
-                owner: Any = importlib.import_module(module)
-                for step in path:
-                    owner = getattr(owner, step)
+                owner = reduce(getattr, path, importlib.import_module(module))
                 if hasattr(owner, name):
                     stack.enter_context(patch.object(owner, name, self.tapped(getattr(owner, name), is_scaled)))
             yield
@@ -130,26 +126,28 @@ class Training(ABC):
         # 1. Forward.
         outputs = self.forward(places, tensors[0]["input"].reshape(*(case.batch or case.shape[:1]), -1))
         count = len(self.executed)
-        of_forward = [Wanted(place, "output", case.gemm_sizes(place.layer)["output"]) for place in places]
-        for place, found, output in zip(places, matched(of_forward, self.executed), outputs, strict=True):
-            parts |= gemm_parts(case, found)
-            parts[case.part(place, "result")] = output
-        self.executed.clear()
+        for place, found, output in zip(places, self._taken(places, case.gemms[:1]), outputs, strict=True):
+            parts |= {**found, case.part(place, "result"): output}
         # 2. Backward.
         input_grad = None
         if case.trained:
             pairs = zip(tensors, outputs, strict=True)
             input_grad = self.backward([found["grad_output"].reshape(output.shape) for found, output in pairs])
         count += len(self.executed)
-        wanted = [Wanted(p, name, case.gemm_sizes(p.layer)[name]) for p in reversed(places) for name in case.gemms[1:]]
-        for found in matched(wanted, self.executed):
-            parts |= gemm_parts(case, found)
-        self.executed.clear()
+        for found in self._taken(places[::-1], case.gemms[1:]):
+            parts |= found
         # 3. What is left.
         parts[case.part(places[0], "gemms", of="pass")] = np.array(count)
         if input_grad is not None:
             parts[case.part(places[0], "input.grad", of="pass")] = input_grad
         return parts
+
+    def _taken(self, places: list[Place], names: tuple[str, ...]) -> list[Parts]:
+        """The parts of these GEMMs, of those that ran since the last call."""
+        wanted = [Wanted(place, name, self.case.gemm_sizes(place.layer)[name]) for place in places for name in names]
+        found = [gemm_parts(self.case, *one) for one in matched(wanted, self.executed)]
+        self.executed.clear()
+        return found
 
 
 def train(kind: type[Training], framework: Framework, case: LayerCase) -> Parts:
@@ -159,24 +157,22 @@ def train(kind: type[Training], framework: Framework, case: LayerCase) -> Parts:
         return kind(case, framework).parts()
 
 
-def gemm_parts(case: LayerCase, found: tuple[Wanted, Executed | None]) -> Parts:
+def gemm_parts(case: LayerCase, wanted: Wanted, gemm: Executed | None) -> Parts:
     """Operands and product without their padding; nothing of a GEMM that did not run."""
-    (place, name, (rows_a, rows_b, k)), gemm = found
     if gemm is None:
         return {}
-    parts: Parts = {}
+    (place, name, (rows_a, rows_b, k)), parts = wanted, Parts()
     granularities = case.recipe.gemms[name].scaled_gemm_granularities
     operands = ((gemm.a, gemm.scale_a, rows_a), (gemm.b, gemm.scale_b, rows_b))
     for side, (codes, scale, rows), granularity in zip("ab", operands, granularities, strict=True):
         if scale is not None:
             scale_rows, scale_columns = granularity.scale_shape(rows, k)
-            parts[f"{name}.{side}.scale"] = scale[:scale_rows, :scale_columns]
-        parts[f"{name}.{side}.codes"] = codes[:rows, :k]
-        beyond = codes.view(f"u{codes.itemsize}").copy()
+            parts[f"{side}.scale"] = scale[:scale_rows, :scale_columns]
+        beyond = codes_of(codes).copy()
         beyond[:rows, :k] = 0
-        parts[f"{name}.{side}.padding"] = np.array(np.count_nonzero(beyond))
-    parts[f"{name}.product"] = gemm.product[:rows_a, :rows_b]
-    return {case.part(place, part): array for part, array in parts.items()}
+        parts |= {f"{side}.codes": codes[:rows, :k], f"{side}.padding": np.array(np.count_nonzero(beyond))}
+    parts["product"] = gemm.product[:rows_a, :rows_b]
+    return {case.part(place, f"{name}.{part}"): array for part, array in parts.items()}
 
 
 def matched(wanted: list[Wanted], executed: list[Executed]) -> Iterator[tuple[Wanted, Executed | None]]:

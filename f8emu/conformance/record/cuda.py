@@ -19,8 +19,7 @@ from f8emu.split_k.gemm import PlannedGemm
 if TYPE_CHECKING:
     import torch
 
-_ATTEMPTS = 3
-"""The profiler has been seen to miss kernels right after its start."""
+_ATTEMPTS = 3  # the profiler has been seen to miss kernels right after its start
 
 
 class Launched(NamedTuple):

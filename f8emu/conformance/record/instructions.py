@@ -52,15 +52,12 @@ FORMATS_IN_FILES: dict[str, Format] = {
 PROFILES: dict[str, Chip] = {"H200": HOPPER, "L40S": ADA, "B200": BLACKWELL_MMA, **CHIPS}
 """Names of chips in files -> their profiles."""
 SUBJECTS = ("f8ref.numpy", "f8ref.jax", "f8ref.exact")
-EXACT_CASES = 100
-"""So many of each recording are put to f8ref.exact, which computes one scalar at a time."""
+EXACT_CASES = 100  # so many of each recording are put to f8ref.exact, which computes one scalar at a time
 LONGEST_K = 4096
 _CALL = "read_recordings"
 _REMEDY = "give a file in the layout of f8emu.conformance.record.instructions"
-_ROLES = {"a": 2, "b": 2, "c": 1, "d": 1, "d_float16": 1}
-"""Role -> dimensions."""
-_STARTS_FROM_ZERO = ("wgmma",)
-"""Instructions that were recorded with the option to leave c out."""
+_ROLES = {"a": 2, "b": 2, "c": 1, "d": 1, "d_float16": 1}  # role -> dimensions
+_STARTS_FROM_ZERO = ("wgmma",)  # instructions that were recorded with the option to leave c out
 _CODES, _LOW_HALVES = "codes", "low halves"
 
 
@@ -68,18 +65,14 @@ _CODES, _LOW_HALVES = "codes", "low halves"
 class RecordedInstruction:
     """One instruction of one chip, many cases."""
 
-    chip_name: str
-    """The chip's name in the file."""
+    chip_name: str  # the chip's name in the file
     chip: Chip
     format: Format
     out: Format
     a: np.ndarray
-    b: np.ndarray
-    """Typed, [cases, K]."""
-    c: np.ndarray
-    """The addend in format `out`, [cases]."""
-    d: np.ndarray
-    """The result in format `out`, [cases]; uint16 with `keeps_low_half`."""
+    b: np.ndarray  # typed, [cases, K]
+    c: np.ndarray  # the addend in format `out`, [cases]
+    d: np.ndarray  # the result in format `out`, [cases]; uint16 with `keeps_low_half`
     keeps_low_half: bool = False
     """The file has the low half of the float16 result's float32 pattern: three bits, of a normal one."""
 

@@ -24,8 +24,7 @@ from f8emu.split_k.gemm import PlannedGemm, Source
 from f8emu.split_k.plan import CHIP, PLANS, plan_from_json, plan_to_json, shipped_plan
 from f8emu.split_k.trees import Plan
 
-COLUMNS = 16
-"""How many columns of b differ; the others repeat them."""
+COLUMNS = 16  # how many columns of b differ; the others repeat them
 _BLOCK = 128
 _MAX_SLICES = 64
 _SEED = 20261121
@@ -47,11 +46,9 @@ class PlanRecording(NamedTuple):
     path: Path
     plan: Plan
     found: int
-    predicted: int
-    """How many of the shapes found the shipped plan also predicts, if it is of the same library and chip."""
+    predicted: int  # how many of the shapes found the shipped plan also predicts, if it is of the same library and chip
     predicted_right: int
-    not_found: dict[str, list[str]]
-    """Reason -> shapes."""
+    not_found: dict[str, list[str]]  # reason -> shapes
 
     def lines(self) -> list[str]:
         """What to print."""

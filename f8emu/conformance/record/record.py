@@ -41,10 +41,8 @@ class GoldenRecording(NamedTuple):
     device: str
     cases: int
     outputs: int
-    refused: dict[str, list[str]]
-    """Reason -> the GEMMs that the library did not run for it."""
-    verified: StageResult | None
-    """f8ref.numpy against the new file; None if that was not requested."""
+    refused: dict[str, list[str]]  # reason -> the GEMMs that the library did not run for it
+    verified: StageResult | None  # f8ref.numpy against the new file; None if that was not requested
 
     @property
     def has_difference(self) -> bool:
