@@ -19,18 +19,10 @@ from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.conformance.layers.trace import layer_parts, planned_slices, trace_parts
 from f8emu.conformance.layers.training import padded
 from f8emu.conformance.run.extra_gemms import kernel_cases
-from f8emu.spec import (
-    E4M3FN,
-    E5M2,
-    FLOAT8,
-    FLOAT32,
-    HIGH_PRECISION,
-    HOPPER,
-    RECIPES,
-    ROWWISE_WITH_GW_HP,
-    Format,
-    Granularity,
-)
+from f8emu.spec.chips import HOPPER
+from f8emu.spec.formats import E4M3FN, E5M2, FLOAT8, FLOAT32, HIGH_PRECISION, Format
+from f8emu.spec.recipe import RECIPES, ROWWISE_WITH_GW_HP
+from f8emu.spec.scaling import Granularity
 
 
 @pytest.mark.parametrize("fmt", FLOAT8, ids=str)

@@ -5,25 +5,13 @@ from typing import Any
 
 import pytest
 
-from f8emu.spec import (
-    BFLOAT16,
-    BLOCKWISE,
-    CHIPS,
-    E4M3FN,
-    E4M3FNUZ,
-    E5M2,
-    FLOAT16,
-    FLOAT32,
-    HOPPER,
-    ROWWISE,
-    AccumulationModel,
-    Granularity,
-    SpecError,
-    UnsupportedError,
-    chip_by_name,
-    recipe_from_json,
-    recipe_from_toml,
-)
+from f8emu.spec.chip import AccumulationModel
+from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
+from f8emu.spec.errors import SpecError, UnsupportedError
+from f8emu.spec.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, FLOAT16, FLOAT32
+from f8emu.spec.recipe import BLOCKWISE, ROWWISE
+from f8emu.spec.scaling import Granularity
+from f8emu.spec.serialize import recipe_from_json, recipe_from_toml
 
 T, R = Granularity.TENSORWISE, Granularity.ROWWISE
 V, S = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from f8emu.spec import (
+from f8emu.spec.errors import SpecError, UnsupportedError
+from f8emu.spec.formats import (
     BFLOAT16,
     E4M3FN,
     E4M3FNUZ,
@@ -22,9 +23,7 @@ from f8emu.spec import (
     HIGH_PRECISION,
     Format,
     Overflow,
-    SpecError,
     Specials,
-    UnsupportedError,
     float8_format,
     format_by_name,
     output_format,

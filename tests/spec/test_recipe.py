@@ -7,31 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from f8emu.spec import (
+from f8emu.spec.errors import SpecError
+from f8emu.spec.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16
+from f8emu.spec.gemm import GEMM_NAMES, HIGH_PRECISION_CAST, OPERANDS, Cast, Gemm
+from f8emu.spec.recipe import (
     BLOCKWISE,
     DELAYED,
-    E4M3FN,
-    E5M2,
-    E8M0FNU,
-    FLOAT16,
-    GEMM_NAMES,
-    HIGH_PRECISION_CAST,
-    OPERANDS,
     RECIPE_ALIASES,
     RECIPES,
     ROWWISE,
     ROWWISE_WITH_GW_HP,
     TENSORWISE,
-    AmaxHistoryReduction,
-    Cast,
-    DelayedScaling,
-    Gemm,
-    Granularity,
     Recipe,
-    ScaleRule,
-    SpecError,
     recipe_by_name,
 )
+from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, Granularity, ScaleRule
 
 SQUARE = Granularity.BLOCKWISE_128X128
 VECTOR = Granularity.BLOCKWISE_1X128

@@ -5,19 +5,9 @@ from fractions import Fraction
 
 import pytest
 
-from f8emu.spec import (
-    E4M3FN,
-    E5M2,
-    FLOAT32,
-    MAX_MARGIN,
-    MIN_AMAX_FLOOR,
-    DelayedScaling,
-    Granularity,
-    OperandError,
-    ScaleRule,
-    SpecError,
-)
-from f8emu.spec.scaling import scale_number
+from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.formats import E4M3FN, E5M2, FLOAT32
+from f8emu.spec.scaling import MAX_MARGIN, MIN_AMAX_FLOOR, DelayedScaling, Granularity, ScaleRule, scale_number
 
 T, R, V, S = (Granularity.TENSORWISE, Granularity.ROWWISE, Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
 FLT_MAX = Fraction(FLOAT32.max)

@@ -8,29 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from f8emu.spec import (
-    E4M3FN,
-    E5M2,
-    HIGH_PRECISION_CAST,
-    HOPPER,
+from f8emu.spec.chips import HOPPER
+from f8emu.spec.errors import SpecError
+from f8emu.spec.formats import E4M3FN, E5M2, Format
+from f8emu.spec.gemm import HIGH_PRECISION_CAST, Cast, Gemm
+from f8emu.spec.recipe import RECIPES, TENSORWISE, Recipe
+from f8emu.spec.scaling import (
     MAX_MARGIN,
     MIN_AMAX_FLOOR,
-    RECIPES,
     TENSORS,
-    TENSORWISE,
     AmaxHistoryReduction,
-    Cast,
     DelayedScaling,
-    Format,
-    Gemm,
     Granularity,
-    Recipe,
     ScaleRule,
-    SpecError,
-    recipe_from_dict,
-    recipe_from_json,
-    recipe_from_toml,
 )
+from f8emu.spec.serialize import recipe_from_dict, recipe_from_json, recipe_from_toml
 
 T, R = Granularity.TENSORWISE, Granularity.ROWWISE
 PAIRS = (*HOPPER.granularity_pairs, (T, R), (R, T))

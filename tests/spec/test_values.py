@@ -9,23 +9,11 @@ from dataclasses import replace
 import pytest
 
 import f8emu
-from f8emu.spec import (
-    BFLOAT16,
-    CDNA3,
-    E4M3FN,
-    FORMATS,
-    HOPPER,
-    RECIPES,
-    AmaxHistoryReduction,
-    DelayedScaling,
-    F8Error,
-    GoldenFileError,
-    MissingExtraError,
-    OperandError,
-    ScaleRule,
-    SpecError,
-    UnsupportedError,
-)
+from f8emu.spec.chips import CDNA3, HOPPER
+from f8emu.spec.errors import F8Error, GoldenFileError, MissingExtraError, OperandError, SpecError, UnsupportedError
+from f8emu.spec.formats import BFLOAT16, E4M3FN, FORMATS
+from f8emu.spec.recipe import RECIPES
+from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, ScaleRule
 
 
 def test_what_a_repr_says() -> None:

@@ -21,7 +21,8 @@ from f8emu.conformance.cases.distributions import (
 )
 from f8emu.conformance.cases.families import VALUE_SHAPES, value_cases
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode
-from f8emu.spec import (
+from f8emu.spec.chips import HOPPER
+from f8emu.spec.formats import (
     BFLOAT16,
     E4M3FN,
     E5M2,
@@ -30,15 +31,10 @@ from f8emu.spec import (
     FLOAT16,
     FLOAT32,
     HIGH_PRECISION,
-    HOPPER,
-    MAX_MARGIN,
-    AmaxHistoryReduction,
-    DelayedScaling,
     Format,
-    Granularity,
     Overflow,
-    ScaleRule,
 )
+from f8emu.spec.scaling import MAX_MARGIN, AmaxHistoryReduction, DelayedScaling, Granularity, ScaleRule
 
 # 1 Formats and casts
 

@@ -11,24 +11,10 @@ from itertools import product
 from typing import Any
 
 from f8emu.conformance.layers.layer import LayerCase, LayerMode
-from f8emu.spec import (
-    BFLOAT16,
-    BLOCKWISE,
-    DELAYED,
-    E4M3FN,
-    FLOAT32,
-    HIGH_PRECISION,
-    RECIPES,
-    ROWWISE,
-    ROWWISE_WITH_GW_HP,
-    TENSORWISE,
-    AmaxHistoryReduction,
-    Cast,
-    DelayedScaling,
-    Gemm,
-    Granularity,
-    Recipe,
-)
+from f8emu.spec.formats import BFLOAT16, E4M3FN, FLOAT32, HIGH_PRECISION
+from f8emu.spec.gemm import Cast, Gemm
+from f8emu.spec.recipe import BLOCKWISE, DELAYED, RECIPES, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
+from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, Granularity
 
 REGULAR = (144, 160, 176)  # M, N, K: multiples of 16; tails of 32 and of 128 in all three sums
 ODD = (33, 50, 70)  # nothing is a multiple of 16

@@ -5,9 +5,10 @@ JAX: `dot_general` under a recipe. In a jitted layer a tap puts a callback into 
 [K, N], as flax does. torch: layers that `convert_to_float8_training` made.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -63,24 +64,20 @@ class JaxTraining(Training):
         self.pulled = jit(lambda pull, grads: pull(grads)[0])
 
     def begin(self, step: int) -> None:
-        self.grads: dict[str, Any] = {}
+        self.grads: dict[str, list[Any]] = {name: [] for name in self.parameters}  # by pass
 
     def forward(self, places: Sequence[Place], x: np.ndarray) -> list[np.ndarray]:
-        case = self.case
-        tensors = [case.tensors(place) for place in places]
-        values: dict[str, Any] = {
-            "input": self.load(x),
-            "weight": [self.load(t["weight"].T.copy() if self.is_compiled else t["weight"]) for t in tensors],
-            "bias": [self.load(t["bias"]) for t in tensors if case.with_bias],
-            "states": self.states,
-        }
-        wanted = set(case.trained) | ({"bias", "states"} if case.trained else set())
-        trained = {name: value for name, value in values.items() if name in wanted}
-        fixed = {name: value for name, value in values.items() if name not in wanted and name != "states"}
+        case, tensors = self.case, [self.case.tensors(place) for place in places]
+        weights = [t["weight"].T.copy() if self.is_compiled else t["weight"] for t in tensors]
+        values: dict[str, Any] = {"input": self.load(x), "weight": list(map(self.load, weights))}
+        if case.with_bias:
+            values["bias"] = [self.load(t["bias"]) for t in tensors]
+        names = {*case.trained, "bias"} & values.keys() if case.trained else set[str]()
+        trained = {name: values.pop(name) for name in names}
         if trained:
-            outputs, self.pull = self.run_and_pull(trained, fixed)
+            outputs, self.pull = self.run_and_pull(trained | {"states": self.states}, values)
         else:
-            outputs = self.run(trained, fixed)
+            outputs = self.run(trained, values)
         self._wait(outputs)
         return [np.asarray(output) for output in outputs]
 
@@ -90,16 +87,14 @@ class JaxTraining(Training):
         if self.case.updates:
             pairs = zip(self.states, found["states"], strict=True)
             self.states = [self.f8.linear_delayed_update(state, amaxes, self.case.recipe) for state, amaxes in pairs]
-        for name in self.parameters:  # the gradients of several passes add up
-            if name in found:
-                known = self.grads.get(name)
-                added = found[name] if known is None else [x + y for x, y in zip(known, found[name], strict=True)]
-                self.grads[name] = added
+        for name, passes in self.grads.items():
+            passes += [found[name]] if name in found else []
         return np.asarray(found["input"]) if "input" in found else None
 
     def parameter_grads(self) -> Iterator[tuple[int, str, np.ndarray]]:
-        for name, grads in self.grads.items():
-            for number, grad in zip(self.numbers, map(np.asarray, grads), strict=True):
+        for name, passes in self.grads.items():
+            for number, grads in enumerate(zip(*passes, strict=True), start=1):
+                grad = np.asarray(reduce(operator.add, grads))
                 yield number, name, grad.T if name == "weight" and self.is_compiled else grad
 
     def state(self, number: int, tensor: str, field: str) -> np.ndarray:
@@ -112,15 +107,13 @@ class JaxTraining(Training):
 
         def record(is_transposed: bool, a: Any, b: Any, result: Any, *scales: Any) -> None:
             # What is turned is turned here: every eager transpose would be a program.
-            operands = np.array(a), np.array(b).T
             scale_a, scale_b = (np.array(scales[0]), np.array(scales[1]).T) if scales else (None, None)
-            product = np.array(result)
-            self.executed.append(Executed(*operands, scale_a, scale_b, product.T if is_transposed else product))
+            product = np.array(result).T if is_transposed else np.array(result)
+            self.executed.append(Executed(np.array(a), np.array(b).T, scale_a, scale_b, product))
 
         def call(gemm: Any, a: Any, b: Any, *scales: Any, **options: Any) -> Any:
             result = run(gemm, a, b, *scales, **options)
-            seen = partial(record, gemm.is_transposed)
-            arrays = (a, b, result, *scales)
+            seen, arrays = partial(record, gemm.is_transposed), (a, b, result, *scales)
             is_traced = any(isinstance(x, Tracer) for x in arrays)
             jax.debug.callback(seen, *arrays) if is_traced else seen(*arrays)
             return result

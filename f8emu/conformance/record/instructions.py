@@ -25,22 +25,10 @@ from f8emu.conformance.run.result import Progress, Result
 from f8emu.conformance.run.stages import Stage
 from f8emu.conformance.run.subject import Subject, load_subject
 from f8emu.conformance.run.verify import verify
-from f8emu.spec import (
-    ADA,
-    BFLOAT16,
-    BLACKWELL_MMA,
-    CHIPS,
-    E4M3FN,
-    E4M3FNUZ,
-    E5M2,
-    E5M2FNUZ,
-    FLOAT16,
-    FLOAT32,
-    HOPPER,
-    Chip,
-    Format,
-    SpecError,
-)
+from f8emu.spec.chip import Chip
+from f8emu.spec.chips import ADA, BLACKWELL_MMA, CHIPS, HOPPER
+from f8emu.spec.errors import SpecError
+from f8emu.spec.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, FLOAT32, Format
 
 FORMATS_IN_FILES: dict[str, Format] = {
     "E4M3": E4M3FN,
