@@ -17,6 +17,7 @@ from f8emu.conformance.cases.gemm import Family, GemmCase, Placement
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HIGH_PRECISION, HOPPER, Format, Granularity
 
 Shape = tuple[int, int, int]  # M, N, K
+Pair = tuple[Granularity, Granularity]  # of the scales of a and b
 
 
 OUTPUTS = ((FLOAT32, False), (BFLOAT16, False), (BFLOAT16, True), (FLOAT16, False), (FLOAT16, True))
@@ -26,7 +27,7 @@ OUTPUTS = ((FLOAT32, False), (BFLOAT16, False), (BFLOAT16, True), (FLOAT16, Fals
 class Combination(NamedTuple):
     """What every family meets all of."""
 
-    granularities: tuple[Granularity, Granularity]
+    granularities: Pair
     formats: tuple[Format, Format]
     use_fast_accum: bool
 
@@ -37,11 +38,9 @@ DENSE = tuple(
         HOPPER.format_pairs, (Granularity.TENSORWISE, Granularity.ROWWISE), (True, False)
     )
 )
+BLOCK_PAIRS = tuple(pair for pair in HOPPER.granularity_pairs if pair[0].is_blockwise)
 BLOCKS = tuple(
-    Combination(pair, formats, False)
-    for pair in HOPPER.granularity_pairs
-    if pair[0].is_blockwise
-    for formats in HOPPER.block_scaled_format_pairs
+    Combination(pair, formats, False) for pair, formats in product(BLOCK_PAIRS, HOPPER.block_scaled_format_pairs)
 )
 
 # Sizes. Tiles of kernels have 64, 128 or 256 rows or columns, and their launches change at larger powers of two.

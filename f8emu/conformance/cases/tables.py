@@ -19,7 +19,7 @@ from f8emu.conformance.cases.distributions import (
     rng,
     scaled_case,
 )
-from f8emu.conformance.cases.families import VALUE_SHAPES, value_cases
+from f8emu.conformance.cases.families import BLOCK_PAIRS, VALUE_SHAPES, Pair, value_cases
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.formats import (
@@ -70,12 +70,17 @@ def float32_boundaries(target: Format) -> np.ndarray:
     beyond = 2 * values[-1] - midpoints[-1]
     powers = np.exp2(np.arange(-149, 128, dtype=np.float64))
     subnormals = np.array([0x0000_0001, 0x007F_FFFF, 0x0080_0000, 0x7F7F_FFFF], np.uint32).view(np.float32)
-    points = np.concatenate([values, midpoints, [beyond, 2 * values[-1]], powers, subnormals]).astype(np.float32)
-    near = (points.view(np.uint32)[:, None].astype(np.int64) + np.arange(-2, 3)).clip(0, 0x7F80_0000)
+    near = _neighbours([*values, *midpoints, beyond, 2 * values[-1], *powers, *subnormals], 2, 0x7F80_0000)
     nan = np.array([0x7FC0_0000, 0x7F80_0001, 0x7FFF_FFFF, 0x7FA5_A5A5], np.int64)
-    bits = np.unique(np.concatenate([near.ravel(), nan]))
+    bits = np.unique(np.concatenate([near, nan]))
     random = rng("float32_boundaries", target.name).integers(0, 1 << 32, 8192)
     return np.concatenate([bits, bits | 0x8000_0000, random]).astype(np.uint32).view(np.float32)
+
+
+def _neighbours(points: list[float], reach: int, most: int) -> np.ndarray:
+    """The bit patterns of float32 values, and `reach` on both sides of each, up to `most`."""
+    bits = np.array(points).astype(np.float32).view(np.uint32)[:, None].astype(np.int64)
+    return (bits + np.arange(-reach, reach + 1)).clip(0, most).ravel()
 
 
 # 2 Scales
@@ -102,8 +107,7 @@ def amax_corners() -> np.ndarray:
     way) with its neighbours, the largest float32, infinity, NaN.
     """
     corners = [0, 2.0**-149, 2.0**-126, 1e-12, 1, 3, 448, 57344, 448 * 2.0**100, 3.4028234663852886e38]
-    points = np.concatenate([corners, np.exp2(np.arange(-126, 128, dtype=np.float64))]).astype(np.float32)
-    near = (points.view(np.uint32)[:, None].astype(np.int64) + np.arange(-1, 2)).clip(0, 0x7F7F_FFFF)
+    near = _neighbours([*corners, *np.exp2(np.arange(-126, 128, dtype=np.float64))], 1, 0x7F7F_FFFF)
     random = rng("amax_corners").integers(0x3000_0000, 0x5000_0000, 4096)
     bits = np.concatenate([np.unique(near), random, [0x7F80_0000, 0x7FC0_0000]])
     return bits.astype(np.uint32).view(np.float32)[:, None]
@@ -247,26 +251,19 @@ def _dense() -> Iterator[GemmCase]:
 
 
 def _blockwise() -> Iterator[GemmCase]:
-    pairs = [pair for pair in HOPPER.granularity_pairs if pair[0].is_blockwise]
-    for i, (pair, shape) in enumerate(product(pairs, BLOCKWISE_SHAPES)):
+    for i, (pair, shape) in enumerate(product(BLOCK_PAIRS, BLOCKWISE_SHAPES)):
         name = f"{pair[0].value} x {pair[1].value} {'x'.join(map(str, shape))}"
         yield scaled_case(name, pair, HOPPER.format_pairs[0], shape, "normal", out_dtype=HIGH_PRECISION[i % 2])
 
 
 def _split() -> Iterator[GemmCase]:
-    tensorwise, formats = (Granularity.TENSORWISE, Granularity.TENSORWISE), HOPPER.format_pairs[0]
-    pairs = [pair for pair in HOPPER.granularity_pairs if pair[0].is_blockwise]
-    of_blocks = HOPPER.block_scaled_format_pairs[0]
-    table = (
-        *((tensorwise, formats, "fast" if fast else "promoted", fast, slices, k) for slices, k, fast in SPLITS),
-        *(
-            (pair, of_blocks, f"{pair[0].value} x {pair[1].value}", False, slices, k)
-            for pair, (slices, k) in zip(pairs, BLOCKWISE_SPLITS, strict=True)
-        ),
-    )
-    for pair, formats, words, fast, slices, k in table:
-        options = {"use_fast_accum": fast, "split_k": slices, "family": Family.SLICES}
-        yield scaled_case(f"split-K {slices} of {k} {words}", pair, formats, (16, 16, k), "normal", **options)
+    tensorwise: Pair = (Granularity.TENSORWISE, Granularity.TENSORWISE)
+    table = [("fast" if fast else "promoted", tensorwise, slices, k, fast) for slices, k, fast in SPLITS]
+    for pair, (slices, k) in zip(BLOCK_PAIRS, BLOCKWISE_SPLITS, strict=True):
+        table.append((f"{pair[0].value} x {pair[1].value}", pair, slices, k, False))
+    for words, pair, slices, k, fast in table:
+        name, options = f"split-K {slices} of {k} {words}", {"split_k": slices, "family": Family.SLICES}
+        yield scaled_case(name, pair, HOPPER.format_pairs[0], (16, 16, k), "normal", use_fast_accum=fast, **options)
 
 
 def _grouped() -> Iterator[GemmCase]:

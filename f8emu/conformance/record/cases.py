@@ -21,7 +21,7 @@ from f8emu.conformance.cases.distributions import (
     rng,
     scaled_case,
 )
-from f8emu.conformance.cases.families import VECTOR_SCALES
+from f8emu.conformance.cases.families import BLOCK_PAIRS, VECTOR_SCALES
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format, Granularity
 
@@ -124,8 +124,7 @@ def _special(seed: int) -> Iterator[PlannedCase]:
 
 def _blockwise(seed: int) -> Iterator[PlannedCase]:
     """[EPI-5] The three kinds; other formats, fast accumulation and a bias are tried on the first shape."""
-    pairs = [pair for pair in HOPPER.granularity_pairs if pair[0].is_blockwise]
-    for pair, shape in product(pairs, BLOCKWISE_SHAPES):
+    for pair, shape in product(BLOCK_PAIRS, BLOCKWISE_SHAPES):
         kinds, is_first = f"{pair[0].value} x {pair[1].value}", shape == BLOCKWISE_SHAPES[0]
         for formats in PAIRS if is_first else PAIRS[:1]:
             gemm = scaled_case(f"{seed} {kinds} {shape} {formats}", pair, formats, shape, "outlier", **_WITH_BIAS)
