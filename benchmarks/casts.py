@@ -19,8 +19,7 @@ from f8emu.spec import E4M3FN, Granularity, ScaleRule
 from f8emu.torch.fused import delayed, eager
 from f8emu.torch.fused import operators as fused
 
-COLS = (4096, 14336)
-"""Activations of Llama-3 8B's feed-forward block, 8,192 tokens."""
+COLS = (4096, 14336)  # activations of Llama-3 8B's feed-forward block, 8,192 tokens
 DTYPES = ("bfloat16", "float32")
 _RULE = ScaleRule()
 _SETTINGS = (_RULE.power_of_two, _RULE.amax_floor)
@@ -32,8 +31,7 @@ class Pair(NamedTuple):
     """One cast, as f8emu's operator and in plain torch."""
 
     operator: Callable[[], Results]
-    plain: Callable[[Tensor], Results]
-    """Of the matrix; this one is compiled."""
+    plain: Callable[[Tensor], Results]  # of the matrix; this one is compiled
 
 
 def casts(x: Tensor) -> dict[str, Pair]:
@@ -130,7 +128,6 @@ _COLUMNS: Columns = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints a table, records; exit status 1 if an operator's bits differ from plain torch, eager."""
     run = BENCH.parse(argv)
     bandwidth = copy_bandwidth(run.device)
     run.announce(f", copy {bandwidth / 1e12:.3f} TB/s")

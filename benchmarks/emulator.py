@@ -116,7 +116,6 @@ _COLUMNS: Columns = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints a table, and records it where asked."""
     run = BENCH.parse(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
     run.report |= {

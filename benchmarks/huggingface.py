@@ -22,8 +22,7 @@ from benchmarks.runner import Entry, is_wrong
 from benchmarks.subjects import MODES, SUBJECTS, compile_options, converted
 from benchmarks.timing import back_to_back, draw_kernels, held_bytes, kernels, peak_bytes
 
-WARMUP = 4
-"""Steps before the first figure; their losses are recorded."""
+WARMUP = 4  # steps before the first figure; their losses are recorded
 _SHAPE, _TINY_SHAPE = (4, 4096), (1, 64)
 _CONFIG = {
     "hidden_size": 2048,
@@ -65,7 +64,6 @@ _COLUMNS: runner.Columns = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints a table, records, and gives the exit status."""
     run = BENCH.parse(argv)
     arguments, device = run.arguments, run.device
     try:

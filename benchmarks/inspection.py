@@ -24,13 +24,13 @@ from f8emu.torch import InspectConfig, convert_to_float8_training, inspect
 
 FULL = {"dim": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8, "length": 8192}
 TINY = {"dim": 128, "hidden": 128, "heads": 2, "kv_heads": 2, "length": 128}
+# Those that look write a file, as users do: fsynced after each inspected step.
 SUBJECTS = {
     "not inspected": None,
     "off": InspectConfig(start=1 << 40),
     "every 10 steps": InspectConfig(every=10),
     "every step": InspectConfig(),
 }
-"""Those that look write a file, as users do: fsynced after each inspected step."""
 BENCH = Bench(
     "benchmarks.inspection",
     __doc__,
@@ -45,7 +45,6 @@ _COLUMNS: Columns = {"ms": "ms:.3f", "overhead": "overhead:+.2%"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints a table, records; `--steps` is a multiple of 10."""
     run = BENCH.parse(argv)
     arguments, size = run.arguments, TINY if run.arguments.tiny else FULL
     with run.device:

@@ -32,8 +32,7 @@ from f8emu.spec import RECIPES
 
 FLAX = ("flax/Fp8DirectDotGeneralOp", "flax/Fp8DotGeneralOp")
 SUBJECTS = (BASELINE, *FLAX, *(f"f8emu/{name}" for name in RECIPES))
-FLOAT8_GEMM = "__cublas$lt$matmul$f8"
-"""XLA's name for cuBLASLt's float8 GEMM."""
+FLOAT8_GEMM = "__cublas$lt$matmul$f8"  # XLA's name for cuBLASLt's float8 GEMM
 BENCH = runner.Bench(
     "benchmarks.jax_feed_forward",
     __doc__,
@@ -57,7 +56,6 @@ _COLUMNS: runner.Columns = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints a table, records, and gives the exit status."""
     is_gpu = jax.default_backend() == "gpu"
     run = BENCH.parse(argv, device="cuda" if is_gpu else "cpu")
     arguments = run.arguments
@@ -85,13 +83,11 @@ Linear = Callable[[jax.Array, jax.Array], jax.Array]
 class Layers(NamedTuple):
     """The layers of a subject; most have no states."""
 
-    linears: Callable[[Sequence[Any]], Sequence[Linear]]
-    """Of the states, one each."""
+    linears: Callable[[Sequence[Any]], Sequence[Linear]]  # of the states, one each
     states: list[Any]
-    updated: Callable[[Any, Any], Any]
-    """(states, their gradients) -> those of the next step."""
+    updated: Callable[[Any, Any], Any]  # (states, their gradients) -> those of the next step
+    # What a state becomes after the first step, before the program is compiled.
     settled: Callable[[Any], Any] | None = None
-    """What a state becomes after the first step, before the program is compiled."""
 
 
 def _layers(subject: str, matrices: Sequence[jax.Array]) -> Layers:

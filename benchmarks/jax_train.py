@@ -203,7 +203,6 @@ BENCH = Bench(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains, prints a table, records, and gives the exit status."""
     run = BENCH.parse(argv, device="cpu")
     arguments, report = run.arguments, run.report
     corpus = read_corpus()

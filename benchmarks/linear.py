@@ -61,7 +61,6 @@ _COLUMNS: runner.Columns = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints tables, records, and gives the exit status."""
     run = BENCH.parse(argv)
     arguments, device = run.arguments, run.device
     runner.compile_without_limits()

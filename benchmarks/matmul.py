@@ -28,10 +28,9 @@ from benchmarks.timing import alone
 from benchmarks.workloads import HIGH_PRECISION_GEMM, Shape, launcher
 from f8emu.spec import E4M3FN, Cast, Gemm, Granularity
 
+# Name -> (K, N).
 SHAPES = {"attn.wqkv": (8192, 1280), "attn.w0": (1024, 8192), "ffn.w13": (8192, 7168), "ffn.w2": (3584, 8192)}
-"""Name -> (K, N)."""
-PEAK_TFLOPS = {BASELINE: 989, "float8": 1979}
-"""H200 SXM, dense."""
+PEAK_TFLOPS = {BASELINE: 989, "float8": 1979}  # H200 SXM, dense
 
 
 def _float8(a: Granularity, b: Granularity, *, fast: bool = False) -> Gemm:
@@ -65,7 +64,6 @@ _COLUMNS: Columns = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints a table and records."""
     run = BENCH.parse(argv)
     run.announce()
     gemms: list[Entry] = []

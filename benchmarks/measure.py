@@ -21,8 +21,7 @@ from benchmarks.timing import Step, back_to_back, captured, kept_bytes, kernels,
 from benchmarks.workloads import Floor, Workload
 from f8emu.torch import delayed_state_dict
 
-WARMUP = 5
-"""Steps before the first figure: compilation, and a delayed recipe's first states."""
+WARMUP = 5  # steps before the first figure: compilation, and a delayed recipe's first states
 
 
 class _Ready(NamedTuple):
@@ -30,8 +29,7 @@ class _Ready(NamedTuple):
 
     subject: Subject
     step: Step
-    enqueue_ms: list[float]
-    """Of every turn."""
+    enqueue_ms: list[float]  # of every turn
 
 
 def measure(

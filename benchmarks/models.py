@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-ROPE_BASE = 500_000.0
-"""Llama-3's."""
+ROPE_BASE = 500_000.0  # Llama-3's
 
 
 class FeedForward(nn.Module):
@@ -98,8 +97,7 @@ class Llama(nn.Module):
 
 # The text: the sources of Python's standard library, as bytes, which every machine has
 
-HELD_OUT = 10
-"""Every tenth file is held out."""
+HELD_OUT = 10  # every tenth file is held out
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.runner import AbsentError, compile_without_limits, say
 
+# NVLink multicast can put GPUs that others share out of service.
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""NVLink multicast can put GPUs that others share out of service."""
-LIMIT = timedelta(seconds=120)
-"""For which a collective waits for a rank."""
+LIMIT = timedelta(seconds=120)  # for which a collective waits for a rank
 
 
 class DividedError(BaseException):
@@ -35,8 +34,7 @@ class Ranks(NamedTuple):
 
     mesh: DeviceMesh
     device: torch.device
-    control: Any
-    """A gloo group, which works when the collectives of a model do not."""
+    control: Any  # A gloo group, which works when the collectives of a model do not
 
     @property
     def is_first(self) -> bool:

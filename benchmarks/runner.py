@@ -28,10 +28,8 @@ from rich.text import Text
 from f8emu.environment import versions
 
 BASELINE = "bf16"
-Entry = dict[str, Any]
-"""What is recorded of one subject."""
-Option = tuple[str, dict[str, Any]]
-"""One option of a command line, as argparse takes it."""
+Entry = dict[str, Any]  # what is recorded of one subject
+Option = tuple[str, dict[str, Any]]  # one option of a command line, as argparse takes it
 Ready = TypeVar("Ready")
 
 
@@ -80,8 +78,8 @@ class Bench:
         )
         for name, settings in self.options:
             parser.add_argument(name, **settings)
-        own = given[: given.index("--")] if "--" in given else given
-        arguments = parser.parse_args(own)
+        cut = given.index("--") if "--" in given else len(given)
+        arguments = parser.parse_args(given[:cut], argparse.Namespace(passed_on=given[cut + 1 :]))
         torch.manual_seed(0)
         return Run(self.module, given, arguments, torch.device(device or arguments.device))
 
@@ -219,8 +217,8 @@ def is_wrong(entry: Entry) -> bool:
 
 # 4 Tables
 
+# Head of a column -> `key:format` of a figure, or what writes it.
 Columns = Mapping[str, str | Callable[[Entry], str]]
-"""Head of a column -> `key:format` of a figure, or what writes it."""
 
 
 def draw(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -20,8 +20,7 @@ from benchmarks.runner import BASELINE, DEVICE, Bench, draw, figure, option, say
 from benchmarks.subjects import SUBJECTS
 
 TIMINGS = ("back to back", "CUDA graph")
-Size = tuple[int, int]
-"""in_features K, out_features N."""
+Size = tuple[int, int]  # in_features K, out_features N
 
 
 def smallest(speeds: Mapping[Size, float]) -> Size | None:
@@ -48,7 +47,6 @@ BENCH = Bench(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints tables, records after every size; exit status 1 if a subject failed."""
     run = BENCH.parse(argv)
     arguments, points = run.arguments, list[dict[str, Any]]()
     timings = TIMINGS if run.device.type == "cuda" else TIMINGS[:1]

@@ -140,8 +140,8 @@ ATTENTION_OPS: tuple[torch._ops.OpOverload, ...] = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 BFLOAT16_OPS = (_aten.mm.default, _aten.addmm.default, *ATTENTION_OPS)
+# With the maximum of a tensor, as torchtitan has it (its pull request 701): the amaxes of torchao's tensorwise.
 TORCHAO_OPS = (_aten._scaled_mm.default, _aten.max.default, *BFLOAT16_OPS)
-"""With the maximum of a tensor, as torchtitan has it (its pull request 701): the amaxes of torchao's tensorwise."""
 
 
 class Checkpointed(nn.Module):

@@ -34,12 +34,10 @@ from benchmarks.timing import back_to_back, held_bytes, synchronize
 from examples.train_llama import FLOAT8_STYLES, STYLES, Llama, Size, initialize, parallelize_tensors
 
 SUBJECTS = (runner.BASELINE, "torchao/tensorwise", "f8emu/tensorwise", "f8emu/delayed", "f8emu/rowwise")
-HEAD = "output"
-"""The one linear layer that stays in bfloat16, as in torchtitan."""
-WARMUP = 4
-"""Steps before the first figure: compilation, and a delayed recipe's first states."""
+HEAD = "output"  # the one linear layer that stays in bfloat16, as in torchtitan
+WARMUP = 4  # steps before the first figure: compilation, and a delayed recipe's first states
+# Whether it is tiny -> the model, and the length of a sequence.
 SIZES = {False: (Size(2048, 16, 32, 8, 8192, 32768), 4096), True: (Size(64, 2, 4, 2, 128, 256), 32)}
-"""Whether it is tiny -> the model, and the length of a sequence."""
 
 
 class Task(NamedTuple):
@@ -65,10 +63,9 @@ class Subject:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     task: Task
-    resident: int = 0
-    """Bytes between two steps."""
+    resident: int = 0  # bytes between two steps
+    # Losses that are not read yet: reading waits for the device.
     launched: list[DTensor] = field(default_factory=list)
-    """Losses that are not read yet: reading waits for the device."""
     losses: list[float] = field(default_factory=list)
     peak: int = 0
 
@@ -152,7 +149,6 @@ _COLUMNS: runner.Columns = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs on every rank; rank 0 prints and records. The exit status."""
     run = BENCH.parse(argv)
     arguments, report = run.arguments, run.report
     ranks = join(arguments.device, report)

@@ -20,8 +20,8 @@ class Timed(NamedTuple):
     """Milliseconds a step."""
 
     ms: float
+    # What the host needed to launch it; above `ms` the host is the limit, and the GPU waits.
     enqueue_ms: float
-    """What the host needed to launch it; above `ms` the host is the limit, and the GPU waits."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -107,10 +107,10 @@ def copy_bandwidth(device: torch.device) -> float:
 # Kernels
 
 STEPS = 3
+# CUTLASS's names are types of a thousand characters. Kernels that differ only later count as one.
 _NAME_LENGTH = 160
-"""CUTLASS's names are types of a thousand characters. Kernels that differ only later count as one."""
-_WAITS = 12
-"""Kernels before which the GPU waited longest."""
+_WAITS = 12  # kernels before which the GPU waited longest
+# Kind -> what the names of its kernels have in them; the first that does counts.
 KINDS = {
     "collectives": "nccl",
     "GEMMs": "nvjet|cutlass|gemm|cublas",
@@ -119,7 +119,6 @@ KINDS = {
     "optimizer and gradient norm": "multi_tensor_apply",
     "FSDP2's copies": "chunk_cat|split_with_sizes",
 }
-"""Kind -> what the names of its kernels have in them; the first that does counts."""
 Times = list[tuple[float, float]]
 
 
@@ -135,12 +134,9 @@ class Run(NamedTuple):
 class Profile(NamedTuple):
     """Steps one after the other."""
 
-    kernels: list[dict[str, Any]]
-    """See `kernels`."""
-    runs: list[Run]
-    """Of all steps; empty on a CPU."""
-    step_us: float
-    """A step, by the host's clock."""
+    kernels: list[dict[str, Any]]  # see `kernels`
+    runs: list[Run]  # of all steps; empty on a CPU
+    step_us: float  # a step, by the host's clock
 
 
 def kernels(step: Step, device: torch.device) -> list[dict[str, Any]]:

@@ -29,16 +29,13 @@ from benchmarks.runner import BASELINE, DEVICE, Bench, draw, option, say
 from benchmarks.subjects import converted
 from f8emu.spec import RECIPES
 
-LAST = 20
-"""Steps whose mean is the final training loss."""
+LAST = 20  # steps whose mean is the final training loss
 FIGURES = ("training", "held_out")
-WARMUP = 20
-"""Steps over which the learning rate rises."""
-HEAD = "head"
-"""The one linear layer that stays in bfloat16, as in torchtitan."""
+WARMUP = 20  # steps over which the learning rate rises
+HEAD = "head"  # the one linear layer that stays in bfloat16, as in torchtitan
 FULL = {"layers": 6, "dim": 256, "hidden": 768, "heads": 4, "kv_heads": 2, "length": 256}
+# All GEMMs of one size, 128^3 with two rows: the emulation compiles few kernels.
 TINY = {"layers": 2, "dim": 128, "hidden": 128, "heads": 2, "kv_heads": 2, "length": 64}
-"""All GEMMs of one size, 128^3 with two rows: the emulation compiles few kernels."""
 
 
 class Batches(NamedTuple):
@@ -46,17 +43,15 @@ class Batches(NamedTuple):
 
     rows: int
     length: int
-    held_out: int
-    """Batches of the held-out text."""
+    held_out: int  # batches of the held-out text
 
 
 class Model(NamedTuple):
     """A model of either library in training."""
 
+    # Takes a step on tokens at a learning rate, and gives the loss before it.
     step: Callable[[Tensor, float], Any]
-    """Takes a step on tokens at a learning rate, and gives the loss before it."""
-    evaluate: Callable[[Tensor], Any]
-    """The loss on tokens."""
+    evaluate: Callable[[Tensor], Any]  # the loss on tokens
 
 
 def followed(
@@ -190,7 +185,6 @@ BENCH = Bench(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains, prints a table, records, and gives the exit status."""
     run = BENCH.parse(argv)
     arguments = run.arguments
     if arguments.tiny:

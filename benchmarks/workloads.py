@@ -26,8 +26,7 @@ from f8emu.torch import scaled_mm
 from f8emu.torch.gemm.hardware import block_scales
 
 HIGH_PRECISION_GEMM = Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST)
-_BYTES = 2
-"""Of a bfloat16 number."""
+_BYTES = 2  # of a bfloat16 number
 
 # GEMMs alone
 
@@ -78,8 +77,7 @@ def launcher(gemm: Gemm, shape: Shape, device: torch.device) -> Step:
 class Layer(NamedTuple):
     """A linear layer of a workload: `tokens x k -> tokens x n`."""
 
-    input: str
-    """The tensor that it reads; layers that read one tensor share its cast."""
+    input: str  # the tensor that it reads; layers that read one tensor share its cast
     n: int
     k: int
 
@@ -102,10 +100,10 @@ class Workload:
     dim: int
     out_dim: int
     layers: tuple[Layer, ...]
+    # Numbers that all but GEMMs, casts and attention read and write, each in as few passes as can be.
     moved: int = 0
-    """Numbers that all but GEMMs, casts and attention read and write, each in as few passes as can be."""
+    # Whether inputs and output gradients of the layers come from kernels of this step.
     is_produced: bool = True
-    """Whether inputs and output gradients of the layers come from kernels of this step."""
     attention: Attention | None = None
 
     def bytes_moved(self, recipe: Recipe | None) -> int:

@@ -96,7 +96,6 @@ _COLUMNS: Columns = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes captures or replays them; the exit status."""
     run = BENCH.parse(argv, device="cpu")
     folder, cases = run.arguments.folder, [name for name in CASES if name in run.arguments.cases]
     if run.arguments.write:

@@ -40,29 +40,24 @@ from benchmarks.ranks import DividedError, Ranks, join
 from benchmarks.runner import DEVICE, Bench, Entry, attempt, draw_entries, option, say
 from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
-RANKS = 2
-"""With more, the sum of gradients depends on the order in which the library adds them."""
+RANKS = 2  # with more, the sum of gradients depends on the order in which the library adds them
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 MODES = ("eager", "compiled")
 PARTS = ("outputs", "losses", "gradients", "weights", "states")
 STEPS = 3
 
-Trace = list[tuple[str, Tensor]]
-"""What one rank computes: (part, tensor), in the order of computation."""
-Counts = dict[str, tuple[int, int]]
-"""Part -> how many numbers differ, of how many."""
+Trace = list[tuple[str, Tensor]]  # what one rank computes: (part, tensor), in the order of computation
+Counts = dict[str, tuple[int, int]]  # part -> how many numbers differ, of how many
 
 
 class Sizes(NamedTuple):
     """Of the layers."""
 
     dim: int
-    hidden: int
-    """Of FSDP2's blocks: odd."""
-    wide: int
-    """Of the layers that tensor parallelism cuts."""
+    hidden: int  # of FSDP2's blocks: odd
+    wide: int  # of the layers that tensor parallelism cuts
+    # Of a rank under FSDP2: odd. Under tensor parallelism a rank has as many less one, of each of two sequences.
     tokens: int
-    """Of a rank under FSDP2: odd. Under tensor parallelism a rank has as many less one, of each of two sequences."""
 
 
 FULL = Sizes(256, 385, 512, 101)
@@ -276,7 +271,6 @@ BENCH = Bench(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs on every rank; rank 0 prints and records. The exit status."""
     run = BENCH.parse(argv)
     arguments, report = run.arguments, run.report
     ranks = join(arguments.device, report)

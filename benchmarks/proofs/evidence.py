@@ -31,12 +31,11 @@ from f8emu.spec import HOPPER, AccumulationModel
 from f8ref.numpy.accumulate import Operand
 from f8ref.numpy.codec import ABSENT
 
+# As an attribute of `f8ref.numpy` the name is the verb.
 scaled_mm_module = importlib.import_module("f8ref.numpy.scaled_mm")
-"""As an attribute of `f8ref.numpy` the name is the verb."""
 RECORDED = Path(__file__).parents[1] / "results" / "evidence.json"
 _VERBS = {name: getattr(f8, name) for name in ("scaled_mm", "scaled_grouped_mm", "mm")}
-_CHIP = HOPPER
-"""What the oracle computes with; exchanged by an alteration."""
+_CHIP = HOPPER  # what the oracle computes with; exchanged by an alteration
 
 Patch = tuple[Any, str, Any]
 
@@ -80,6 +79,7 @@ def _two_roundings(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 
 _operand, _accumulate = scaled_mm_module.operand, scaled_mm_module.accumulate
 _SPLIT = "CHAIN-3, BF16-2"
+# Alteration -> the rules that it breaks, and the parts of the oracle that it exchanges.
 ALTERATIONS: dict[str, tuple[str, list[Patch]]] = {
     "OP-1 subnormal operands normalised": ("OP-1", [(scaled_mm_module, "operand", _normalized_operand)]),
     "steps of 16": ("ACC-1", _models(step_k=16)),
@@ -103,7 +103,6 @@ ALTERATIONS: dict[str, tuple[str, list[Patch]]] = {
     "bfloat16: terms cut to 24 fraction bits": ("BF16-1", _bf16(aligned_fraction_bits=24)),
     "bfloat16: terms cut to 26 fraction bits": ("BF16-1", _bf16(aligned_fraction_bits=26)),
 }
-"""Alteration -> the rules that it breaks, and the parts of the oracle that it exchanges."""
 
 
 @contextmanager
@@ -126,7 +125,6 @@ def changed(golden: GoldenFile) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Replay the recording under every alteration; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RECORDED)
     options = parser.parse_args(arguments)

@@ -32,8 +32,7 @@ from f8emu.spec import FLOAT32, HOPPER, Overflow, ScaleRule
 
 INPUTS = 1 << FLOAT32.bits
 SIGNIFICANDS = 1 << FLOAT32.fraction_bits
-CHUNK = 1 << 20
-"""Inputs a task: large enough that calls cost nothing, small enough to stay in cache."""
+CHUNK = 1 << 20  # inputs a task: large enough that calls cost nothing, small enough to stay in cache
 RECORDED = Path(__file__).parents[1] / "results" / "exhaustive-cast.json"
 RULES = (ScaleRule(), ScaleRule(power_of_two=True))
 _ONE = FLOAT32.bias << FLOAT32.fraction_bits
@@ -74,8 +73,7 @@ def run_task(task: Task, backends: dict[str, Backend]) -> list[Tally]:
     return [tally for tally in tallies if tally is not None]
 
 
-_backends: dict[str, Backend] = {}
-"""Those of a worker process."""
+_backends: dict[str, Backend] = {}  # those of a worker process
 
 
 def _start_worker(names: Sequence[str], cores: "SimpleQueue[int]") -> None:
@@ -134,7 +132,6 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints a line for each backend, format and policy, and gives the exit status."""
     given = sys.argv[1:] if argv is None else argv
     arguments = parsed(given)
     stride = 1 if arguments.fraction == 1 else round(1 / arguments.fraction) | 1

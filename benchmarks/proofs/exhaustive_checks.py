@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from f8emu.spec import FLOAT32, Format, Overflow, ScaleRule
 
-EXAMPLES = 20
-"""Differences that are shown for each backend, format and policy."""
+EXAMPLES = 20  # differences that are shown for each backend, format and policy
 
 _HIDDEN = 1 << FLOAT32.fraction_bits
 
@@ -34,10 +33,9 @@ class Backend(NamedTuple):
     """One implementation under test, on numpy arrays."""
 
     cast: Callable[[F32, Format, Overflow], U8]
-    scales: Callable[[F32, Format, ScaleRule], tuple[F32, F32]] | None
-    """None: it has no scales."""
+    scales: Callable[[F32, Format, ScaleRule], tuple[F32, F32]] | None  # None: it has no scales
+    # Whether NaN must be the one code of f8emu; otherwise any NaN code is equal.
     canonical_nan: bool = True
-    """Whether NaN must be the one code of f8emu; otherwise any NaN code is equal."""
 
 
 def numpy_backend() -> Backend:
@@ -110,14 +108,12 @@ class Tally:
 
     backend: str
     format: str
-    kind: str
-    """The overflow policy of a cast; `power_of_two` or `quotient` of a scale."""
+    kind: str  # the overflow policy of a cast; `power_of_two` or `quotient` of a scale
     inputs: int = 0
     differences: int = 0
+    # NaN where NaN belongs, but with another code than f8emu's; a difference where the backend must be canonical.
     other_nan_codes: int = 0
-    """NaN where NaN belongs, but with another code than f8emu's; a difference where the backend must be canonical."""
-    cpu_seconds: float = 0.0
-    """Inside the backend, summed over the workers."""
+    cpu_seconds: float = 0.0  # inside the backend, summed over the workers
     examples: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:

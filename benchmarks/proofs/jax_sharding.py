@@ -38,7 +38,6 @@ BENCH = Bench("benchmarks.proofs.jax_sharding", __doc__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints a line for each case, records, and gives the exit status."""
     is_gpu = jax.default_backend() == "gpu"
     run = BENCH.parse(argv, device="cuda" if is_gpu else "cpu")
     if len(jax.devices()) != 2:

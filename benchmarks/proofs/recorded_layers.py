@@ -29,8 +29,8 @@ from f8emu.spec import RECIPES
 
 RECORDED = Path(__file__).parents[1] / "results" / "recorded_layers-h200.json"
 ROWS = (1, 2, 7, 16, 33, 64, 100, 128)
+# (K, N): long sums over K in `output` or over N in `grad_input`.
 SIZES = ((512, 1536), (4096, 1024), (14336, 256), (256, 14336))
-"""(K, N): long sums over K in `output` or over N in `grad_input`."""
 _DIGITS = 16
 
 
@@ -97,7 +97,6 @@ BENCH = Bench(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Records or checks; the exit status."""
     run = BENCH.parse(argv)
     file, wanted = run.arguments.file, layers(run.arguments.rows)
     if run.arguments.record:

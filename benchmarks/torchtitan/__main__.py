@@ -14,6 +14,7 @@ folder of wheels to install first, for a machine without network:
 Exit status 1 if a variant fails; the end of its log is shown.
 """
 
+import argparse
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.ranks import MULTICAST_OFF
-from benchmarks.runner import BASELINE, DEVICE, Bench, Columns, Entry, add_ratios, draw_entries, option, say
+from benchmarks.runner import BASELINE, DEVICE, Bench, Columns, Entry, draw_entries, option, say
 from benchmarks.timing import draw_exposure, draw_kernels
 
 _ADAPTER = "f8emu.torch.integrations.torchtitan"
@@ -46,6 +47,7 @@ def _f8emu(recipe: str) -> list[str]:
     return ["--model.converters", "f8emu", *imports, "--f8emu.recipe_name", recipe, "--f8emu.filter_fqns", "output"]
 
 
+# Options of torchtitan.
 VARIANTS: dict[str, list[str]] = {
     BASELINE: [],
     "torchao/tensorwise": _TORCHAO,
@@ -54,7 +56,6 @@ VARIANTS: dict[str, list[str]] = {
     **{f"f8emu/{recipe}": _f8emu(recipe) for recipe in _RECIPES},
     **{f"f8emu/{recipe}+all-gather": [*_f8emu(recipe), *_all_gather("f8emu")] for recipe in _RECIPES},
 }
-"""Options of torchtitan."""
 _ENVIRONMENT = {
     **MULTICAST_OFF,
     # As torchtitan's run_train.sh: less fragmentation.
@@ -65,15 +66,13 @@ _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONWARNINGS": "ignore",
 }
-_TO_STOP = 45
-"""Seconds that torchrun has to end its workers."""
-_LOG_LINES = 25
-"""Of the log of a variant that failed."""
+_TO_STOP = 45  # seconds that torchrun has to end its workers
+_LOG_LINES = 25  # of the log of a variant that failed
 
 
 BENCH = Bench(
     "benchmarks.torchtitan",
-    "torchtitan's Trainer with f8emu.",
+    __doc__,
     option("variants", tuple(VARIANTS), choices=VARIANTS, metavar="VARIANT"),
     option("kernels", (), "list a step's kernels and waits", choices=VARIANTS, metavar="VARIANT"),
     option("gpus", max(1, torch.cuda.device_count())),
@@ -103,60 +102,69 @@ _COLUMNS: Columns = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the variants, prints one JSON line each and a table, records, and gives the exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    cut = given.index("--") if "--" in given else len(given)
     # Asking for the GPU's name here would hold memory on it; rank 0 will tell.
-    bench = BENCH.parse(given, device="cpu")
-    arguments, report = bench.arguments, bench.report
-    begin = time.perf_counter()
-    config = Path(__file__).with_name("tiny.toml" if arguments.tiny else "llama3_8b.toml")
-    layers, steps, last = (1, 3, 2) if arguments.tiny else (arguments.layers, arguments.steps, arguments.last)
-    report["device"] = "unknown, no variant ran"
-    report |= {"gpus": arguments.gpus, "layers": layers, "steps": steps, "checkpointing": arguments.checkpointing}
-    entries: list[Entry] = []
-    report["variants"] = entries
+    run = BENCH.parse(argv, device="cpu")
+    arguments, entries, begin = run.arguments, list[Entry](), time.perf_counter()
+    if arguments.tiny:
+        arguments.layers, arguments.steps, arguments.last = 1, 3, 2
+    run.report |= {key: getattr(arguments, key) for key in ("gpus", "layers", "steps", "checkpointing")}
+    run.report |= {"device": "unknown, no variant ran", "variants": entries}
     with tempfile.TemporaryDirectory() as folder:
-        site = Path(folder) / "site"
         if arguments.wheels is not None:
-            install(arguments.wheels, site)
+            install(arguments.wheels, Path(folder, "site"))
         for name in arguments.variants:
-            left = arguments.seconds - (time.perf_counter() - begin)
+            left, start = arguments.seconds - (time.perf_counter() - begin), time.perf_counter()
             entry: Entry = {"variant": name}
             entries.append(entry)
             if left < arguments.least:
                 entry["failed"] = f"not begun: {left:.0f} of {arguments.seconds} seconds were left"
-                say(json.dumps(entry))
-                continue
-            result = Path(folder) / "result.json"
-            result.unlink(missing_ok=True)
-            own = ["--layers", str(layers), "--last", str(last), "--device", arguments.device, "--result", str(result)]
-            own += ["--kernels"] if name in arguments.kernels else []
-            options = ["--job.config_file", str(config), "--job.dump_folder", folder, "--training.steps", str(steps)]
-            options += ["--activation_checkpoint.mode", arguments.checkpointing, *VARIANTS[name], *given[cut + 1 :]]
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc-per-node", str(arguments.gpus), "--local-ranks-filter", "0"]
-            command += ["-m", "benchmarks.torchtitan.worker", *own, "--", *options]
-            log = Path(folder) / "log.txt"
-            start = time.perf_counter()
-            failed = run(command, log, site, min(arguments.limit, left))
-            if failed is None:
-                found = json.loads(result.read_text())
-                report["versions"] |= found.pop("versions")
-                report["device"] = f"{found.pop('device')} x {arguments.gpus}"
-                entry |= found
             else:
-                entry["failed"] = failed
-                say("\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]))
+                entry |= variant(name, arguments, Path(folder), min(arguments.limit, left))
+            run.report["versions"] |= entry.pop("versions", {})
+            if "device" in entry:
+                run.report["device"] = f"{entry.pop('device')} x {arguments.gpus}"
             entry["seconds"] = round(time.perf_counter() - start, 1)
             _add_ratios(entries)
             say(json.dumps(entry))
-            if arguments.log:
-                with arguments.log.open("a") as file:
-                    file.write(f"=== {name}\n{log.read_text(errors='replace')}\n")
-            bench.record()
-    _draw(report)
+            run.record()
+    title = f"torchtitan, {arguments.layers} layers, checkpointing {arguments.checkpointing}, {run.report['device']}"
+    draw_entries(f"{title}; speed and memory: times bf16's", entries, _COLUMNS, of="variant")
+    for e in entries:
+        if "kernels" in e:
+            draw_kernels(f"{e['variant']}: the kernels of a step of rank 0", e["kernels"])
+        if "exposure" in e:
+            draw_exposure(f"{e['variant']}: where the time of a step goes", e["exposure"])
     return int(any("failed" in entry or not all(map(math.isfinite, entry["losses"])) for entry in entries))
+
+
+def variant(name: str, arguments: argparse.Namespace, folder: Path, limit: float) -> dict[str, Any]:
+    """What rank 0 of a run of torchrun tells, or why the run failed; the end of its log is then shown."""
+    config = Path(__file__).with_name("tiny.toml" if arguments.tiny else "llama3_8b.toml")
+    result, log = folder / "result.json", folder / "log.txt"
+    result.unlink(missing_ok=True)
+    of_worker = {"layers": arguments.layers, "last": arguments.last, "device": arguments.device, "result": result}
+    of_torchtitan = {
+        "job.config_file": config,
+        "job.dump_folder": folder,
+        "training.steps": arguments.steps,
+        "activation_checkpoint.mode": arguments.checkpointing,
+    }
+    own, options = (
+        [word for key, value in given.items() for word in (f"--{key}", str(value))]
+        for given in (of_worker, of_torchtitan)
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(arguments.gpus), "--local-ranks-filter", "0"]
+    command += ["-m", "benchmarks.torchtitan.worker", *own, *(["--kernels"] if name in arguments.kernels else [])]
+    failed = run([*command, "--", *options, *VARIANTS[name], *arguments.passed_on], log, folder / "site", limit)
+    said = log.read_text(errors="replace")
+    if arguments.log:
+        with arguments.log.open("a") as file:
+            file.write(f"=== {name}\n{said}\n")
+    if failed:
+        say("\n".join(said.splitlines()[-_LOG_LINES:]))
+        return {"failed": failed}
+    return json.loads(result.read_text())
 
 
 def install(wheels: Path, site: Path) -> None:
@@ -195,23 +203,14 @@ def run(command: Sequence[str], log: Path, site: Path, limit: float) -> str | No
 
 
 def _add_ratios(entries: Sequence[Entry]) -> None:
-    """Of the variants' tokens per second and reserved memory."""
-    done = [
-        {**e, "subject": e["variant"], "ms": 1e3 / e["tokens_per_second_per_gpu"]} for e in entries if "losses" in e
-    ]
-    add_ratios(done, {"memory": "peak_reserved_gib"})
-    for entry, found in zip((e for e in entries if "losses" in e), done, strict=True):
-        entry |= {key: found[key] for key in ("speed", "memory", "last_loss_less_bf16") if key in found}
-
-
-def _draw(report: dict[str, Any]) -> None:
-    title = f"torchtitan, {report['layers']} layers, checkpointing {report['checkpointing']}, {report['device']}"
-    draw_entries(f"{title}; speed and memory: times bf16's", report["variants"], _COLUMNS, of="variant")
-    for e in report["variants"]:
-        if "kernels" in e:
-            draw_kernels(f"{e['variant']}: the kernels of a step of rank 0", e["kernels"])
-        if "exposure" in e:
-            draw_exposure(f"{e['variant']}: where the time of a step goes", e["exposure"])
+    """Of tokens per second, reserved memory and the last loss."""
+    done = [e for e in entries if "losses" in e]
+    for base in (e for e in done if e["variant"] == BASELINE):
+        for e in done:
+            e["speed"] = e["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+            e["last_loss_less_bf16"] = e["losses"][-1] - base["losses"][-1]
+            if base["peak_reserved_gib"]:
+                e["memory"] = e["peak_reserved_gib"] / base["peak_reserved_gib"]
 
 
 if __name__ == "__main__":

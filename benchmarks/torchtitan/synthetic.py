@@ -11,8 +11,7 @@ from torchtitan.components.metrics import BaseLogger, MetricsProcessor  # pyrigh
 from torchtitan.models import llama3  # pyright: ignore[reportMissingImports]
 from torchtitan.protocols.train_spec import register_train_spec  # pyright: ignore[reportMissingImports]
 
-MODEL = "llama3_synthetic"
-"""`model.name` in the TOML files."""
+MODEL = "llama3_synthetic"  # `model.name` in the TOML files
 
 
 class RandomTokens(BaseDataLoader):

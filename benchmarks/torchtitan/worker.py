@@ -23,7 +23,6 @@ from benchmarks.timing import exposure, profiled
 
 
 def main(argv: Sequence[str]) -> None:
-    """Trains, and writes figures of the last steps."""
     cut = list(argv).index("--")
     parser = argparse.ArgumentParser(prog="benchmarks.torchtitan.worker")
     parser.add_argument("--layers", type=int, required=True)
