@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from f8emu import interop
+from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.spec import Format
 
 if TYPE_CHECKING:
@@ -47,38 +47,32 @@ def numpy_arrays(call: str) -> Framework:
         store=np.asarray,
         address=lambda array: array.ctypes.data,
         array_type=np.ndarray,
-        dtype=lambda fmt: np.dtype(getattr(ml_dtypes, fmt.name, fmt.name)),
+        dtype=dtype_of,
     )
 
 
 def jax_arrays(call: str) -> Framework:
-    """JAX, on its default device.
-
-    Raises:
-        MissingExtraError: jax is not installed.
-    """
+    """JAX, on its default device; raises MissingExtraError where it is not installed."""
     jax = interop.require_jax(call)
     from jax.experimental.layout import Format as Placement
     from jax.experimental.layout import Layout
 
     device = jax.devices()[0]
-    on_device = jax.sharding.SingleDeviceSharding(device)
+    on_gpu, on_device = device.platform == "gpu", jax.sharding.SingleDeviceSharding(device)
 
     def load(array: np.ndarray) -> Any:
         # The device is given as an array that comes from torch has it: to XLA it is part of the program, and both
         # subjects then share what is compiled. So is the layout, which is one on a CPU, and chooses kernels on a GPU.
-        if device.platform != "gpu":
-            return jax.device_put(np.asarray(array, order="C"), on_device)
         order = tuple(int(axis) for axis in np.argsort([-stride for stride in array.strides], kind="stable"))
-        if order == tuple(range(array.ndim)):
-            return jax.device_put(array, on_device)
-        return jax.device_put(array, Placement(Layout(major_to_minor=order), on_device))
+        if on_gpu and order != tuple(range(array.ndim)):
+            return jax.device_put(array, Placement(Layout(major_to_minor=order), on_device))
+        return jax.device_put(array if on_gpu else np.asarray(array, order="C"), on_device)
 
     return Framework(
         name="jax",
         version=jax.__version__,
-        device=device.device_kind if device.platform == "gpu" else device.platform,
-        on_gpu=device.platform == "gpu",
+        device=device.device_kind if on_gpu else device.platform,
+        on_gpu=on_gpu,
         load=load,
         store=np.asarray,
         address=lambda array: array.unsafe_buffer_pointer(),
@@ -88,11 +82,7 @@ def jax_arrays(call: str) -> Framework:
 
 
 def torch_arrays(call: str) -> Framework:
-    """torch, on its CUDA device where there is one.
-
-    Raises:
-        MissingExtraError: torch is not installed.
-    """
+    """torch, on its CUDA device where there is one; raises MissingExtraError where it is not installed."""
     torch = interop.require_torch(call)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -127,9 +117,8 @@ def travelling(framework: Framework, function: Callable[..., Any]) -> Callable[.
     """`function` of a framework's arrays as a function of numpy arrays."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        loaded = {key: _mapped(value, np.ndarray, framework.load) for key, value in kwargs.items()}
-        result = function(*(_mapped(value, np.ndarray, framework.load) for value in args), **loaded)
-        return _mapped(result, framework.array_type, framework.store)
+        args, kwargs = _mapped((args, kwargs), np.ndarray, framework.load)
+        return _mapped(function(*args, **kwargs), framework.array_type, framework.store)
 
     return call
 

@@ -8,12 +8,26 @@ all who differ have a trait may be a coincidence.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from f8emu.conformance.compare import UlpHistogram
 from f8emu.conformance.run.result import StageResult, Tallies, joined
 from f8emu.conformance.run.result import Tally as Tally
+
+HIGH, LOW = 0.5, 0.05
+"""Shares that differ with a trait, at least, and without it, at most."""
+_FEWEST = 3
+"""On either side."""
+_NEAR = 0.1
+"""Contrasts that are so near to the sharpest are told beside it."""
+_VALUES = 3
+"""The most values that are taken together, for a trait whose values have no order."""
+_RANGE = re.compile(r"\d+( to \d+| and more)?")
+_Count = tuple[int, int]
+"""How many differ, how many there are."""
+Counts = Mapping[str, Mapping[str, _Count]]
+"""Trait -> value -> count."""
 
 
 def percent(share: float) -> str:
@@ -34,7 +48,7 @@ class Breakdown:
     """Their titles."""
     whole: Tally
     tallies: Tallies
-    ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
+    ulps: Mapping[str, UlpHistogram]
     """dtype of the output -> how far off the outputs are that differ."""
 
     @property
@@ -52,23 +66,14 @@ class Breakdown:
         if self.whole.outputs_differing == self.whole.outputs:
             yield "Every output of every case differs."
             return
-        for what in ("cases", "outputs"):
-            found = contrasts(
-                {
-                    trait: {v: (getattr(x, f"{what}_differing"), getattr(x, what)) for v, x in values.items()}
-                    for trait, values in self.telling().items()
-                }
-            )
-            for one in found:
-                shares = f"{_counted(one.inside)} differ; of all others {_counted(one.outside)}"
-                yield f"Of the {what} with {one.name}, {shares}"
-            if found:
-                return
-
-
-def _counted(counted: tuple[int, int]) -> str:
-    """`93.0 % (412 of 443)`."""
-    return f"{percent(counted[0] / counted[1])} ({counted[0]:,} of {counted[1]:,})"
+        traits = self.telling().items()
+        cases = {t: {v: (x.cases_differing, x.cases) for v, x in values.items()} for t, values in traits}
+        outputs = {t: {v: (x.outputs_differing, x.outputs) for v, x in values.items()} for t, values in traits}
+        by_cases = contrasts(cases)
+        for one in by_cases or contrasts(outputs):
+            inside, outside = (f"{percent(_share(n))} ({n[0]:,} of {n[1]:,})" for n in (one.inside, one.outside))
+            what = "cases" if by_cases else "outputs"
+            yield f"Of the {what} with {one.name}, {inside} differ; of all others {outside}"
 
 
 def breakdowns(stages: Sequence[StageResult]) -> list[Breakdown]:
@@ -79,38 +84,23 @@ def breakdowns(stages: Sequence[StageResult]) -> list[Breakdown]:
             groups.setdefault(tuple(stage.tallies), []).append(stage)
     found: list[Breakdown] = []
     for group in groups.values():
-        whole, titles = joined(group, errors=0), tuple(stage.title for stage in group)
-        if whole.cases_differing:
-            tally = Tally(
-                cases=whole.cases_total,
-                cases_differing=whole.cases_differing,
-                outputs=whole.outputs_total,
-                outputs_differing=whole.outputs_differing,
+        one, titles = joined(group, errors=0), tuple(stage.title for stage in group)
+        if one.cases_differing:
+            whole = Tally(
+                cases=one.cases_total,
+                cases_differing=one.cases_differing,
+                outputs=one.outputs_total,
+                outputs_differing=one.outputs_differing,
             )
-            found.append(Breakdown(stages=titles, whole=tally, tallies=whole.tallies, ulps=whole.ulps))
+            found.append(Breakdown(stages=titles, whole=whole, tallies=one.tallies, ulps=one.ulps))
     return found
 
 
 def _ordered(values: Mapping[str, Tally]) -> dict[str, Tally]:
-    """Ranges by number, anything else as it came."""
+    # Ranges by number, anything else as it came.
     if all(value[:1].isdigit() for value in values):
         return dict(sorted(values.items(), key=lambda item: int(item[0].split()[0].split("x")[0])))
     return dict(values)
-
-
-HIGH, LOW = 0.5, 0.05
-"""Shares that differ with a trait, at least, and without it, at most."""
-_FEWEST = 3
-"""On either side."""
-_NEAR = 0.1
-"""Contrasts that are so near to the sharpest are told beside it."""
-_VALUES = 3
-"""The most values that are taken together, for a trait whose values have no order."""
-
-_RANGE = re.compile(r"\d+( to \d+| and more)?")
-
-Counts = Mapping[str, Mapping[str, tuple[int, int]]]
-"""Trait -> value -> (how many differ, how many there are)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +109,8 @@ class Contrast:
 
     names: tuple[str, ...]
     """`K above 512`; of several the counts are the same, and do not part them."""
-    inside: tuple[int, int]
-    outside: tuple[int, int]
-    """(how many differ, how many there are)."""
+    inside: _Count
+    outside: _Count
 
     @property
     def name(self) -> str:
@@ -141,7 +130,7 @@ class Contrast:
 def contrasts(counts: Counts, *, high: float = HIGH, low: float = LOW, coverage: float = 0.5) -> list[Contrast]:
     """The sharpest contrast and those near to it, at most three; none where the shares are not `high` and `low`."""
     # 1. Of each trait the sharpest contrast; traits that part the cases alike are told together.
-    same: dict[tuple[tuple[int, int], tuple[int, int]], tuple[str, ...]] = {}
+    same: dict[tuple[_Count, _Count], Contrast] = {}
     for trait, values in counts.items():
         telling = [
             one
@@ -152,38 +141,36 @@ def contrasts(counts: Counts, *, high: float = HIGH, low: float = LOW, coverage:
         ]
         if telling:
             sharpest = max(telling, key=lambda one: one.difference)
-            key = sharpest.inside, sharpest.outside
-            same[key] = (*same.get(key, ()), *sharpest.names)
+            known = same.setdefault((sharpest.inside, sharpest.outside), replace(sharpest, names=()))
+            same[known.inside, known.outside] = replace(known, names=(*known.names, *sharpest.names))
     # 2. The sharpest of all, and what is as good.
-    merged = [Contrast(names=names, inside=inside, outside=outside) for (inside, outside), names in same.items()]
-    merged.sort(key=lambda one: -one.difference)
-    return [one for one in merged if one.difference >= merged[0].difference - _NEAR][:_VALUES]
+    ranked = sorted(same.values(), key=lambda one: -one.difference)
+    return [one for one in ranked if one.difference >= ranked[0].difference - _NEAR][:_VALUES]
 
 
-def _splits(trait: str, values: Mapping[str, tuple[int, int]]) -> Iterator[Contrast]:
-    """Ranges cut in two at each end; anything else with the values of the highest shares together."""
-    whole = _sum(values.values())
+def _splits(trait: str, values: Mapping[str, _Count]) -> Iterator[Contrast]:
+    # Ranges cut in two at each end; anything else with the values of the highest shares together.
+    def split(name: str, part: Sequence[str]) -> Contrast:
+        inside, outside = [values[value] for value in part], [values[value] for value in values if value not in part]
+        return Contrast(names=(name,), inside=_sum(inside), outside=_sum(outside))
+
     if len(values) < 2:
         return
     if all(_RANGE.fullmatch(value) for value in values):
         ends = sorted(values, key=lambda value: int(value.split()[0]))
         for i in range(1, len(ends)):
             last = ends[i - 1].split()[-1]
-            below, above = (_sum(values[value] for value in part) for part in (ends[:i], ends[i:]))
-            yield Contrast(names=(f"{trait} above {last}",), inside=above, outside=below)
-            yield Contrast(names=(f"{trait} up to {last}",), inside=below, outside=above)
+            yield split(f"{trait} above {last}", ends[i:])
+            yield split(f"{trait} up to {last}", ends[:i])
         return
     ranked = sorted(values, key=lambda value: -_share(values[value]))
     for count in range(1, min(_VALUES, len(ranked) - 1) + 1):
-        inside = _sum(values[value] for value in ranked[:count])
-        outside = whole[0] - inside[0], whole[1] - inside[1]
-        yield Contrast(names=(f"{trait}: {' or '.join(ranked[:count])}",), inside=inside, outside=outside)
+        yield split(f"{trait}: {' or '.join(ranked[:count])}", ranked[:count])
 
 
-def _share(counted: tuple[int, int]) -> float:
-    return counted[0] / counted[1] if counted[1] else 0.0
+def _share(count: _Count) -> float:
+    return count[0] / count[1] if count[1] else 0.0
 
 
-def _sum(counted: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    pairs = list(counted)
-    return sum(differ for differ, _ in pairs), sum(total for _, total in pairs)
+def _sum(counts: Sequence[_Count]) -> _Count:
+    return sum(differ for differ, _ in counts), sum(total for _, total in counts)
