@@ -25,8 +25,8 @@ from f8emu.conformance.cases.families import (
 )
 from f8emu.conformance.cases.gemm import Family, GemmCase
 from f8emu.conformance.cases.tables import BF16_DISTRIBUTIONS, CODE_DISTRIBUTIONS
-from f8emu.conformance.diagnosis.probes import KINDS, Kind, probes
-from f8emu.conformance.kernels.kernel import Accumulation, Kernel
+from f8emu.conformance.diagnosis.probes import KINDS, probes
+from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.spec import HIGH_PRECISION, HOPPER, Granularity
 
 BLOCK_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 128), (16, 256, 1536), (256, 384, 512))
@@ -53,57 +53,41 @@ BFLOAT16_SHAPES = ((1, 1, 1), (4, 64, 256), (5, 65, 257), (3, 17, 31), (67, 130,
 def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
     """The GEMMs for this kernel alone, beside those for every subject."""
     if kernel.is_grouped:
-        is_fast = kernel.accumulation is Accumulation.FAST
-        yield from grouped_cases((True, False) if kernel.chooses_accumulation else (is_fast,))
-    squares = Granularity.BLOCKWISE_128X128
-    asked = {(Granularity.BLOCKWISE_1X128, squares) if pair == (squares, squares) else pair for pair in kernel.scales}
+        rowwise = Granularity.ROWWISE, Granularity.ROWWISE
+        yield from grouped_cases(tuple(fast for fast in (True, False) if kernel.has_accumulation(rowwise, fast)))
+    vector, square = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
+    asked = {(vector, square) if pair == (square, square) else pair for pair in kernel.scales}
     for pair in HOPPER.granularity_pairs:
         if pair in asked and pair[0].is_blockwise:
             yield from _blockwise(pair)
+    # Small GEMMs in which each concern of a kernel shows.
     for kind in KINDS:
-        if (
-            kind.pair in asked
-            and _has(kernel, kind.pair, kind.use_fast_accum)
-            and (kernel.takes_bias or not kind.with_bias)
-        ):
-            yield from _telling(kernel, kind)
+        is_asked = kind.pair in asked and kernel.has_accumulation(kind.pair, kind.use_fast_accum)
+        if is_asked and (kernel.takes_bias or not kind.with_bias):
+            for case in (case for probe in probes(kind, takes_any_size=True) for case in probe.cases()):
+                if case.out_dtype in kernel.out_dtypes:
+                    yield replace(case, id=f"probe {kind.name}: {case.id}", family=Family.PROBES)
     combinations = [
         one
         for one in (*DENSE, *BLOCKS)
         if one.granularities in asked
         and one.formats in kernel.formats
-        and _has(kernel, one.granularities, one.use_fast_accum)
+        and kernel.has_accumulation(one.granularities, one.use_fast_accum)
     ]
-    yield from size_cases(combinations)
-    yield from code_cases(combinations)
-    yield from large_value_cases(combinations)
-    yield from turn_cases(combinations)
+    for family in (size_cases, code_cases, large_value_cases, turn_cases):
+        yield from family(combinations)
     if kernel.arrays != "jax":  # where an array of JAX lies is JAX's choice
         yield from memory_cases(combinations, padded_a=kernel.a.takes_padding, padded_b=kernel.b.takes_padding)
 
 
-def _has(kernel: Kernel, pair: tuple[Granularity, Granularity], use_fast_accum: bool) -> bool:
-    """Whether the kernel has this accumulation."""
-    is_fixed = not kernel.chooses_accumulation and not pair[0].is_blockwise
-    return not is_fixed or use_fast_accum is (kernel.accumulation is Accumulation.FAST)
-
-
-def _telling(kernel: Kernel, kind: Kind) -> Iterator[GemmCase]:
-    """Small GEMMs in which each concern of a kernel shows."""
-    for probe in probes(kind, takes_any_size=True):
-        for case in probe.cases():
-            if case.out_dtype in kernel.out_dtypes:
-                yield replace(case, id=f"probe {kind.name}: {case.id}", family=Family.PROBES)
-
-
 def _blockwise(pair: tuple[Granularity, Granularity]) -> Iterator[GemmCase]:
-    formats = HOPPER.block_scaled_format_pairs[0]
+    formats, words = HOPPER.block_scaled_format_pairs[0], f"{pair[0].value} x {pair[1].value}"
     for shape in BLOCK_SHAPES:
         for distribution in CODE_DISTRIBUTIONS if shape[0] < BLOCK_SHAPES[-1][0] else ("normal",):
-            name = f"{pair[0].value} x {pair[1].value} {distribution} {'x'.join(map(str, shape))}"
+            name = f"{words} {distribution} {'x'.join(map(str, shape))}"
             yield scaled_case(name, pair, formats, shape, distribution)
     for number, value in enumerate(dict.fromkeys(VECTOR_SCALES)):
-        name = f"{Family.SCALES.value} {number} {pair[0].value} x {pair[1].value} {value:.3g}"
+        name = f"{Family.SCALES.value} {number} {words} {value:.3g}"
         case = scaled_case(name, pair, formats, (144, 144, 272), "normal", family=Family.SCALES)
         assert case.scale_a is not None and case.scale_b is not None
         scale_a, scale_b = case.scale_a.copy(), case.scale_b.copy()
@@ -122,11 +106,14 @@ def grouped_cases(use_fast_accum: tuple[bool, ...] = (True, False)) -> Iterator[
     for number, case in enumerate(cases):
         if case.distribution == "bits":
             assert case.scale_a is not None and case.scale_b is not None
-            scale_a = np.resize(np.array(VECTOR_SCALES, np.float32), case.scale_a.shape)
-            scale_b = np.resize(np.array(VECTOR_SCALES[::-1], np.float32), case.scale_b.shape)
-            name = f"{Family.SCALES.value} of groups {number}"
-            scaled = replace(case, id=name, scale_a=scale_a, scale_b=scale_b, family=Family.SCALES)
-            yield scaled
+            scales = np.array(VECTOR_SCALES, np.float32)
+            yield replace(
+                case,
+                id=f"{Family.SCALES.value} of groups {number}",
+                scale_a=np.resize(scales, case.scale_a.shape),
+                scale_b=np.resize(scales[::-1], case.scale_b.shape),
+                family=Family.SCALES,
+            )
             turned = replace(case, id=f"{case.id} turned", scale_a=case.scale_a[::-1].copy())
             yield replace(case, id=f"{Family.TURNS.value} of groups {number}", between=(turned,), family=Family.TURNS)
 
@@ -135,7 +122,7 @@ def grouped_cases(use_fast_accum: tuple[bool, ...] = (True, False)) -> Iterator[
 
 
 def _apart(x: np.ndarray) -> np.ndarray:
-    """The rows three elements apart, the first at an odd address."""
+    # The rows three elements apart, the first at an odd address.
     memory = np.zeros(len(x) * (x.shape[1] + 3) * x.itemsize + 1, np.uint8)
     whole = memory[1:].view(x.dtype) if x.itemsize == 1 else memory[:-1].view(x.dtype)
     rows = whole.reshape(len(x), -1)[:, : x.shape[1]]
@@ -144,7 +131,7 @@ def _apart(x: np.ndarray) -> np.ndarray:
 
 
 def _every_other(x: np.ndarray) -> np.ndarray:
-    """Along both dimensions, and NaN between."""
+    # Along both dimensions, and NaN between.
     memory = np.full((2 * len(x), 2 * x.shape[1]), np.nan).astype(x.dtype)
     memory[::2, ::2] = x
     return memory[::2, ::2]
@@ -163,41 +150,31 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def engine_cases() -> tuple[GemmCase, ...]:
     """All of them."""
     ones = (*DENSE, *BLOCKS)
-    return (
-        *size_cases(ones, _MOST),
-        *code_cases(ones),
-        *large_value_cases(ones),
-        *_groups(),
-        *_layouts(),
-        *_bfloat16(),
-    )
-
-
-def _groups() -> Iterator[GemmCase]:
-    """Of every output type: which scale comes first shows in one of 10^5 outputs of 16 bits."""
+    found = [*size_cases(ones, _MOST), *code_cases(ones), *large_value_cases(ones)]
+    # Of every output type: which scale comes first shows in one of 10^5 outputs of 16 bits.
     for i, case in enumerate(grouped_cases()):
         if case.a.size * case.b.shape[1] <= _MOST:
-            yield replace(case, out_dtype=HIGH_PRECISION[i % 3])
+            found.append(replace(case, out_dtype=HIGH_PRECISION[i % 3]))
+    return (*found, *_layouts(), *_bfloat16())
 
 
 def _layouts() -> Iterator[GemmCase]:
     """Every layout of a with another of b and of their scales, with every combination."""
     layouts = list(LAYOUTS)
     for number, (combination, layout) in enumerate(product((*DENSE, *BLOCKS), layouts)):
-        names = layout, layouts[(layouts.index(layout) + 1 + number // len(layouts)) % len(layouts)]
-        pair = combination.granularities
+        other = layouts[(layouts.index(layout) + 1 + number // len(layouts)) % len(layouts)]
         case = scaled_case(
-            f"{Family.STRIDES.value} {number} {names[0]} and {names[1]}",
-            pair,
+            f"{Family.STRIDES.value} {number} {layout} and {other}",
+            combination.granularities,
             combination.formats,
             TAILS,
             "bits",
-            with_bias=not pair[0].is_blockwise and number % 2 == 0,
+            with_bias=not combination.granularities[0].is_blockwise and number % 2 == 0,
             out_dtype=HIGH_PRECISION[number % 3],
             use_fast_accum=combination.use_fast_accum,
             family=Family.STRIDES,
         )
-        of_a, of_b = (LAYOUTS[name] for name in names)
+        of_a, of_b = LAYOUTS[layout], LAYOUTS[other]
         assert case.scale_a is not None and case.scale_b is not None
         bias = None if case.bias is None else of_a(case.bias[:, None])[:, 0]
         yield replace(
