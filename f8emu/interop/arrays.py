@@ -52,20 +52,14 @@ def to_jax(x: Any, *, copy: bool | None = True) -> Any:
             distributed, wrapped or nested tensor; a masked array; memory that cannot be shared under `copy=False`.
     """
     jax = require_jax("interop.to_jax")
-    return _mapped("to_jax", x, lambda leaf: _array_to_jax(jax, leaf, copy))
+    return _mapped("to_jax", x, lambda leaf, library: _to_jax(jax, leaf, library, copy))
 
 
 def to_torch(x: Any, device: "torch.device | str | None" = None, *, copy: bool | None = True) -> Any:
     """JAX and numpy arrays as tensors on `device` (None: where they are), in the same containers.
 
-    Waits until an array is computed. Tensors are contiguous, except under `copy=False`.
-
-    Args:
-        x: as for `to_jax`.
-        device: where the tensors go.
-        copy: as for `to_jax`.
-
-    Exactness: no bit changes; NaN payloads and subnormals included.
+    Waits until an array is computed. Tensors are contiguous, except under `copy=False`. Arguments and exactness are
+    those of `to_jax`.
 
     Raises:
         MissingExtraError: torch is not installed.
@@ -73,62 +67,119 @@ def to_torch(x: Any, device: "torch.device | str | None" = None, *, copy: bool |
             cannot be shared under `copy=False`.
     """
     torch = require_torch("interop.to_torch")
-    return _mapped("to_torch", x, lambda leaf: _array_to_torch(torch, leaf, device, copy))
+    return _mapped("to_torch", x, lambda leaf, library: _to_torch(torch, leaf, library, device, copy))
 
 
 def to_numpy(x: Any, *, copy: bool | None = True) -> Any:
     """Tensors and JAX arrays as numpy arrays, in the same containers; dtypes that numpy lacks are those of ml_dtypes.
 
-    Waits until an array is computed. Arrays are C-contiguous and, if copied, writable.
-
-    Args:
-        x: as for `to_jax`.
-        copy: as for `to_jax`.
-
-    Exactness: no bit changes; NaN payloads and subnormals included.
+    Waits until an array is computed. Arrays are C-contiguous and, if copied, writable. Arguments and exactness are
+    those of `to_jax`.
 
     Raises:
         OperandError: as for `to_torch`; a distributed, wrapped or nested tensor.
     """
-    return _mapped("to_numpy", x, lambda leaf: _array_to_numpy(leaf, copy))
+    return _mapped("to_numpy", x, lambda leaf, library: _to_numpy(leaf, library, copy))
 
 
-def _array_to_jax(jax: Any, x: Any, copy: bool | None) -> Any:
-    # An array of JAX needs no conversion, and a dtype that JAX would narrow has none.
+# 1 Containers, and what cannot travel
+
+
+def _mapped(call: str, x: Any, function: Callable[[Any, str], Any]) -> Any:
+    """`function` of every array in the containers and its library; None stays."""
+    # An array, before containers: a tensor is no sequence here.
     library = library_of(x)
+    if library is not None:
+        if refusal := _refusal(call, x, library):
+            raise OperandError(f"{call}: {refusal}")
+        return function(x, library)
+    if x is None:
+        return None
+    if isinstance(x, Mapping):
+        return {key: _mapped(call, value, function) for key, value in x.items()}
+    if isinstance(x, list):
+        return [_mapped(call, value, function) for value in x]
+    if isinstance(x, tuple):
+        values = [_mapped(call, value, function) for value in x]
+        return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
+    raise OperandError(
+        f"{call}: x must be an array of torch, JAX or numpy, or dicts, lists and tuples of them; got "
+        f"{type(x).__name__}; make an array of it, or pass the one that it holds"
+    )
+
+
+def _refusal(call: str, x: Any, library: str) -> str:
+    """Why an array cannot travel; empty where it can."""
+    kind, dtype = type(x).__name__, _name(x)
+    if dtype not in _DTYPES:
+        remedy = "give jax.random.key_data of it" if dtype.startswith("key<") else "convert it first"
+        return f"an array must have a dtype that torch, JAX and numpy have; got {x.dtype}; {remedy}"
+    if library == "numpy" and hasattr(x, "mask"):
+        return f"torch and JAX have no masked arrays; got a {kind}; give x.filled(value), or x.data and x.mask"
+    if library == call.removeprefix("to_"):
+        return ""
+    if library == "jax":
+        if isinstance(x, require_jax(f"interop.{call}").core.Tracer):
+            remedy = "call it outside, or in a jax.pure_callback"
+            return f"the array must have values; got {x} of a function that JAX traces (jit, grad, vmap); {remedy}"
+        if not x.is_fully_addressable:
+            remedy = "gather it first, with jax.experimental.multihost_utils.process_allgather"
+            return f"all of the array must be on devices of this process; got {x.sharding}; {remedy}"
+    if library == "torch":
+        torch = require_torch(f"interop.{call}")
+        if x.is_nested:
+            remedy = "give its parts, list(tensor.unbind()), or torch.nested.to_padded_tensor"
+            return f"the tensor must have one size along each axis; got a nested tensor; {remedy}"
+        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(x):
+            remedy = "of a DTensor give full_tensor() or to_local(), of another class the plain tensor"
+            return f"the tensor must hold its values itself; got a {kind}, which wraps others; {remedy}"
+        if x.is_meta or x.layout is not torch.strided:
+            held = "no memory (device meta)" if x.is_meta else f"layout {x.layout}"
+            return f"the tensor must have strided memory; got {held}; give it values, or to_dense()"
+    return ""
+
+
+def _name(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _not_shared(call: str, why: str) -> OperandError:
+    return OperandError(f"{call}: copy=False asks for shared memory, but {why}; pass copy=None or copy=True")
+
+
+# 2 To JAX
+
+
+def _to_jax(jax: Any, x: Any, library: str, copy: bool | None) -> Any:
     if library == "jax":
         return jax.numpy.array(x, copy=True) if copy else x
     dtype = _name(x)
     if dtype in _NARROWED and not jax.config.jax_enable_x64:
-        raise OperandError(
-            f"to_jax: JAX narrows 64-bit types to 32 bits; got {x.dtype}; convert it to a 32-bit type first, or set "
-            "jax_enable_x64"
+        remedy = "convert it to a 32-bit type first, or set jax_enable_x64"
+        raise OperandError(f"to_jax: JAX narrows 64-bit types to 32 bits; got {x.dtype}; {remedy}")
+    if library == "torch":
+        return _tensor_to_jax(jax, _plain(x), copy)
+    import numpy as np
+
+    if copy is False and isinstance(x, np.generic):
+        raise _not_shared("to_jax", f"a numpy scalar ({dtype}) has no memory that others may read")
+    x = np.asarray(x)
+    array = jax.numpy.array(x, copy=True) if copy else jax.device_put(x, may_alias=True)
+    if copy is False and (array.device.platform != "cpu" or array.unsafe_buffer_pointer() != x.ctypes.data):
+        raise _not_shared(
+            "to_jax",
+            f"JAX copies numpy's array to {array.device}; it shares memory on the CPU that is row-major and at a "
+            f"multiple of {_ALIGNMENT} bytes",
         )
-    if library == "numpy":
-        import numpy as np
-
-        if copy is False and isinstance(x, np.generic):
-            raise _not_shared("to_jax", f"a numpy scalar ({dtype}) has no memory that others may read")
-        x = np.asarray(x)
-        array = jax.numpy.array(x, copy=True) if copy else jax.device_put(x, may_alias=True)
-        if copy is False and (array.device.platform != "cpu" or array.unsafe_buffer_pointer() != x.ctypes.data):
-            raise _not_shared(
-                "to_jax",
-                f"JAX copies numpy's array to {array.device}; it shares memory on the CPU that is row-major and at a "
-                f"multiple of {_ALIGNMENT} bytes",
-            )
-        return array
-    return _tensor_to_jax(jax, x, copy)
+    return array
 
 
-def _tensor_to_jax(jax: Any, tensor: "torch.Tensor", copy: bool | None) -> Any:
-    torch = require_torch("interop.to_jax")
+def _tensor_to_jax(jax: Any, source: "torch.Tensor", copy: bool | None) -> Any:
     # 1. DLPack shares memory that JAX would lay out in the same way, on the same device.
-    source = _plain("to_jax", tensor)
     device = jax_device(source.device)
-    is_shared = (source.device.type == "cpu") == (device.platform == "cpu")
+    is_near = (source.device.type == "cpu") == (device.platform == "cpu")
     is_compact = source.is_contiguous() or (source.ndim >= 2 and source.mT.is_contiguous())
-    is_shared = is_shared and is_compact and source.data_ptr() % _ALIGNMENT == 0
+    is_shared = is_near and is_compact and source.data_ptr() % _ALIGNMENT == 0
     if copy is False and not is_shared:
         raise _not_shared(
             "to_jax",
@@ -140,20 +191,24 @@ def _tensor_to_jax(jax: Any, tensor: "torch.Tensor", copy: bool | None) -> Any:
     if source.device.type == "cuda" and device.platform == "cpu":
         source = source.contiguous().cpu()
     elif copy or not is_shared:
-        source = source.clone(memory_format=torch.contiguous_format)
+        source = source.clone(memory_format=require_torch("interop.to_jax").contiguous_format)
     return jax.numpy.from_dlpack(source)
 
 
-def _array_to_torch(torch: Any, x: Any, device: Any, copy: bool | None) -> "torch.Tensor":
-    library = library_of(x)
+def _plain(tensor: "torch.Tensor") -> "torch.Tensor":
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+# 3 To torch
+
+
+def _to_torch(torch: Any, x: Any, library: str, device: Any, copy: bool | None) -> "torch.Tensor":
     if library == "torch":
         source = x.detach()
     elif library == "numpy":
         source = _numpy_to_torch(torch, x, copy)
     else:
-        _require_values("to_torch", x)
-        x = _gathered("to_torch", x, copy) if len(x.devices()) > 1 else x
-        source = torch.from_dlpack(x.block_until_ready())
+        source = torch.from_dlpack(_gathered("to_torch", x, copy).block_until_ready())
     if copy is False and device is not None:
         wanted, found = torch.device(device), source.device
         if found.type != wanted.type or wanted.index not in (None, found.index):
@@ -170,8 +225,8 @@ def _numpy_to_torch(torch: Any, array: "np.ndarray", copy: bool | None) -> "torc
 
     # torch takes writable memory whose strides are whole elements; float8 goes as integers of its width.
     array, dtype = np.asarray(array), getattr(torch, _name(array))
-    is_shared = array.flags.writeable
-    is_shared = is_shared and all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    is_whole = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    is_shared = array.flags.writeable and is_whole
     if copy is False and not is_shared:
         raise _not_shared(
             "to_torch",
@@ -186,25 +241,31 @@ def _numpy_to_torch(torch: Any, array: "np.ndarray", copy: bool | None) -> "torc
     return tensor
 
 
-def _array_to_numpy(x: Any, copy: bool | None) -> "np.ndarray":
+def _gathered(call: str, array: Any, copy: bool | None) -> Any:
+    """A JAX array on one device."""
+    if len(array.devices()) == 1:
+        return array
+    if copy is False:
+        raise _not_shared(call, f"the array is spread over {len(array.devices())} devices")
+    one = min(array.devices(), key=lambda device: device.id)
+    return require_jax(f"interop.{call}").device_put(array, one)
+
+
+# 4 To numpy
+
+
+def _to_numpy(x: Any, library: str, copy: bool | None) -> "np.ndarray":
     import numpy as np
 
-    library = library_of(x)
+    platforms = {"torch": lambda: {x.device.type}, "jax": lambda: {device.platform for device in x.devices()}}
+    is_near = library == "numpy" or platforms[library]() == {"cpu"}
+    if copy is False and not is_near:
+        raise _not_shared("to_numpy", f"the array is on {x.device if library == 'torch' else x.devices()}")
     if library == "torch":
-        source = _plain("to_numpy", x)
-        if copy is False and source.device.type != "cpu":
-            raise _not_shared("to_numpy", f"the tensor is on {source.device}")
-        array = _tensor_to_numpy(source.cpu())
-        copy = copy and source.device.type == "cpu"
-    elif library == "jax":
-        _require_values("to_numpy", x)
-        if copy is False and {device.platform for device in x.devices()} != {"cpu"}:
-            raise _not_shared("to_numpy", f"the array is on {x.devices()}")
-        if len(x.devices()) > 1:
-            x = _gathered("to_numpy", x, copy)
-        array = np.asarray(x)
+        array = _tensor_to_numpy(_plain(x).cpu())
+        copy = copy and is_near
     else:
-        array = np.asarray(x)
+        array = np.asarray(_gathered("to_numpy", x, copy) if library == "jax" else x)
     return np.array(array, order="C", copy=True) if copy else array
 
 
@@ -218,83 +279,3 @@ def _tensor_to_numpy(tensor: "torch.Tensor") -> "np.ndarray":
     torch = require_torch("interop.to_numpy")
     integers = {1: torch.uint8, 2: torch.int16}[tensor.dtype.itemsize]
     return tensor.view(integers).numpy().view(getattr(ml_dtypes, name))
-
-
-def _mapped(call: str, x: Any, function: Callable[[Any], Any]) -> Any:
-    """`function` of every array in the containers; None stays."""
-    # An array, before containers: a tensor is no sequence here.
-    library = library_of(x)
-    if library is not None:
-        if _name(x) not in _DTYPES:
-            remedy = "give jax.random.key_data of it" if _name(x).startswith("key<") else "convert it first"
-            raise OperandError(
-                f"{call}: an array must have a dtype that torch, JAX and numpy have; got {x.dtype}; {remedy}"
-            )
-        if library == "numpy" and hasattr(x, "mask"):
-            raise OperandError(
-                f"{call}: torch and JAX have no masked arrays, and the mask would be lost; got a {type(x).__name__}; "
-                "give x.filled(value), or x.data and x.mask"
-            )
-        return function(x)
-    if x is None:
-        return None
-    if isinstance(x, Mapping):
-        return {key: _mapped(call, value, function) for key, value in x.items()}
-    if isinstance(x, list):
-        return [_mapped(call, value, function) for value in x]
-    if isinstance(x, tuple):
-        values = [_mapped(call, value, function) for value in x]
-        return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
-    raise OperandError(
-        f"{call}: x must be an array of torch, JAX or numpy, or dicts, lists and tuples of them; got "
-        f"{type(x).__name__}; make an array of it, or pass the one that it holds"
-    )
-
-
-def _plain(call: str, tensor: "torch.Tensor") -> "torch.Tensor":
-    """The tensor without its gradient, if it has values of its own in strided memory."""
-    torch = require_torch(f"interop.{call}")
-    kind = type(tensor).__name__
-    if tensor.is_nested:
-        raise OperandError(
-            f"{call}: the tensor must have one size along each axis; got a nested tensor; give its parts, "
-            "list(tensor.unbind()), or torch.nested.to_padded_tensor"
-        )
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
-        raise OperandError(
-            f"{call}: the tensor must hold its values itself; got a {kind}, which wraps others; of a DTensor give "
-            "full_tensor() or to_local(), of another class the plain tensor that it stands for"
-        )
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        held = "no memory (device meta)" if tensor.is_meta else f"layout {tensor.layout}"
-        raise OperandError(f"{call}: the tensor must have strided memory; got {held}; give it values, or to_dense()")
-    return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _require_values(call: str, array: Any) -> None:
-    jax = require_jax(f"interop.{call}")
-    if isinstance(array, jax.core.Tracer):
-        raise OperandError(
-            f"{call}: the array must have values; got {array} of a function that JAX traces (jit, grad, vmap); call it "
-            "outside, or in a jax.pure_callback"
-        )
-    if not array.is_fully_addressable:
-        raise OperandError(
-            f"{call}: all of the array must be on devices of this process; got {array.sharding}; gather it first, with "
-            "jax.experimental.multihost_utils.process_allgather"
-        )
-
-
-def _gathered(call: str, array: Any, copy: bool | None) -> Any:
-    jax = require_jax(f"interop.{call}")
-    if copy is False:
-        raise _not_shared(call, f"the array is spread over {len(array.devices())} devices")
-    return jax.device_put(array, min(array.devices(), key=lambda device: device.id))
-
-
-def _name(x: Any) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-def _not_shared(call: str, why: str) -> OperandError:
-    return OperandError(f"{call}: copy=False asks for shared memory, but {why}; pass copy=None or copy=True")

@@ -73,16 +73,9 @@ def float8_states_from_delayed_state_dict(
 def delayed_state_dict_from_float8_states(
     states: Any, recipe: Recipe | str = "delayed", *, rules: Sequence[ParameterRule] = DEFAULT_RULES
 ) -> dict[str, Any]:
-    """The state of a JAX model for `f8emu.torch.load_delayed_state_dict`.
+    """The state of a JAX model, nested dicts of `Float8State`, for `f8emu.torch.load_delayed_state_dict`.
 
-    The inverse of `float8_states_from_delayed_state_dict`.
-
-    Args:
-        states: nested dicts with a `Float8State` for each layer.
-        recipe: the recipe of all layers.
-        rules: the rules of the parameters.
-
-    Exactness: no bit changes; `initialized` becomes a bool.
+    The inverse of `float8_states_from_delayed_state_dict`, with its recipe and rules; `initialized` becomes a bool.
 
     Raises:
         SpecError: a recipe without delayed scaling.
@@ -150,19 +143,17 @@ def _layers(call: str, tree: Any, name: str) -> list[tuple[str, Float8State]]:
 
 
 def _layer(call: str, layer: str, rules: Sequence[ParameterRule], *, to: str) -> str:
-    """The layer's name on the other side, taken from its weight's."""
+    """The layer's name on the other side, taken from its weight's, which has two axes."""
     if not rules or not layer:
         return layer
-    weight = {"torch": ".weight", "flax": ".kernel"}
-    back = "torch" if to == "flax" else "flax"
-    axes = 2
+    ours, theirs = (".weight", ".kernel") if to == "flax" else (".kernel", ".weight")
     try:
-        found, _ = renamed(rules, layer + weight[back], axes, to=to)
+        found, _ = renamed(rules, layer + ours, 2, to=to)
     except OperandError as error:
         raise OperandError(f"{call}: {error}") from None
-    if not found.endswith(weight[to]):
+    if not found.endswith(theirs):
         raise OperandError(
             f"{call}: layer {layer!r}: the rules rename its weight to {found!r}, which is not a linear layer's; put a "
-            f"ParameterRule for it before the others"
+            "ParameterRule for it before the others"
         )
-    return found.removesuffix(weight[to])
+    return found.removesuffix(theirs)

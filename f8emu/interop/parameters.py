@@ -1,6 +1,6 @@
 """Whole models: torch's state dict, names with dots, and JAX's parameter tree, nested dicts or any pytree."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from f8emu.interop.arrays import to_jax, to_torch
@@ -40,8 +40,7 @@ def params_from_state_dict(
     call = "params_from_state_dict"
     arrays: dict[str, Any] = {}
     for name, tensor in state_dict.items():
-        found, array = _arranged(call, rules, name, tensor, to="flax")
-        _add(call, arrays, found, _converted(call, name, to_jax, array, copy))
+        _convert(call, rules, name, tensor, copy, arrays, to="flax")
     return nested(call, arrays) if like is None else _filled(call, like, arrays)
 
 
@@ -67,39 +66,42 @@ def state_dict_from_params(
     state_dict: dict[str, Any] = {}
     for name, leaf in _named_leaves(params):
         if library_of(leaf) is not None:
-            found, array = _arranged(call, rules, name, leaf, to="torch")
-            _add(call, state_dict, found, _converted(call, name, to_torch, array, copy))
+            _convert(call, rules, name, leaf, copy, state_dict, to="torch")
     if like is not None:
         _require_same(call, {name: tuple(x.shape) for name, x in like.items()}, state_dict)
     return state_dict
 
 
-def _arranged(call: str, rules: Sequence[ParameterRule], name: str, x: Any, *, to: str) -> tuple[str, Any]:
+def _convert(
+    call: str,
+    rules: Sequence[ParameterRule],
+    name: str,
+    x: Any,
+    copy: bool | None,
+    converted: dict[str, Any],
+    *,
+    to: str,
+) -> None:
+    """Put one parameter among those that are converted, under its name on side `to`."""
     if library_of(x) is None:
+        kind = type(x).__name__
         raise OperandError(
-            f"{call}: parameter {name!r} must be an array of torch, JAX or numpy; got {type(x).__name__}; leave the "
-            "entry out"
+            f"{call}: parameter {name!r} must be an array of torch, JAX or numpy; got {kind}; leave the entry out"
         )
-    if not rules:
-        return name, x
+    found = name
     try:
-        found, rule = renamed(rules, name, x.ndim, to=to)
-        return found, rule.arranged(x, to=to)
+        if rules:
+            found, rule = renamed(rules, name, x.ndim, to=to)
+            x = rule.arranged(x, to=to)
     except OperandError as error:
         raise OperandError(f"{call}: {error}") from None
-
-
-def _converted(call: str, name: str, convert: Callable[..., Any], array: Any, copy: bool | None) -> Any:
+    if found in converted:
+        remedy = "give one of them a ParameterRule of its own"
+        raise OperandError(f"{call}: two parameters get the name {found!r}; {remedy}")
     try:
-        return convert(array, copy=copy)
+        converted[found] = (to_jax if to == "flax" else to_torch)(x, copy=copy)
     except OperandError as error:
         raise OperandError(f"{call}: parameter {name!r}: {error}; or leave the entry out") from None
-
-
-def _add(call: str, arrays: dict[str, Any], name: str, array: Any) -> None:
-    if name in arrays:
-        raise OperandError(f"{call}: two parameters get the name {name!r}; give one of them a ParameterRule of its own")
-    arrays[name] = array
 
 
 def nested(call: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,11 +113,9 @@ def nested(call: str, values: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *above, last = name.split(".")
-        place = tree
+        place: Any = tree
         for key in above:
-            place = place.setdefault(key, {})
-            if not isinstance(place, dict):
-                break
+            place = place.setdefault(key, {}) if isinstance(place, dict) else None
         if not isinstance(place, dict) or last in place:
             raise OperandError(f"{call}: {name!r} is below or above another parameter; rename one of them")
         place[last] = value
@@ -141,15 +141,10 @@ def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """(keys joined by dots, leaf) of a pytree."""
     jax = require_jax("interop.state_dict_from_params")
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        yield ".".join(_keys(path)), leaf
-
-
-def _keys(path: Sequence[Any]) -> Iterator[str]:
-    if path and getattr(path[-1], "name", "") == "value":
-        path = path[:-1]  # a variable of flax nnx, around its array
-    for key in path:
-        names = (str(getattr(key, field)) for field in ("key", "name", "idx") if hasattr(key, field))
-        yield next(names, str(key))
+        # a variable of flax nnx is around its array
+        keys = path[:-1] if path and getattr(path[-1], "name", "") == "value" else path
+        names = (next((getattr(key, f) for f in ("key", "name", "idx") if hasattr(key, f)), key) for key in keys)
+        yield ".".join(map(str, names)), leaf
 
 
 def _require_same(call: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -85,8 +85,8 @@ class ParameterRule:
         return turned if len(flat) == len(shape) else turned.reshape(shape)
 
     def _sides(self, to: str) -> tuple[Sequence[tuple[str, ...]], Sequence[tuple[str, ...]]]:
-        assert self.axes is not None, "callers ask"
-        torch, flax = (_groups(side) for side in self.axes.split("->"))
+        # of a rule for any number of axes: none
+        torch, flax = (_groups(side) for side in (self.axes or "->").split("->"))
         return (torch, flax) if to == "flax" else (flax, torch)
 
     def _split(self, group: tuple[str, ...], size: int) -> dict[str, int]:
@@ -104,35 +104,35 @@ class ParameterRule:
 
 
 def renamed(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> tuple[str, ParameterRule]:
-    """The name on side `to` (torch or flax), and the rule that gives it.
+    """The name on side `to` (torch or flax), and the rule that gives it: the first that fits name and axes.
 
     Raises:
         OperandError: no rule fits, or the rules lead back to another name.
     """
-    # The first rule that fits the name and the number of axes holds.
     back = "torch" if to == "flax" else "flax"
-    found, rule = next(_fitting(rules, name, ndim, to=to), (None, None))
-    if found is None or rule is None:
+    found = _first(rules, name, ndim, to=to)
+    if found is None:
         raise OperandError(
             f"parameter {name!r} with {ndim} axes: no rule fits its name on the side of {back}; add a ParameterRule, "
             "or end the rules with DEFAULT_RULES"
         )
     # A name without a way back would be another parameter after the next conversion.
-    target = len(rule._sides(to)[1]) if rule.axes is not None else ndim
-    returned, _ = next(_fitting(rules, found, target, to=back), (None, None))
+    target = len(found[1]._sides(to)[1]) if found[1].axes is not None else ndim
+    returned, _ = _first(rules, found[0], target, to=back) or (None, None)
     if returned != name:
         raise OperandError(
-            f"parameter {name!r}: the rules rename it to {found!r}, and that to {returned!r}; put a ParameterRule for "
-            "this name before the others, so that it has a way back"
+            f"parameter {name!r}: the rules rename it to {found[0]!r}, and that to {returned!r}; put a ParameterRule "
+            "for this name before the others, so that it has a way back"
         )
-    return found, rule
+    return found
 
 
-def _fitting(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> Iterator[tuple[str, ParameterRule]]:
+def _first(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> tuple[str, ParameterRule] | None:
     for rule in rules:
         found = rule.renamed(name, to=to)
         if found is not None and rule.takes(ndim, to=to):
-            yield found, rule
+            return found, rule
+    return None
 
 
 @cache

@@ -45,6 +45,12 @@ TE_STATISTICS = {
 }
 """Recorded under our names, and as our quantities: underflow and saturation are shares from 0 to 1, where its
 underflows% and overflows% are percentages."""
+_NAMES: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
+    "statistics": (STATISTICS, TE_STATISTICS),
+    "gemms": (GEMM_NAMES, GEMMS),
+    "tensors": (TENSORS, TE_TENSORS),
+}
+"""Key -> our names, and TransformerEngine's."""
 MOST_FIRST_VALUES = 4096
 """So that a record stays a line that readers take."""
 
@@ -88,14 +94,20 @@ class InspectConfig:
     """The TensorBoard folder to write."""
 
     def __post_init__(self) -> None:
-        for name in ("statistics", "gemms", "tensors", "what_if"):
-            value: object = getattr(self, name)
-            if isinstance(value, str) or not isinstance(value, Sequence):
-                raise SpecError(f"InspectConfig: {name} must be a list of names; got {value!r}")
-        _set(self, "statistics", _known("statistics", self.statistics, STATISTICS, TE_STATISTICS))
-        _set(self, "gemms", _known("gemms", self.gemms, GEMM_NAMES, GEMMS))
-        _set(self, "tensors", _known("tensors", self.tensors, TENSORS, TE_TENSORS))
-        _set(self, "what_if", tuple(recipe_by_name(name).name for name in self.what_if))
+        # 1. Names: TransformerEngine's become ours.
+        for key, (ours, others) in _NAMES.items():
+            names: object = getattr(self, key)
+            if isinstance(names, str) or not isinstance(names, Sequence):
+                raise SpecError(f"InspectConfig: {key} must be a list of names; got {names!r}")
+            found = tuple(dict.fromkeys(others.get(name, name) for name in names))
+            if unknown := [name for name in found if name not in ours]:
+                raise SpecError(
+                    f"InspectConfig: {key} must be of {', '.join(ours)}, or TransformerEngine's {', '.join(others)}; "
+                    f"got {', '.join(map(repr, unknown))}"
+                )
+            object.__setattr__(self, key, found)  # the dataclass is frozen once it is made
+        object.__setattr__(self, "what_if", tuple(recipe_by_name(name).name for name in self.what_if))
+        # 2. The pattern and the numbers.
         try:
             re.compile(self.layers)
         except (re.error, TypeError) as error:
@@ -129,7 +141,7 @@ def config_of(config: InspectConfig | Mapping[str, Any] | str | Path | None) -> 
     if config is None or isinstance(config, InspectConfig):
         return config or InspectConfig()
     source = "config"
-    if isinstance(config, (str, Path)):
+    if isinstance(config, str | Path):
         source = str(config)
         try:
             config = tomllib.loads(Path(config).read_text(encoding="utf-8"))
@@ -143,18 +155,3 @@ def config_of(config: InspectConfig | Mapping[str, Any] | str | Path | None) -> 
         raise SpecError(f"inspect: {source} has unknown keys: {unknown}; known keys are {', '.join(known)}")
     options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
     return InspectConfig(**options)
-
-
-def _set(config: InspectConfig, name: str, value: tuple[str, ...]) -> None:
-    object.__setattr__(config, name, value)  # the dataclass is frozen once it is made
-
-
-def _known(key: str, names: Sequence[str], ours: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
-    found = [others.get(name, name) for name in names]
-    unknown = [name for name in found if name not in ours]
-    if unknown:
-        raise SpecError(
-            f"InspectConfig: {key} must be of {', '.join(ours)}, or TransformerEngine's {', '.join(others)}; got "
-            f"{', '.join(map(repr, unknown))}"
-        )
-    return tuple(dict.fromkeys(found))

@@ -112,7 +112,10 @@ class Inspector:
             self._logs.append(JsonLog(config.path + (f".rank{self._rank}" if self._rank else "")))
         if config.tensorboard is not None:
             self._logs.append(TensorBoardLog(f"{config.tensorboard}/rank{self._rank}"))
-        self._write([self._header(layers)])
+        first = next(iter(layers.values()))
+        header = {"f8emu": f8emu.__version__, "schema": SCHEMA, "torch": torch.__version__}
+        header |= {"device": str(first.weight.device), "rank": self._rank, "layers": len(layers)}
+        self._write([header | {"recipe": first.recipe.label, "every": config.every, "start": first_step}])
         hook: Any = None
         if optimizer is not None:
             hook = optimizer.register_step_post_hook(not_compiled(lambda *_: self._end_step()))
@@ -164,10 +167,10 @@ class Inspector:
         records: list[dict[str, Any]] = []
         events: list[Event] = []
         for record, found, values in read(pending):
-            if "recipe" not in record:
-                event = _event_of(record, found, self.config.saturation_event)
-                events += [] if event is None else [event]
-            wanted = {name: value for name, value in found.items() if self._is_wanted(name)}
+            event = None if "recipe" in record else _event_of(record, found, self.config.saturation_event)
+            events += [] if event is None else [event]
+            is_wanted = {name: name in self.config.statistics or name.startswith("error_") for name in found}
+            wanted = {name: value for name, value in found.items() if is_wanted[name]}
             records.append({**record, **wanted, **{name: _listed(first) for name, first in values.items()}})
         self._write([*({**event._asdict(), "event": event.kind, "rank": self._rank} for event in events), *records])
         self.events += events
@@ -178,26 +181,9 @@ class Inspector:
             for event in events:
                 self._on_event(event)
 
-    def _is_wanted(self, name: str) -> bool:
-        return name in self.config.statistics or name.startswith("error_")
-
     def _write(self, records: list[dict[str, Any]]) -> None:
         for log in self._logs:
             log.write(records)
-
-    def _header(self, layers: Mapping[str, Float8Layer]) -> dict[str, Any]:
-        first = next(iter(layers.values()))
-        return {
-            "f8emu": f8emu.__version__,
-            "schema": SCHEMA,
-            "torch": torch.__version__,
-            "device": str(first.weight.device),
-            "rank": self._rank,
-            "layers": len(layers),
-            "recipe": first.recipe.label,
-            "every": self.config.every,
-            "start": self.number,
-        }
 
 
 def _event_of(record: Mapping[str, Any], found: Mapping[str, float], most_saturated: float) -> Event | None:

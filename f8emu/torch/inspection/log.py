@@ -1,5 +1,6 @@
 """Where records go: JSON lines, which survive a crash, and TensorBoard."""
 
+import contextlib
 import importlib
 import json
 import logging
@@ -54,14 +55,11 @@ class JsonLog:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            _log.warning(
-                "inspect: cannot write %s: %s; what follows is not recorded; free some space", self.path, error
-            )
-            file, self._file = self._file, None
-            try:
-                file.close()
-            except OSError:
-                pass  # what it could not flush is lost, as was said
+            remedy = "what follows is not recorded; free some space"
+            _log.warning("inspect: cannot write %s: %s; %s", self.path, error, remedy)
+            with contextlib.suppress(OSError):  # what it could not flush is lost, as was said
+                self.close()
+            self._file = None
 
     def close(self) -> None:
         """End the file."""
@@ -92,15 +90,10 @@ class TensorBoardLog:
         for record in records:
             if "layer" not in record or "event" in record:
                 continue
-            parts = [
-                record["layer"],
-                record["gemm"],
-                record["operand"],
-                *([record["recipe"]] if "recipe" in record else []),
-            ]
+            place = "/".join(str(record[key]) for key in ("layer", "gemm", "operand", "recipe") if key in record)
             for key, value in record.items():
                 if key not in _PLACE and isinstance(value, int | float):
-                    self._writer.add_scalar("/".join((*parts, key)), value, record["step"])
+                    self._writer.add_scalar(f"{place}/{key}", value, record["step"])
         self._writer.flush()
 
     def close(self) -> None:
