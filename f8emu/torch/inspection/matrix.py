@@ -5,7 +5,6 @@ plain torch there too.
 """
 
 from collections.abc import Collection
-from functools import cache
 from types import ModuleType
 
 import torch
@@ -125,12 +124,6 @@ def launches_for(x: Tensor, *formats: Format) -> ModuleType | None:
     """The module that launches kernels on `x`; None where there are none."""
     if kernels_for(x) is None:
         return None
-    launch = _launches()
-    return launch if launch.takes(x, *formats) else None
+    from f8emu.torch.inspection import kernels  # needs Triton
 
-
-@cache
-def _launches() -> ModuleType:
-    from f8emu.torch.inspection import launch  # needs Triton
-
-    return launch
+    return kernels if kernels.takes(x, *formats) else None
