@@ -56,7 +56,7 @@ class _Record:
     @property
     def what(self) -> str:
         """The GEMM, or the tensor."""
-        raise NotImplementedError
+        return getattr(self, "gemm", "") or getattr(self, "tensor", "")
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -128,18 +128,13 @@ class GemmRecord(_Record):
     """Whether operands are parts of tensors whose other parts, on other ranks, count for the amax too."""
 
     def __post_init__(self) -> None:
-        granularities, sources = ([one.value for one in kind] for kind in (Granularity, Source))
         self._require(GEMM_NAMES, "gemm")
         self._require(FORMATS, "a_format", "b_format", "out_dtype")
-        self._require(granularities, "granularity_a", "granularity_b")
-        self._require(sources, "split_k_source")
+        self._require([one.value for one in Granularity], "granularity_a", "granularity_b")
+        self._require([one.value for one in Source], "split_k_source")
         self._require(("hardware", "emulated"), "engine")
         if self.split_k < 1:
             raise SpecError(f"'split_k' must be at least 1; found {self.split_k}")
-
-    @property
-    def what(self) -> str:
-        return self.gemm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,10 +150,6 @@ class TensorRecord(_Record):
     def __post_init__(self) -> None:
         self._require(TENSORS, "tensor")
         self._require(_TENSOR_DTYPES, "dtype")
-
-    @property
-    def what(self) -> str:
-        return self.tensor
 
 
 Record = GemmRecord | TensorRecord
@@ -218,7 +209,7 @@ class StepHeader:
         return {"schema": SCHEMA, **shared, "versions": dict(self.versions), "recipes": recipes}
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> "StepHeader":
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """The header; other keys are left to the caller.
 
         Raises:

@@ -62,11 +62,11 @@ class StepWriter:
         self._final = root / header.name
         self._path = root / (header.name + UNFINISHED)
         self._entries: list[dict[str, Any]] = []
+        self._before = budget.used
         self.fault = budget.refusal(RESERVED)
         """Why the step could not be finished; empty without a fault."""
         # a limit without room for an index has none for a record
         self._is_full = bool(self.fault)
-        self._before = budget.used
         if self._is_full:
             return
         budget.used += RESERVED
@@ -97,19 +97,17 @@ class StepWriter:
 
     def add(self, record: Record, arrays: Mapping[str, Stored]) -> bool:
         """Write a record. If that is impossible return False, and add an entry to `left_out`."""
-        size = size_of(arrays)
+        size, name = size_of(arrays), f"{record.order:06d}.safetensors"
+        text = {"record": json.dumps(record.to_json()), "step": self._header.name}
         reason = self.refusal(size)
-        if not reason:
-            name = f"{record.order:06d}.safetensors"
-            text = {"record": json.dumps(record.to_json()), "step": self._header.name}
-            try:
+        try:
+            if not reason:
                 written, digest = _write(self._path / name, _container(arrays, text))
-            except OSError as error:
-                reason = _text(error)
-            else:
                 self._entries.append({"file": name, "bytes": written, "sha256": digest, **record.to_json()})
                 self._budget.used += size + ROOM
                 return True
+        except OSError as error:
+            reason = _text(error)
         self.left_out.append(LeftOut(place=record.place, size=size, reason=reason))
         return False
 
@@ -124,20 +122,18 @@ class StepWriter:
         if interrupted_by:
             self._header = replace(self._header, reason=interrupted_by[:LONGEST_REASON])
         try:
-            (self._path / _RESERVE).unlink()  # on a full disk the index needs its room
-            # 1. The index, in place of the room that was kept for it.
+            # 1. The index, in place of the room that was kept for it: the disk may be full.
+            (self._path / _RESERVE).unlink()
             index = self._write_index(is_complete=not interrupted_by)
             self._budget.used = self._before + sum(entry["bytes"] for entry in self._entries) + index
-            if interrupted_by:
-                self.fault = interrupted_by
-                return None
             # 2. The final name, which only a whole step has.
-            self._path.rename(self._final)
-            _sync_directory(self._final.parent)
+            if not interrupted_by:
+                self._path.rename(self._final)
+                _sync_directory(self._final.parent)
         except OSError as error:
-            self.fault = _text(error)
-            return None
-        return self._final
+            interrupted_by = _text(error)
+        self.fault = interrupted_by
+        return None if self.fault else self._final
 
     def _write_index(self, *, is_complete: bool) -> int:
         """Gives its bytes."""

@@ -129,20 +129,19 @@ _STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "quiet": "dim"}
 
 def parts(page: Page) -> "Iterator[str | Code | rich.table.Table]":
     """Lines that are wrapped, lines that are not, and tables; an empty line between sections."""
-    shown = filter(None, (_shown(section) for outer in page.sections for section in _flat(outer)))
-    for i, section in enumerate(shown):
-        yield from [""] * bool(i)
-        yield from section
+    is_first = True
+    for section in _flat(page.sections):
+        shown = [section.lead] * bool(section.lead) + [part for block in section.blocks for part in _block(block)]
+        if shown:
+            yield from [""] * (not is_first)
+            yield from shown
+            is_first = False
 
 
-def _flat(section: Section) -> Iterator[Section]:
-    yield section
-    for inner in section.sections:
-        yield from _flat(inner)
-
-
-def _shown(section: Section) -> list[Any]:
-    return [section.lead] * bool(section.lead) + [part for block in section.blocks for part in _block(block)]
+def _flat(sections: Sequence[Section]) -> Iterator[Section]:
+    for section in sections:
+        yield section
+        yield from _flat(section.sections)
 
 
 def _block(block: Block) -> Iterator[Any]:
@@ -169,13 +168,8 @@ def _table(table: Table) -> "rich.table.Table":
     for i, row in enumerate(table.rows):
         if i in table.starts:
             drawn.add_section()
-        drawn.add_row(*_words(row))
+        cells = [Cell(text=cell) if isinstance(cell, str) else cell for cell in row]
+        tones = [cell.tone if isinstance(cell, Cell) else "" for cell in cells]
+        words = zip(cells, tones, strict=True)
+        drawn.add_row(*(Words(printable(cell.text), style=_STYLES.get(tone, "")) for cell, tone in words))
     return drawn
-
-
-def _words(row: Sequence[str | Cell | Share]) -> Iterator[Any]:
-    from rich.text import Text as Words
-
-    for cell in row:
-        tone = cell.tone if isinstance(cell, Cell) else ""
-        yield Words(printable(cell if isinstance(cell, str) else cell.text), style=_STYLES.get(tone, ""))

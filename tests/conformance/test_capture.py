@@ -380,7 +380,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown key": (in_record(run="rm"), "unknown key 'run'"),
     "recipe": (edited(lambda index: index.update(recipes={"x": {"name": 1}})), "recipe"),
     "same order": (in_record(order=0), "an 'order' of its own"),
-    "huge tensor": (renamed(b"[40,272]", b"[9e9,27]"), "with a shape of sizes"),
+    "huge tensor": (renamed(b"[40,272]", b"[9e9,27]"), "with a shape that an array"),
     "other dtype": (renamed(b'"a.codes":{"dtype":"U8"', b'"a.codes":{"dtype":"I8"'), "of a dtype among"),
     "no records": (edited(lambda index: index.pop("records")), "'records' must be of type list"),
     "other recipe": (in_record(a_format="float8_e5m2"), "expected a_format 'float8_e"),
