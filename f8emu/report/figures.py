@@ -7,7 +7,7 @@ import numpy as np
 from f8emu.conformance.compare import APART, LAST_BIN, NOT_COMPARED, UlpHistogram, bin_label, bins
 from f8emu.conformance.run.breakdown import Breakdown
 from f8emu.conformance.run.result import DifferenceMap, is_matrix
-from f8emu.report.page import Plot, Table
+from f8emu.report.page import Plot
 from f8emu.report.svg import Svg, number, runs, ticks
 
 _ROW = 120
@@ -60,7 +60,7 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
             figure.text(middle(place), base - 18, _short(key), "middle")
     figure.text(left, figure.height - 6, _AXIS, kind="quiet")
     alt = "; ".join(f"{dtype}: {histogram.words()}" for dtype, histogram in found.items()) + "."
-    return Plot(svg=figure.html(alt), title="Distance of the outputs that differ", alt=alt, data=ulp_table(found))
+    return Plot(svg=figure.html(alt), title="Distance of the outputs that differ", alt=alt)
 
 
 def _histogram(
@@ -87,22 +87,6 @@ def _histogram(
         if kind == "apart":  # told apart without colour, too
             figure.line(x, base, x, base - height, "hatch", f'stroke-width="{number(width)}" stroke-dasharray="1.5 4"')
     figure.line(left, base, right, base, "axis")
-
-
-def ulp_table(ulps: Mapping[str, UlpHistogram]) -> Table:
-    """Rows are bins, columns the dtypes."""
-    indices = sorted({index for histogram in ulps.values() for index in histogram.finite})
-    rows = [[bin_label(i), *(f"{histogram.finite.get(i, 0):,}" for histogram in ulps.values())] for i in indices]
-    for name in (*APART, NOT_COMPARED):
-        if any(name in histogram.apart for histogram in ulps.values()):
-            label = f"{name}: raised, or of another dtype or shape" if name == NOT_COMPARED else name
-            rows.append([label, *(f"{histogram.apart.get(name, 0):,}" for histogram in ulps.values())])
-    return Table(
-        caption="Outputs that differ, by distance in ulps: + is farther from zero than expected, - is nearer or beyond",
-        columns=["distance in ulps", *ulps],
-        rows=rows,
-        numeric=frozenset(range(1, len(ulps) + 1)),
-    )
 
 
 def _short(key: int | str) -> str:

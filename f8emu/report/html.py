@@ -1,58 +1,37 @@
-"""A page as one self-contained file that asks nothing of the network.
+"""A page as one self-contained file that asks nothing of the network, and runs nothing.
 
-Scripts and styles are inlined once; a content security policy forbids everything else, also what a name or a message
-of a foreign kernel might smuggle in.
+A content security policy forbids scripts and everything from elsewhere, also what a name or a message of a foreign
+kernel might smuggle in.
 """
 
-import base64
-import hashlib
 from html import escape
 from importlib.resources import files
 from typing import assert_never
 
-from f8emu.report.page import (
-    Block,
-    Cell,
-    Code,
-    Facts,
-    Page,
-    Plot,
-    Plots,
-    Section,
-    Share,
-    Table,
-    Text,
-    Tone,
-)
+from f8emu.report.page import Block, Cell, Code, Facts, Page, Plot, Plots, Section, Share, Table, Text, Tone
 from f8emu.report.svg import variables
 
 
 def render(command: str, page: Page) -> str:
     """The page as HTML; `command` is what made it."""
-    data = files("f8emu.report")
-    style = variables() + (data / "page.css").read_text(encoding="utf-8")
-    script = (data / "page.js").read_text(encoding="utf-8")
-    # the policy names the two scripts by their hash: no other one runs, wherever it comes from
-    hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in (_EARLY, script))
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
+    style = variables() + (files("f8emu.report") / "page.css").read_text(encoding="utf-8")
     links = "".join(f'<li><a href="#part-{i}">{escape(s.title)}</a></li>' for i, s in enumerate(page.sections, 1))
     body = "".join(_section(part, f"part-{i}", 2) for i, part in enumerate(page.sections, 1))
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{escape(page.title)} - {escape(command)}</title>
 <link rel="icon" href="data:,">
-<script>{_EARLY}</script>
 <style>{style}</style>
 </head>
 <body>
 <a class="skip" href="#content">To the content</a>
 <header><div>
-<div class="kicker"><span>{escape(command)}</span><button type="button" id="theme" hidden></button></div>
+<div class="kicker">{escape(command)}</div>
 <h1>{escape(page.title)}</h1>
 {f'<p class="lead">{escape(page.lead)}</p>' if page.lead else ""}
 {_verdict(page.verdict)}
@@ -62,19 +41,9 @@ def render(command: str, page: Page) -> str:
 {body}
 </main>
 <footer><p>One file, readable offline: it loads nothing and sends nothing.</p></footer>
-<script>{script}</script>
 </body>
 </html>
 """
-
-
-_EARLY = """const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-document.documentElement.dataset.theme = prefersDark.matches ? "dark" : "light";"""
-"""Before anything is seen: otherwise a page in the dark would flash."""
-
-
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 _SIGNS: dict[Tone, str] = {"good": "\N{CHECK MARK}", "bad": "\N{MULTIPLICATION X}", "warn": "\N{WARNING SIGN}"}
@@ -88,9 +57,8 @@ def _sign(tone: Tone) -> str:
 def _verdict(verdict: Cell | None) -> str:
     if verdict is None:
         return ""
-    return (
-        f'<p class="verdict {verdict.tone}" id="verdict">{_sign(verdict.tone)}<span>{escape(verdict.text)}</span></p>'
-    )
+    words = f"{_sign(verdict.tone)}<span>{escape(verdict.text)}</span>"
+    return f'<p class="verdict {verdict.tone}" id="verdict">{words}</p>'
 
 
 def _section(section: Section, key: str, level: int) -> str:
@@ -124,12 +92,10 @@ def _block(block: Block, key: str) -> str:
 
 
 def _plot(plot: Plot, key: str) -> str:
-    numbers = f"<details><summary>The numbers</summary>{_table(plot.data)}</details>" if plot.data else ""
     caption = f'<strong id="{key}-title">{escape(plot.title)}</strong>{escape(plot.alt)}'
     return (
         f'<figure aria-labelledby="{key}-title"><figcaption>{caption}</figcaption>'
-        f'<div class="frame" tabindex="0" role="group" aria-labelledby="{key}-title">{plot.svg}</div>'
-        f"{numbers}</figure>\n"
+        f'<div class="frame" tabindex="0" role="group" aria-labelledby="{key}-title">{plot.svg}</div></figure>\n'
     )
 
 
@@ -157,19 +123,15 @@ def _row(number: int, table: Table) -> str:
 
 
 def _cell(cell: str | Cell | Share, column: int, table: Table) -> str:
+    # what heads the cell on a narrow screen, where rows are stacked
+    label = f' data-label="{escape(table.columns[column])}"'
     if isinstance(cell, Share):
         width = f"{100 * cell.value:.2f}%"
         bar = f'<span class="track"><span{"" if cell.value else " class=none"} style="width:{width}"></span></span>'
-        return f'<td{_label(column, table)}><div class="share">{bar}<span>{escape(cell.text)}</span></div></td>'
+        return f'<td{label}><div class="share">{bar}<span>{escape(cell.text)}</span></div></td>'
     cell = Cell(text=cell) if isinstance(cell, str) else cell
-    text = f"{_sign(cell.tone)}{escape(cell.text)}"
-    tag, scope = ("th", " scope=row") if column == 0 else ("td", _label(column, table))
-    return f"<{tag}{scope}{_class(column, table, cell)}>{text}</{tag}>"
-
-
-def _label(column: int, table: Table) -> str:
-    """What heads the cell on a narrow screen, where rows are stacked."""
-    return f' data-label="{escape(table.columns[column])}"'
+    tag, scope = ("th", " scope=row") if column == 0 else ("td", label)
+    return f"<{tag}{scope}{_class(column, table, cell)}>{_sign(cell.tone)}{escape(cell.text)}</{tag}>"
 
 
 def _class(column: int, table: Table, cell: Cell | None = None) -> str:

@@ -3,8 +3,8 @@
     page = Page(title="Worst layers", sections=[Section(title="layers.3", blocks=[Table(...), Plot(...)])])
     Path("out.html").write_text(render("f8emu inspect", page), encoding="utf-8")
 
-Every figure has a title, a description and, where they are few enough to read, its numbers as a table: a page can be
-read without colours, and without the figures. A terminal shows text, tables and code, without titles of sections.
+Every figure has a title and a description: a page can be read without colours, and without the figures. A terminal
+shows text, tables and code, without titles of sections.
 """
 
 from collections.abc import Iterator, Sequence
@@ -89,8 +89,6 @@ class Plot:
     title: str
     alt: str
     """What it shows, in words that stand in for it."""
-    data: Table | None = None
-    """Its numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,9 @@ COLOURS = {
 
 
 def variables() -> str:
-    """The colours as variables of CSS: the light ones, and the dark ones of `data-theme`."""
+    """The colours as variables of CSS, by the reader's scheme."""
     light, dark = ("; ".join(f"--{name}: {both[i]}" for name, both in COLOURS.items()) for i in (0, 1))
-    return f':root {{ {light}; }}\n:root[data-theme="dark"] {{ {dark}; }}\n'
+    return f":root {{ {light}; }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark}; }} }}\n"
 
 
 def number(value: float) -> str:
