@@ -257,10 +257,14 @@ def _blockwise() -> Iterator[GemmCase]:
 
 
 def _split() -> Iterator[GemmCase]:
-    tensorwise: Pair = (Granularity.TENSORWISE, Granularity.TENSORWISE)
-    table = [("fast" if fast else "promoted", tensorwise, slices, k, fast) for slices, k, fast in SPLITS]
-    for pair, (slices, k) in zip(BLOCK_PAIRS, BLOCKWISE_SPLITS, strict=True):
-        table.append((f"{pair[0].value} x {pair[1].value}", pair, slices, k, False))
+    one, blockwise = Granularity.TENSORWISE, zip(BLOCK_PAIRS, BLOCKWISE_SPLITS, strict=True)
+    table: list[tuple[str, Pair, int, int, bool]] = [
+        *(("fast" if fast else "promoted", (one, one), slices, k, fast) for slices, k, fast in SPLITS),
+        *(
+            (f"{x.value} x {y.value}", (x, y), *split, False)
+            for (x, y), split in zip(BLOCK_PAIRS, BLOCKWISE_SPLITS, strict=True)
+        ),
+    ]
     for words, pair, slices, k, fast in table:
         name, options = f"split-K {slices} of {k} {words}", {"split_k": slices, "family": Family.SLICES}
         yield scaled_case(name, pair, HOPPER.format_pairs[0], (16, 16, k), "normal", use_fast_accum=fast, **options)
