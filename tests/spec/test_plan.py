@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from f8emu.conformance.cases.gemm import GemmCase, Mode
+from f8emu.conformance.cases.gemm import Mode
 from f8emu.conformance.cases.golden import shipped_golden
 from f8emu.spec import H100, HOPPER, Chip, SpecError
 from f8emu.split_k import plan
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, LAYOUTS, planned_gemm
 from f8emu.split_k.plan import (
     CHIP,
     LIBRARY,
@@ -36,39 +37,43 @@ from f8emu.split_k.plan import (
 ROOT = Path(__file__).parents[2]
 PLAN = shipped_plan()
 TENSORWISE: dict[str, Any] = {"gemm": "tensorwise", "accumulation": "fast"}
-KINDS: dict[str, list[dict[str, Any]]] = {
-    f"{gemm} {out}": [{"gemm": gemm, "accumulation": accumulation, "out_dtype": out} for accumulation in accumulations]
-    for gemm, out, accumulations in (
-        ("tensorwise", "float32", ("fast", "promoted")),
-        ("tensorwise", "bfloat16", ("fast", "promoted")),
-        ("tensorwise", "float16", ("fast",)),
-        ("rowwise", "float32", ("fast",)),
-        ("rowwise", "bfloat16", ("promoted",)),
-    )
-} | {
-    f"bfloat16 {layout}": [{"gemm": "bfloat16", "layout": layout, "out_dtype": out} for out in ("float32", "bfloat16")]
-    for layout in ("tn", "nn", "nt", "tt")
-}
-"""Table -> kinds of GEMM that ask it."""
+BLOCKWISE = tuple(BLOCKWISE_GEMMS)
+FLOAT8_TABLES = (
+    *("tensorwise float32", "tensorwise bfloat16", "tensorwise float16"),
+    *("rowwise float32", "rowwise bfloat16"),
+)
+TABLES = {table: {"accumulation": "promoted"} for table in FLOAT8_TABLES}
+TABLES |= {f"bfloat16 {layout}": {"out_dtype": "float32"} for layout in LAYOUTS}
+"""Table -> what makes no difference to it."""
+
+
+def kind_of(table: str) -> dict[str, Any]:
+    kind, *words = table.split()
+    if kind == "bfloat16":
+        return {"gemm": kind, "layout": words[0], "out_dtype": "bfloat16"}
+    if kind in BLOCKWISE:
+        return {"gemm": kind, "out_dtype": "".join(words) or "float32"}
+    types = {"a_dtype": words[0], "b_dtype": words[2]} if "x" in words else {}
+    return {"gemm": kind, "accumulation": "fast", **types, "out_dtype": words[-1]}
 
 
 def gemm(m: int, n: int, k: int, **kind: Any) -> PlannedGemm:
     return PlannedGemm(m=m, n=n, k=k, **kind)
 
 
-@pytest.mark.parametrize("table", KINDS)
+@pytest.mark.parametrize("table", TABLES)
 def test_the_rule_is_right_on_shapes_that_were_set_aside(table: str) -> None:
     recorded = {(m, n, k): s for (of, m, n, k), s in PLAN.recorded.items() if of == table}
     assert len(recorded) >= 449
-    for kind in KINDS[table]:
+    for change in ({}, TABLES[table]):
         right = 0
         for shape, s in recorded.items():
-            asked = gemm(*shape, **kind)
+            asked = gemm(*shape, **kind_of(table) | change)
             assert PLAN.split_k(asked) == (s, Source.RECORDED)
             predicted = PLAN.predicted(asked)
             assert predicted.source is Source.PREDICTED
             right += predicted.split_k == s
-        assert len(recorded) - right == WRONG_OF_THE_RECORDED.get(table, 0), kind
+        assert len(recorded) - right == WRONG_OF_THE_RECORDED.get(table, 0), change
 
 
 WRONG_OF_THE_RECORDED = {"bfloat16 tn": 1, "bfloat16 nt": 1, "bfloat16 tt": 2}
@@ -96,16 +101,6 @@ RIGHT_OF_THOSE_SET_ASIDE: dict[str, tuple[int, int, int]] = {
 """Table -> shapes of the H200, right there, and of 600 right on the H100."""
 
 
-def kind_of(table: str) -> dict[str, Any]:
-    words = table.split()
-    if words[0] == "bfloat16":
-        return {"gemm": "bfloat16", "layout": words[1], "out_dtype": "bfloat16"}
-    if words[0] in BLOCKWISE:
-        return {"gemm": words[0], "out_dtype": "".join(words[1:]) or "float32"}
-    types = {"a_dtype": words[1], "b_dtype": words[3]} if "x" in words else {}
-    return {**TENSORWISE, **types, "out_dtype": words[-1]}
-
-
 @pytest.mark.parametrize("chip", [HOPPER, H100], ids=str)
 def test_the_rule_is_as_right_as_measured_on_labels_that_were_set_aside(chip: Chip) -> None:
     """[PLAN-1], [PLAN-7] What cuBLAS's heuristic says of shapes of every kind, most of them split."""
@@ -123,9 +118,6 @@ def test_the_rule_is_as_right_as_measured_on_labels_that_were_set_aside(chip: Ch
     rows = RIGHT_OF_THOSE_SET_ASIDE.items()
     expected = {table: (of_h200[0], of_h200[1]) if chip is HOPPER else (600, h100) for table, (*of_h200, h100) in rows}
     assert {table: (len(found), sum(found)) for table, found in right.items()} == expected
-
-
-BLOCKWISE = ("blockwise_1x128_1x128", "blockwise_1x128_128x128", "blockwise_128x128_1x128")
 
 
 GRID_N = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -204,36 +196,17 @@ def test_the_recording_has_splits_worth_predicting() -> None:
     assert split["bfloat16 tn"] == 168 and split["bfloat16 nt"] > 90
 
 
-def golden_gemm(case: GemmCase) -> PlannedGemm:
-    (m, n), k = case.output_shape, case.k
-    if case.sample is not None:
-        m, n = case.sample.m, case.sample.n
-    if case.mode is Mode.BF16:
-        return gemm(m, n, k, gemm="bfloat16", layout="tn", out_dtype=case.out_dtype.name)
-    return gemm(
-        m,
-        n,
-        k,
-        gemm=case.mode.value,
-        accumulation="fast" if case.use_fast_accum else "promoted",
-        out_dtype=case.out_dtype.name,
-        a_dtype=case.a.dtype.name,
-        b_dtype=case.b.dtype.name,
-    )
-
-
 def test_the_plan_is_that_of_the_golden_kernels() -> None:
     """The kernels of the golden file tell S by their grids; promoted GEMMs are split as fast ones."""
     modes = (Mode.TENSORWISE, Mode.ROWWISE, Mode.BF16)
-    cases = [case.gemm for case in shipped_golden().cases if case.gemm.mode in modes]
-    asked = [golden_gemm(case) for case in cases]
-    assert [split_k(g).split_k for g in asked] == [case.split_k for case in cases]
-    assert {(g.accumulation, case.split_k) for g, case in zip(asked, cases, strict=True)} >= {
-        ("promoted", 3),
-        ("promoted", 6),
-        ("fast", 3),
-        ("", 3),
-    }
+    found = set[tuple[str, int]]()
+    for case in (case.gemm for case in shipped_golden().cases if case.gemm.mode in modes):
+        pair = None if case.mode is Mode.BF16 else (case.granularity_a, case.granularity_b)
+        dtypes = case.out_dtype.name, case.a.dtype.name, case.b.dtype.name
+        asked = planned_gemm((*case.full_size, case.k), pair, dtypes, use_fast_accum=case.use_fast_accum)
+        assert split_k(asked).split_k == case.split_k
+        found.add((asked.accumulation, case.split_k))
+    assert found >= {("promoted", 3), ("promoted", 6), ("fast", 3), ("", 3)}
 
 
 def test_the_plan_is_what_operands_that_show_S_gave_on_the_hardware() -> None:

@@ -257,13 +257,10 @@ def _blockwise() -> Iterator[GemmCase]:
 
 
 def _split() -> Iterator[GemmCase]:
-    one, blockwise = Granularity.TENSORWISE, zip(BLOCK_PAIRS, BLOCKWISE_SPLITS, strict=True)
+    one, of_blocks = Granularity.TENSORWISE, zip(BLOCK_PAIRS, BLOCKWISE_SPLITS, strict=True)
     table: list[tuple[str, Pair, int, int, bool]] = [
         *(("fast" if fast else "promoted", (one, one), slices, k, fast) for slices, k, fast in SPLITS),
-        *(
-            (f"{x.value} x {y.value}", (x, y), *split, False)
-            for (x, y), split in zip(BLOCK_PAIRS, BLOCKWISE_SPLITS, strict=True)
-        ),
+        *((f"{pair[0].value} x {pair[1].value}", pair, *split, False) for pair, split in of_blocks),
     ]
     for words, pair, slices, k, fast in table:
         name, options = f"split-K {slices} of {k} {words}", {"split_k": slices, "family": Family.SLICES}
