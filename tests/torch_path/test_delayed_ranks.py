@@ -1,7 +1,6 @@
 """Delayed scaling over two ranks (gloo), whose data always differ. One process group runs all cases."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import f8emu.torch as f8
+from tests.torch_path.delayed import STEPS, make
 from tests.torch_path.ranks import run_cases
 from tests.torch_path.states import assert_same_state, assert_updated, state_of
 
-STEPS = 4
 LOUDER = 64.0
 """Rank 1's inputs are as many times rank 0's."""
 sync = f8.sync_float8_amax_and_scale_history
-
-
-def make(*sizes: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    sizes = sizes or (32, 48, 16)
-    model = nn.Sequential(*(nn.Linear(k, n, dtype=torch.bfloat16) for k, n in itertools.pairwise(sizes)))
-    f8.convert_to_float8_training(model, config="delayed")
-    return model
 
 
 def batch(step: int) -> Tensor:
@@ -87,7 +78,7 @@ def ddp(compiled: bool) -> None:
     optimizer = SGD(replica.parameters(), lr=0.01, fused=True)
     errors: list[float] = []
     for step in range(STEPS):
-        exact = nn.Sequential(nn.Linear(32, 48)).double()
+        exact = nn.Sequential(nn.Linear(32, 48), nn.ReLU()).double()
         exact.load_state_dict({key.removeprefix("module."): value for key, value in replica.state_dict().items()})
         with torch.no_grad():
             expected = exact(batch(step).double())

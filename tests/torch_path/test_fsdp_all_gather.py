@@ -1,8 +1,6 @@
 """FSDP2 with float8 all-gather (gloo): the bits of one device that is given the batches of all ranks in turn."""
 
 import functools
-import os
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ from f8emu.torch.weights import coded_weight
 from f8emu.torch.weights import codes as weight_codes
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 from tests.torch_path.delayed import by_calls_alone
-from tests.torch_path.ranks import forked, join, run_cases
+from tests.torch_path.ranks import run_cases
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3
@@ -402,20 +400,6 @@ def test_ranks(ranks: int, tmp_path: Path) -> None:
     run_cases(__name__, ranks, tmp_path)
 
 
-def dies_in_a_step(rank: int, directory: Path) -> None:
-    """Rank 1 is killed between forward and backward pass; rank 0 tells what its backward pass raised."""
-    join(rank, 2, directory, seconds=30)
-    model = shard(make("rowwise", True))
-    loss = model(batch(0, rank)).sum()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        (directory / "raised").write_text(str(error))
-    os._exit(0)  # without rank 1 the process group cannot be ended
-
-
 def test_the_first_gather_takes_memory_where_the_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 calls the first hook in the stream of its copies, whose memory no other stream could use again."""
     monkeypatch.setattr(coded_weight, "all_gather", lambda out, own, group: out.copy_(own))
@@ -428,14 +412,3 @@ def test_the_first_gather_takes_memory_where_the_weight_is_read(monkeypatch: pyt
     assert weight.state.memory is None
     _, memory = weight.fsdp_post_all_gather((codes.view(-1).clone().view(32, 48),), found, torch.bfloat16)
     assert memory is weight.state.memory and list(memory) == [memory.cols, memory.rows]
-
-
-def test_a_rank_that_is_killed_ends_the_step_of_the_others(tmp_path: Path) -> None:
-    with forked() as context:
-        processes = [context.Process(target=dies_in_a_step, args=(rank, tmp_path)) for rank in range(2)]
-        for process in processes:
-            process.start()
-    for process in processes:
-        process.join(90)
-    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
-    assert "peer" in (tmp_path / "raised").read_text()

@@ -12,16 +12,6 @@ from f8emu.spec import RECIPES, ROWWISE
 from tests.torch_path.states import assert_same_state, through_file
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     """Modules in modules, with and without bias; one that is there twice, and a weight tied to an embedding."""
 
@@ -29,7 +19,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(48, 32)
-        blocks = [Block(), Block()]
+        blocks = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.Linear(48, 32, bias=False)) for _ in range(2)]
         self.blocks = nn.ModuleDict({"first": nn.Sequential(*blocks), "again": blocks[0]})
         self.head = nn.Linear(32, 48, bias=False)
         self.head.weight = self.embed.weight
@@ -90,11 +80,11 @@ def test_a_file_of_one_model_loads_into_another(
 @pytest.mark.parametrize("name", RECIPES)
 def test_strict_is_strict(name: str) -> None:
     state = Model().bfloat16().state_dict()
-    state["blocks.first.0.up.scale"] = state.pop("blocks.first.1.up.bias")
+    state["blocks.first.0.1.scale"] = state.pop("blocks.first.1.1.bias")
     with new_start(name), pytest.raises(RuntimeError) as raised:
         converted(name).load_state_dict(state, strict=True)
-    assert 'Missing key(s) in state_dict: "blocks.first.1.up.bias"' in str(raised.value)
-    assert 'Unexpected key(s) in state_dict: "blocks.first.0.up.scale"' in str(raised.value)
+    assert 'Missing key(s) in state_dict: "blocks.first.1.1.bias"' in str(raised.value)
+    assert 'Unexpected key(s) in state_dict: "blocks.first.0.1.scale"' in str(raised.value)
 
 
 def test_the_state_of_one_recipe_is_left_by_another() -> None:
