@@ -15,18 +15,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from f8emu.spec.recipe import Recipe
+from f8emu.torch import torch_internals as internals
 from f8emu.torch.conversion.torchao import ModuleFilter
 from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.torch_internals import (
-    ConvNd,
-    copied_attributes,
-    is_dtensor,
-    named_modules,
-    own_modules,
-    own_parameters,
-)
 
 
 class Outcome(Enum):
@@ -111,7 +104,7 @@ def _rows(rows: list[tuple[str, tuple[int, ...], str]]) -> list[str]:
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """(name, layer), a shared layer under each of its names."""
-    for fqn, layer in named_modules(module, remove_duplicate=False):
+    for fqn, layer in internals.named_modules(module, remove_duplicate=False):
         if isinstance(layer, nn.Linear):
             yield fqn, layer
 
@@ -166,7 +159,7 @@ def report_of(
 def _own_computation(layer: nn.Linear, subclasses: Collection[type[nn.Linear]]) -> str:
     """Why the layer does not compute what nn.Linear does; empty where it does."""
     # From the weight to the class to the forward: each may replace what nn.Linear computes.
-    kind, weight = type(layer), own_parameters(layer).get("weight")
+    kind, weight = type(layer), internals.own_parameters(layer).get("weight")
     if weight is None or is_lazy(weight):
         return "its weight is not a parameter yet, or is computed in every call"
     if kind is NonDynamicallyQuantizableLinear:
@@ -193,16 +186,16 @@ def sharded_layers(module: nn.Module) -> set[int]:
 
 
 def _is_part(layer: nn.Linear) -> bool:
-    weight = own_parameters(layer).get("weight")
+    weight = internals.own_parameters(layer).get("weight")
     if weight is None or is_lazy(weight):
         return False
     # FSDP1 keeps a part of a flattened weight. Quantized weights have shapes of their own, and another dtype.
-    return is_dtensor(weight) or (weight.ndim == 1 and weight.dtype in HIGH_PRECISION_DTYPES)
+    return internals.is_dtensor(weight) or (weight.ndim == 1 and weight.dtype in HIGH_PRECISION_DTYPES)
 
 
 def _other_weights(module: nn.Module) -> Iterator[OtherWeight]:
     seen = {id(parameter) for _, layer in linear_layers(module) for parameter in layer.parameters(recurse=False)}
-    for prefix, owner in named_modules(module):
+    for prefix, owner in internals.named_modules(module):
         for name, parameter in owner.named_parameters(recurse=False):
             if not is_lazy(parameter) and parameter.ndim >= 2 and id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -214,7 +207,7 @@ def _reason(owner: nn.Module, parameter: Tensor) -> str:
     kind = type(owner).__name__
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
         return "an embedding: no GEMM"
-    if isinstance(owner, ConvNd):
+    if isinstance(owner, internals.ConvNd):
         return "a convolution"
     if kind == "Conv1D":
         return "transformers' Conv1D is not an nn.Linear; replace it by one with the transposed weight"
@@ -263,11 +256,11 @@ def float_layer(layer: Float8Linear, of: type[nn.Linear]) -> nn.Linear:
     """An `of` with the parameters, hooks and mode of `layer`, which is not changed."""
     # Without __init__, which may take other arguments and would allocate parameters.
     new = of.__new__(of)
-    new.__dict__.update(copied_attributes(layer))
+    new.__dict__.update(internals.copied_attributes(layer))
     own = (*Float8Layer.__annotations__, *Float8Linear.__annotations__)
     for name in (*own, "_compiled_call_impl"):  # compile() sets it, to Float8Linear's forward
         new.__dict__.pop(name, None)
-        own_modules(new).pop(name, None)
+        internals.own_modules(new).pop(name, None)
     return new
 
 

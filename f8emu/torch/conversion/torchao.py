@@ -159,11 +159,16 @@ def filter_small_layers(
     """
     table = SMALLEST_LAYERS_IN_CUDA_GRAPHS if in_cuda_graph else SMALLEST_LAYERS
     smallest = table.get(resolve_recipe("filter_small_layers", config))
-    if isinstance(filter_fqns, str):  # its letters would be names
-        filter_fqns = (filter_fqns,)
+    # A string's letters would be names.
+    names = [filter_fqns] if isinstance(filter_fqns, str) else filter_fqns
+    return filter_layers(names, pad, smallest)
 
-    def is_large(module: nn.Module, fqn: str) -> bool:
-        if any(name in fqn for name in filter_fqns):
+
+def filter_layers(names: Collection[str], pad: bool, smallest: SmallestLayer | None) -> ModuleFilter:
+    """A `module_filter_fn` that excludes these names, sizes that need padding, and layers below `smallest`."""
+
+    def is_wanted(module: nn.Module, fqn: str) -> bool:
+        if any(name in fqn for name in names):
             return False
         if not isinstance(module, nn.Linear):
             return True
@@ -172,4 +177,4 @@ def filter_small_layers(
             return False
         return smallest is None or (min(sizes) >= smallest.features and sizes[0] * sizes[1] >= smallest.parameters)
 
-    return is_large
+    return is_wanted

@@ -13,18 +13,7 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import F8Error, OperandError
 from f8emu.spec.recipe import TENSORS, Recipe
-from f8emu.torch.fused.delayed import (
-    AMAXES,
-    COUNTS,
-    INV_SCALES,
-    OWNER,
-    STATE,
-    UNCALLED,
-    UNSET,
-    is_known_set,
-    mark_set,
-    owners,
-)
+from f8emu.torch.fused import delayed as fused
 from f8emu.torch.layer.operands import Delayed, DelayedStates
 from f8emu.torch.torch_internals import own_buffers, to_list
 
@@ -68,8 +57,8 @@ class DelayedBuffers(nn.Module):
         self.formats = _formats(recipe)
         self.notes = HostNotes()
         self.owner = 0  # the number of the group that updates the state (`delayed.update.UpdateGroup`)
-        shapes = {"amax_history": (3, recipe.delayed.history_length), "counts": (len(COUNTS), 3)}
-        for name in STATE:  # in this order
+        shapes = {"amax_history": (3, recipe.delayed.history_length), "counts": (len(fused.COUNTS), 3)}
+        for name in fused.STATE:  # in this order
             dtype = torch.int64 if name == "counts" else torch.float32
             buffer = torch.empty(shapes.get(name, (1, 1)), dtype=dtype, device=device)
             self.register_buffer(name, buffer, persistent=False)
@@ -81,22 +70,22 @@ class DelayedBuffers(nn.Module):
             self.amax_history.zero_()
             self.counts.zero_()
             for inv_scale, amax in zip(self.inv_scales, self.amaxes, strict=True):
-                inv_scale.fill_(UNSET)
-                amax.fill_(UNCALLED)
+                inv_scale.fill_(fused.UNSET)
+                amax.fill_(fused.UNCALLED)
         self._begin_anew((False, False, False))
 
     def follow(self, device: torch.device) -> None:
         """Move to `device`, without memory as before the first pass; tensors that were replaced keep their owner."""
         if self.amax_input.device != device:
             self.to_empty(device=device) if self.amax_input.is_meta else self.to(device)
-        if None in [getattr(inv_scale, OWNER, None) for inv_scale in self.inv_scales]:
+        if None in [getattr(inv_scale, fused.OWNER, None) for inv_scale in self.inv_scales]:
             self.belong_to(self.owner)
 
     def belong_to(self, owner: int) -> None:
         """Tell the owner of that number of every cast from now on."""
         self.owner = owner
         for inv_scale, tensor in zip(self.inv_scales, TENSORS, strict=True):
-            setattr(inv_scale, OWNER, (owner, tensor == "grad_output"))
+            setattr(inv_scale, fused.OWNER, (owner, tensor == "grad_output"))
 
     def of_tensors(self) -> DelayedStates:
         """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales.
@@ -114,12 +103,12 @@ class DelayedBuffers(nn.Module):
     @property
     def amaxes(self) -> tuple[Tensor, ...]:
         """The amaxes of TENSORS, which the casts update."""
-        return tuple([own_buffers(self)[name] for name in AMAXES])
+        return tuple([own_buffers(self)[name] for name in fused.AMAXES])
 
     @property
     def inv_scales(self) -> tuple[Tensor, ...]:
         """The inv_scales of TENSORS; `UNSET` before the first update."""
-        return tuple([own_buffers(self)[name] for name in INV_SCALES])
+        return tuple([own_buffers(self)[name] for name in fused.INV_SCALES])
 
     @property
     def initialized(self) -> Tensor:  # [3] bool, of TENSORS
@@ -143,7 +132,9 @@ class DelayedBuffers(nn.Module):
         if not torch.compiler.is_compiling() and False in self.notes.are_set and not self.amax_input.is_meta:
             if not (self.amax_input.is_cuda and torch.cuda.is_current_stream_capturing()):
                 found = zip(TENSORS, to_list(torch.cat(self.inv_scales).flatten()), strict=True)
-                x, w, g = [value > UNSET or self.recipe.delayed_scaling_of(tensor) is None for tensor, value in found]
+                x, w, g = [
+                    value > fused.UNSET or self.recipe.delayed_scaling_of(tensor) is None for tensor, value in found
+                ]
                 self.notes.are_set = x, w, g
         return self.notes.are_set
 
@@ -169,18 +160,18 @@ class DelayedBuffers(nn.Module):
         with torch.no_grad():
             self.amax_history.copy_(state["amax_history"])
             self.counts.copy_(state["counts"])
-            inv_scale = torch.where(initialized, state["inv_scale"], torch.full_like(state["inv_scale"], UNSET))
+            inv_scale = torch.where(initialized, state["inv_scale"], torch.full_like(state["inv_scale"], fused.UNSET))
             for i in range(3):
                 self.inv_scales[i].copy_(inv_scale[i])
                 self.amaxes[i].copy_(state["amax"][i])
         self._begin_anew((False, False, False) if initialized.is_meta else to_list(initialized))
-        owner = None if initialized.is_meta else owners.get(self.owner)
+        owner = None if initialized.is_meta else fused.owners.get(self.owner)
         if owner is not None and not float(self.amax_grad_output) < 0:  # UNCALLED; it may be NaN
             owner.is_pending = True  # it was saved before the update after a backward pass
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Move to another device, never to another dtype; reset if the values were not copied (`to_empty`).
-        is_lost, known = False, [is_known_set(inv_scale) for inv_scale in self.inv_scales]
+        is_lost, known = False, [fused.is_known_set(inv_scale) for inv_scale in self.inv_scales]
         for name, buffer in self._buffers.items():
             assert buffer is not None, "all are there"
             # As integers: `Module.to(dtype)` converts floating-point buffers only.
@@ -202,19 +193,19 @@ class DelayedBuffers(nn.Module):
 
 def _mark(inv_scales: Sequence[Tensor], is_set: Sequence[bool]) -> None:
     for inv_scale, known in zip(inv_scales, is_set, strict=True):
-        mark_set(inv_scale, known)
+        fused.mark_set(inv_scale, known)
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`DelayedBuffers.state` of what `DelayedBuffers.tensors` returned."""
-    inv_scale = torch.cat([tensors[name] for name in INV_SCALES]).flatten()
-    is_set = inv_scale > UNSET
+    inv_scale = torch.cat([tensors[name] for name in fused.INV_SCALES]).flatten()
+    is_set = inv_scale > fused.UNSET
     return {
         "amax_history": tensors["amax_history"],
         "inv_scale": torch.where(is_set, inv_scale, torch.ones_like(inv_scale)),
         "initialized": is_set,
         "counts": tensors["counts"],
-        "amax": torch.cat([tensors[name] for name in AMAXES]).flatten(),
+        "amax": torch.cat([tensors[name] for name in fused.AMAXES]).flatten(),
     }
 
 
@@ -250,7 +241,7 @@ class Report:
         for layer, numbers in zip(layers, seen, strict=True):
             for tensor, inv_scale, number in zip(TENSORS, layer.inv_scales, numbers, strict=True):
                 if number & 1:
-                    mark_set(inv_scale, True)
+                    fused.mark_set(inv_scale, True)
                 if number > 1 and tensor not in layer.notes.reported:
                     layer.notes.reported.add(tensor)
                     names.append(f"{tensor} of {layer.notes.name or 'a layer without a name'}")

@@ -20,19 +20,10 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.scaling import AmaxHistoryReduction
+from f8emu.torch import torch_internals as internals
 from f8emu.torch.delayed.state import DelayedBuffers, DelayedScalingError, Report, report_of
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
-from f8emu.torch.torch_internals import (
-    backward_pass,
-    call_at_end_of_backward,
-    is_dtensor,
-    is_in_backward_pass,
-    named_modules,
-    own_buffers,
-    own_parameters,
-    to_list,
-)
 from f8emu.torch.weights.float8_weight import refill
 
 
@@ -59,7 +50,7 @@ class UpdateGroup:
 
     def begin_pass(self, is_cuda: bool) -> None:
         """Update before the first cast of a forward pass, if no backward pass could do it."""
-        if is_in_backward_pass():  # what checkpointing computes again has the scales of the first time
+        if internals.is_in_backward_pass():  # what checkpointing computes again has the scales of the first time
             self._update_at_end()
             return
         self.end = -1  # a pass that an error ended has no end
@@ -79,14 +70,14 @@ class UpdateGroup:
 
     def _update_at_end(self) -> None:
         # At the end of the outer pass, where reentrant checkpointing runs one within another.
-        if self.end != -1 or (number := backward_pass()) == -1:
+        if self.end != -1 or (number := internals.backward_pass()) == -1:
             return
         self.end = number
         with _lock:  # several GPUs have a thread each
             groups = _passes.get(number)
             if groups is None:
                 groups = _passes[number] = _Groups()
-                call_at_end_of_backward(groups.update)
+                internals.call_at_end_of_backward(groups.update)
         groups.append(self)
 
     def __deepcopy__(self, memo: Any) -> "UpdateGroup":
@@ -120,16 +111,17 @@ def update_states(layers: Sequence[Float8Layer]) -> None:
     # 1. Layers of one device, recipe and process groups are updated by one launch. Tensors and process groups are
     #    looked up anew: to make sure that nothing has changed takes as long.
     alike: dict[tuple[Any, ...], list[DelayedBuffers]] = {}
-    for layer, groups in zip(layers, _groups_of(layers), strict=True):
-        buffers = layer.delayed
+    of_meshes: dict[int, tuple[Any, ...]] = {}
+    for layer in layers:
+        groups, buffers = _ranks_of(layer, of_meshes), layer.delayed
         assert buffers is not None, "only such a layer has a state"
-        key = own_buffers(buffers)["amax_input"].device, groups, id(buffers.recipe)
+        key = internals.own_buffers(buffers)["amax_input"].device, groups, id(buffers.recipe)
         alike.setdefault(key, []).append(buffers)
         buffers.notes.is_loaded = False
     reports: list[tuple[Report, list[DelayedBuffers]]] = []
     for (device, groups, _), found in alike.items():
         # 2. The largest amaxes of all ranks.
-        states = [x for buffers in found for x in own_buffers(buffers).values()]  # in the order of STATE
+        states = [x for buffers in found for x in internals.own_buffers(buffers).values()]  # in the order of STATE
         taken = amaxes_of(states)
         for group in groups:
             _require_same_layers(tuple([buffers.notes.name for buffers in found]), group, device)
@@ -155,31 +147,22 @@ def _reduce_max(x: Tensor, group: Any) -> None:
     dist.all_reduce(x, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _groups_of(layers: Sequence[Float8Layer]) -> list[tuple[Any, ...]]:
-    # For each layer those whose ranks share its scales: chosen, of the weight's mesh, or all ranks.
-    is_distributed = dist.is_available() and dist.is_initialized()
-    world = (dist.group.WORLD,) if is_distributed and dist.get_world_size() > 1 else ()
-    found: list[tuple[Any, ...]] = []
-    mesh, of_mesh = None, ()
-    for layer in layers:
-        assert layer.update_group is not None, "it has a state"
-        if (chosen := layer.update_group.ranks) is not None:
-            found.append(() if chosen is False else (chosen,))
-        elif is_distributed and is_dtensor(weight := _parameter_of(layer)):
-            its: Any = getattr(weight, "device_mesh")  # noqa: B009
-            if its is not mesh:  # most layers have that of the layer before, and to ask for groups takes long
-                mesh = its
-                of_mesh = tuple([group for i, group in enumerate(its.get_all_groups()) if its.size(i) > 1])
-            found.append(of_mesh)
-        else:
-            found.append(world)
-    return found
-
-
-def _parameter_of(layer: Float8Layer) -> nn.Parameter | None:
-    # The weight, or the first parameter that it is computed from; None where FSDP1 holds the parameters.
-    own = own_parameters(layer).get("weight")
-    return next((x for name, x in layer.named_parameters() if name != "bias"), None) if own is None else own
+def _ranks_of(layer: Float8Layer, of_meshes: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
+    # The process groups whose ranks share its scales: chosen, of the weight's mesh, or all ranks.
+    assert layer.update_group is not None, "it has a state"
+    if (chosen := layer.update_group.ranks) is not None:
+        return () if chosen is False else (chosen,)
+    if not (dist.is_available() and dist.is_initialized()):
+        return ()
+    # Or the first parameter from which the weight is computed; there is none where FSDP1 holds the parameters.
+    others = (x for name, x in layer.named_parameters() if name != "bias")
+    weight: Any = internals.own_parameters(layer).get("weight")
+    if not internals.is_dtensor(weight := next(others, None) if weight is None else weight):
+        return (dist.group.WORLD,) if dist.get_world_size() > 1 else ()
+    mesh = weight.device_mesh
+    if id(mesh) not in of_meshes:  # to ask for groups takes long
+        of_meshes[id(mesh)] = tuple([group for i, group in enumerate(mesh.get_all_groups()) if mesh.size(i) > 1])
+    return of_meshes[id(mesh)]
 
 
 _checked: weakref.WeakKeyDictionary[Any, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
@@ -193,7 +176,7 @@ def _require_same_layers(names: tuple[str, ...], group: Any, device: torch.devic
     mine = torch.tensor([len(names), zlib.crc32("\n".join(names).encode())], dtype=torch.int64)
     both = torch.cat([mine, -mine]).to(device)
     _reduce_max(both, group)
-    most, largest, least, smallest = to_list(both)
+    most, largest, least, smallest = internals.to_list(both)
     if (most, largest) != (-least, -smallest):
         others = f"from {-least} to {most}" if most != -least else "as many, by other names"
         raise DelayedScalingError(
@@ -265,7 +248,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
 
 class DelayedScalingState:
-    """A model's state of delayed scaling as an object, for checkpoints of DCP, accelerate and torchtitan."""
+    """`delayed_state_dict` and its load as an object, for checkpoints of DCP, accelerate and torchtitan."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -273,17 +256,15 @@ class DelayedScalingState:
             buffers.notes.has_own_entry = True
 
     def state_dict(self) -> dict[str, Any]:
-        """`delayed_state_dict(model)`."""
         return dict(delayed_state_dict(self.model))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """`load_delayed_state_dict(model, state_dict)`."""
         load_delayed_state_dict(self.model, state_dict)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Float8Layer, DelayedBuffers]]:
     # Prefix of keys, layer and state of each layer that has one, once. The keys do not depend on what wraps it.
-    for name, module in named_modules(model):
+    for name, module in internals.named_modules(model):
         if isinstance(module, Float8Layer) and module.delayed is not None:
             yield name and f"{name}.", module, module.delayed
 

@@ -11,13 +11,7 @@ from typing import Any
 
 from safetensors.torch import load, save
 from torch import nn
-from transformers.trainer_callback import (
-    ExportableState,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-)
-from transformers.training_args import TrainingArguments
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
 from f8emu.torch.delayed.update import DelayedScalingState
 
@@ -26,7 +20,7 @@ class DelayedScalingCallback(TrainerCallback, ExportableState):
     """Saves the state of delayed scaling with every checkpoint, and loads it when a run is resumed.
 
     Use it as `Trainer(model, ..., callbacks=[DelayedScalingCallback()])`. It also loads the state of the best model, if
-    the Trainer loads that at the end. For a recipe without delayed scaling it does nothing.
+    the Trainer loads that. For a recipe without delayed scaling it does nothing.
 
     Exactness: a resumed run has the bits of an uninterrupted one, as far as the Trainer's own state allows.
     """
@@ -39,22 +33,18 @@ class DelayedScalingCallback(TrainerCallback, ExportableState):
         tensors = {} if self._scaling is None else self._scaling.state_dict()
         return {"args": {}, "attributes": {"delayed": base64.b64encode(save(tensors)).decode() if tensors else ""}}
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Expect checkpoints that hold weights alone: no warning about a missing state."""
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Expect checkpoints that hold weights alone: no warning about a missing state.
         self._follow(kwargs.get("model"))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Load the state after the Trainer has loaded the weights of a resumed run."""
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The Trainer has loaded the weights of a resumed run.
         self._follow(kwargs.get("model"))
         if state.global_step > 0:
             self._load(state, "the checkpoint that the run was resumed from")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Load the state after the Trainer has loaded the weights of the best checkpoint."""
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The Trainer has loaded the weights of the best checkpoint.
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             path = Path(state.best_model_checkpoint) / "trainer_state.json"
             self._load(TrainerState.load_from_json(str(path)), state.best_model_checkpoint)

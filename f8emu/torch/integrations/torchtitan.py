@@ -32,13 +32,11 @@ from torch import nn
 
 from f8emu.torch.conversion.convert import convert_to_float8_training
 from f8emu.torch.conversion.report import surrounds_forward
-from f8emu.torch.conversion.torchao import ModuleFilter, filter_small_layers
+from f8emu.torch.conversion.torchao import filter_layers, filter_small_layers
 from f8emu.torch.delayed.update import DelayedScalingState
-from f8emu.torch.dtypes import CHIP
 from f8emu.torch.weights.sharded_weight import precompute_float8_dynamic_scale_for_fsdp
 
-_AUTO_FILTER = "auto_filter_small_kn"
-"""torchtitan's entry of `filter_fqns` that also leaves out layers too small for float8."""
+_AUTO_FILTER = "auto_filter_small_kn"  # torchtitan's entry of `filter_fqns` for layers too small for float8
 
 
 @dataclass(kw_only=True)
@@ -56,18 +54,23 @@ class Options:
 
 
 def _convert(model: nn.Module, options: Options, *, subclasses: Collection[type[nn.Linear]] = ()) -> None:
-    """`convert_to_float8_training` with the options; it logs which layers it converted."""
+    names = [name for name in options.filter_fqns if name != _AUTO_FILTER]
+    is_auto = len(names) < len(options.filter_fqns)
     convert_to_float8_training(
         model,
         config=options.recipe_name,
-        module_filter_fn=_wanted(options),
+        module_filter_fn=(
+            filter_small_layers(options.recipe_name, filter_fqns=names)
+            if is_auto
+            else filter_layers(names, False, None)
+        ),
         subclasses=subclasses,
         enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,
     )
 
 
 def _precompute(model_parts: Iterable[nn.Module], options: Options) -> None:
-    """The scales of gathered weights, after an optimizer step. Delayed ones are updated by backward passes."""
+    # Of delayed scaling, backward passes update the scales.
     if options.enable_fsdp_float8_all_gather and options.precompute_float8_dynamic_scale_for_fsdp:
         for part in model_parts:
             precompute_float8_dynamic_scale_for_fsdp(part)
@@ -84,20 +87,6 @@ def checkpoint_delayed_scaling(trainer: Any) -> None:
         state = DelayedScalingState(part)
         if state.state_dict():
             trainer.checkpointer.states[f"float8_{number}" if number else "float8"] = state
-
-
-def _wanted(options: Options) -> ModuleFilter:
-    names = [name for name in options.filter_fqns if name != _AUTO_FILTER]
-    if len(names) < len(options.filter_fqns):
-        return filter_small_layers(options.recipe_name, filter_fqns=names)
-
-    def is_wanted(layer: nn.Module, fqn: str) -> bool:
-        is_multiple = isinstance(layer, nn.Linear) and not any(
-            size % CHIP.size_multiple for size in (layer.in_features, layer.out_features)
-        )
-        return is_multiple and not any(name in fqn for name in names)
-
-    return is_wanted
 
 
 if find_spec("torchtitan.protocols.model_converter") is not None:  # 0.2

@@ -8,18 +8,8 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
+from f8emu.torch import torch_internals as internals
 from f8emu.torch.layer.operands import Operand
-from f8emu.torch.torch_internals import (
-    all_gather,
-    base_of,
-    is_in_backward_pass,
-    keeping_version,
-    reduce_max,
-    references,
-    top_saved_tensors_hooks,
-    with_aliases,
-    wrapper_of,
-)
 from f8emu.torch.weights.codes import WeightCodes
 
 # What operators of autograd, modules, FSDP2 and initializations make of a weight that is no plain tensor. Each class of
@@ -53,7 +43,7 @@ class CodedWeight(Tensor):
     )
 
     def __new__(cls, codes: WeightCodes, dtype: torch.dtype, *_: Any) -> Any:
-        return wrapper_of(cls, codes.rows, dtype)
+        return internals.wrapper_of(cls, codes.rows, dtype)
 
     def __init__(self, codes: WeightCodes, dtype: torch.dtype) -> None:
         self._rows, self.row_scale, self.col_scale, self.cols, self.master_amax = codes
@@ -96,7 +86,7 @@ class CodedWeight(Tensor):
         x, result = args[0] if args else None, None
         if isinstance(x, CodedWeight):
             if func in ALIASES and (len(args) < 2 or tuple(args[1]) == tuple(x.shape)):
-                return with_aliases(func, args, kwargs or {}, x.alias())
+                return internals.with_aliases(func, args, kwargs or {}, x.alias())
             result = x.result_of(func, args, kwargs or {})
         if result is None:
             raise UnsupportedError(f"{func}: {cls.refusal}")
@@ -142,7 +132,7 @@ class GatherMemory:
         """What FSDP2 has gathered first, a view of its buffer, as `rows`, and memory for `cols`, still to be filled."""
         # In the stream that computes with the weight, as FSDP2 hands it out. Memory of another stream would stay with
         # that stream for good, and as much of it as the host is ahead of the device: a whole model's, at worst.
-        buffer = base_of(output)
+        buffer = internals.base_of(output)
         memory = cls(cols=torch.empty_like(buffer), rows=buffer.detach(), buffer=buffer)
         memory.end_gather()
         return memory
@@ -158,7 +148,7 @@ class GatherMemory:
         self._lay_buffer_in(self.cols)
         if self.is_recomputed is None:
             vote = torch.full((1,), int(self._is_needed()), dtype=torch.int32, device=self.cols.device)
-            self.is_recomputed = bool(reduce_max(vote, (group,)).item())
+            self.is_recomputed = bool(internals.reduce_max(vote, (group,)).item())
         return self.is_recomputed
 
     def end_gather(self) -> None:
@@ -178,7 +168,7 @@ class GatherMemory:
         """A layer, or compiled code, is going to read `rows` (rules 3 and 6)."""
         # The last gather did not foresee a forward pass that follows a backward pass without resharding, or a
         # reentrant checkpoint.
-        if not is_in_backward_pass() and top_saved_tensors_hooks(True) is not None:
+        if not internals.is_in_backward_pass() and internals.top_saved_tensors_hooks(True) is not None:
             self.is_in_checkpoint = True
         if is_freed(rows) and self.gather_rows is not None:
             self.gather_rows()
@@ -186,7 +176,9 @@ class GatherMemory:
     def _is_needed(self) -> bool:
         # Whether this rank's backward pass reads `rows` (rule 3). A reference to the operand that is left for another
         # reason does no harm: more is gathered than needed.
-        return self.is_in_checkpoint or (self.operand is not None and references(self.operand) > _OF_IDLE_OPERAND)
+        return self.is_in_checkpoint or (
+            self.operand is not None and internals.references(self.operand) > _OF_IDLE_OPERAND
+        )
 
     def gather(self, codes: Tensor, own: Tensor, group: Any) -> None:
         """Gather `rows` or `cols` beside FSDP2, from those of this rank."""
@@ -199,8 +191,8 @@ class GatherMemory:
             with torch.cuda.stream(self.stream):
                 storage.resize_(codes.numel())
             torch.cuda.current_stream().wait_stream(self.stream)
-        with keeping_version(codes):
-            all_gather(codes, own.view(-1), group)
+        with internals.keeping_version(codes):
+            internals.all_gather(codes, own.view(-1), group)
 
     def _lay_buffer_in(self, codes: Tensor) -> None:
         self.buffer.data = codes  # set_() does not take a storage that is freed

@@ -15,15 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
+from f8emu.torch import torch_internals as internals
 from f8emu.torch.fused.fused_cast import CODES
 from f8emu.torch.parallel.sharding import Shards, global_delayed
-from f8emu.torch.torch_internals import (
-    is_in_backward_pass,
-    pickled_as,
-    with_aliases,
-    with_known_signature,
-    wrapper_of,
-)
 from f8emu.torch.weights.coded_weight import ALIASES, COPIES, EMPTIES, MOVES, NEW, PARTS, CodedWeight, GatherMemory
 from f8emu.torch.weights.codes import (
     LocalWeight,
@@ -68,7 +62,7 @@ class ShardedWeight(Tensor):
     state: GatherState
 
     def __new__(cls, plain: Tensor, recipe: Recipe, state: GatherState | None = None) -> "ShardedWeight":
-        return wrapper_of(cls, plain)
+        return internals.wrapper_of(cls, plain)
 
     def __init__(self, plain: Tensor, recipe: Recipe, state: GatherState | None = None) -> None:
         self.plain, self.recipe = plain, recipe
@@ -84,12 +78,12 @@ class ShardedWeight(Tensor):
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda x: x.plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if is_write:
-            return with_aliases(func, args, kwargs, out)
+            return internals.with_aliases(func, args, kwargs, out)
         if func in _VIEWS or func in _OTHERS:
             first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
             state = first.state if func in _VIEWS else None
             out = tree_map_only(Tensor, lambda x: ShardedWeight(x, first.recipe, state), out)
-            return with_aliases(func, args, kwargs, out)
+            return internals.with_aliases(func, args, kwargs, out)
         return out
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -102,12 +96,12 @@ class ShardedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The shard of a checkpoint is a plain tensor, which any program can load, on any number of ranks.
         is_shard = not isinstance(self, nn.Parameter)
-        return pickled_as(self.plain, protocol) if is_shard else pickled_as(super(), protocol)
+        return internals.pickled_as(self.plain, protocol) if is_shard else internals.pickled_as(super(), protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedWeight({self.plain!r}, recipe={self.recipe.label})"
 
-    @with_known_signature
+    @internals.with_known_signature
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
@@ -126,7 +120,7 @@ class ShardedWeight(Tensor):
                 codes, scale = cast_rows_delayed(x, recipe, delayed)
                 return (own.pad(codes),), Sent(own.n, scale, scale)
         # 2. Otherwise those of the whole weight's amaxes; the backward pass has the scales of the forward pass.
-        is_backward = is_in_backward_pass()
+        is_backward = internals.is_in_backward_pass()
         scales = state.of_forward if is_backward else state.precomputed
         if scales is None:
             (scales,) = global_scales([LocalWeight(x, recipe, own)])
