@@ -214,7 +214,6 @@ def _replace_weights(layers: Iterable[_Layer], make: Callable[[_Layer], Tensor])
 
 
 def _check_report(report: ConversionReport) -> None:
-    """Raise if the report has layers that cannot be converted."""
     sharded = [fqn or "the module" for fqn in report.names(Outcome.SHARDED)]
     if sharded:
         raise UnsupportedError(
@@ -233,7 +232,6 @@ def _check_report(report: ConversionReport) -> None:
 def _check_converted(
     report: ConversionReport, already: dict[str, Float8Linear], engine: str, recompute_casts: bool
 ) -> None:
-    """Raise if a layer was converted before with other settings."""
     for fqn, layer in already.items():
         if (layer.recipe, layer.engine, layer.recompute_casts) != (report.recipe, engine, recompute_casts):
             raise OperandError(
@@ -250,7 +248,6 @@ def _check_primary(
     already: dict[str, Float8Linear],
     is_gathered: bool,
 ) -> None:
-    """Raise if the weights cannot be float8 alone."""
     if is_gathered:
         raise UnsupportedError(
             f"{_CALL}: float8_primary_weights holds whole weights as float8, enable_fsdp_float8_all_gather shards them "

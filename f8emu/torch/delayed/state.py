@@ -102,7 +102,6 @@ class DelayedBuffers(nn.Module):
 
     @property
     def amaxes(self) -> tuple[Tensor, ...]:
-        """The amaxes of TENSORS, which the casts update."""
         return tuple([own_buffers(self)[name] for name in fused.AMAXES])
 
     @property

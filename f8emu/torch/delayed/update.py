@@ -43,7 +43,6 @@ class UpdateGroup:
         self.end = -1  # the backward pass at whose end the group is updated; -1 while there is none
 
     def add(self, layer: Float8Layer) -> None:
-        """Update the layer, which has a state, with the others."""
         assert layer.delayed is not None
         self.layers[id(layer)] = layer
         layer.delayed.belong_to(self.number)

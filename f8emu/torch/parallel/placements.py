@@ -59,7 +59,6 @@ class LocalCall(NamedTuple):
     placements: tuple[Any, ...]
 
     def as_dtensor(self, output: Tensor) -> Tensor:
-        """This rank's output as a part of the whole."""
         from torch.distributed.tensor import DTensor
 
         strides = [1]
@@ -174,7 +173,6 @@ def _layout(
     to: Sequence[Any],
     is_set: tuple[bool, bool, bool],
 ) -> Layout:
-    """The groups over which each matrix is spread, and the tokens that are gathered or scattered."""
     groups = [mesh.get_group(i).group_name for i in range(mesh.ndim)]
     gather = scatter = None
     for i, kind in enumerate(kinds):

@@ -55,7 +55,6 @@ class Tokens(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The rows of the gathered matrix."""
         return self.before * self.size * self.after
 
 

@@ -128,7 +128,6 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
 
 def _placed(input: Any, mesh: DeviceMesh, layouts: tuple[Placement, ...]) -> Tensor:
-    """The input as a DTensor; one that is a DTensor already stays what it is."""
     if isinstance(input, DTensor):
         return input
     return DTensor.from_local(input, mesh, layouts, run_check=False)

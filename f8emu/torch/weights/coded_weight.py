@@ -61,7 +61,6 @@ class CodedWeight(Tensor):
         return WeightCodes(self._rows, self.row_scale, self.col_scale, self.cols, self.master_amax)
 
     def of_output(self) -> Operand:
-        """The operand of `output`, [N, K]."""
         return Operand(self.rows, self.row_scale)
 
     def of_grad_input(self) -> Operand:
@@ -69,7 +68,6 @@ class CodedWeight(Tensor):
         return Operand(self.rows if self.cols is None else self.cols, self.col_scale)
 
     def alias(self) -> "CodedWeight":
-        """The same weight as another tensor."""
         same = CodedWeight(self.held, self.dtype)
         same.memory = self.memory
         return same
@@ -181,7 +179,6 @@ class GatherMemory:
         )
 
     def gather(self, codes: Tensor, own: Tensor, group: Any) -> None:
-        """Gather `rows` or `cols` beside FSDP2, from those of this rank."""
         storage = codes.untyped_storage()
         if not storage.size() and self.stream is None:
             storage.resize_(codes.numel())

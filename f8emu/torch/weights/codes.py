@@ -44,7 +44,6 @@ class WeightCodes(NamedTuple):
     master_amax: Tensor | None = None  # [1, 1], under delayed scaling of a `Float8Weight`: each call records it
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "WeightCodes":
-        """`function` of each tensor."""
         return WeightCodes(*[x if x is None else function(x) for x in self])  # pyright: ignore[reportArgumentType]
 
 
@@ -82,12 +81,10 @@ class OwnRows:
 
     @property
     def rows(self) -> slice:
-        """The rows of this rank."""
         return slice(min(self.n, self.rank * self.padded), min(self.n, (self.rank + 1) * self.padded))
 
     @property
     def groups(self) -> tuple[Any, ...]:
-        """All groups that hold parts of the weight."""
         return (*(() if self.group is None else (self.group,)), *(group for group, _ in self.others))
 
     def pad(self, codes: Tensor) -> Tensor:

@@ -81,7 +81,6 @@ class Float8Weight(CodedWeight):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the layer."""
         return self._origin.recipe
 
     @property
@@ -141,7 +140,6 @@ class Float8Weight(CodedWeight):
         return origin.master
 
     def alias(self) -> "Float8Weight":
-        """The same weight as another tensor."""
         return Float8Weight(self.held, self.dtype, self.origin)
 
     def result_of(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -51,7 +51,6 @@ class MasterWeights(Optimizer):
         super().__init__(groups, self.inner.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """`Optimizer.add_param_group`, with the masters in the place of float8 weights."""
         param_group = _listed(param_group)
         if len(self.inner.param_groups) == len(self.param_groups):  # the first groups are there already
             self.inner.add_param_group(_of_masters(param_group))
@@ -137,7 +136,6 @@ def _of_masters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_master(x: Any) -> Any:
-    """The master of a float8 weight, on the device once it is trained; other parameters as they are."""
     if isinstance(x, tuple):
         return tuple(_of_master(part) for part in cast("tuple[Any, ...]", x))
     if not isinstance(x, Float8Weight):

@@ -145,7 +145,6 @@ class ShardedWeight(Tensor):
         return own.pad(cast_cols(x, self.recipe, scales) if cols else cast_rows(x, self.recipe, scales, own.rows))
 
     def _gather(self, *, cols: bool) -> None:
-        """Fill the codes that FSDP2 did not gather."""
         own, memory = self.state.own, self.state.memory
         assert own is not None and memory is not None, "fsdp_post_all_gather"
         if self.state.of_forward is None:
@@ -200,7 +199,6 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[ShardedWeight]:
-    """The weights that an operator writes to."""
     found: list[ShardedWeight] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
