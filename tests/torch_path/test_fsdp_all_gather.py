@@ -136,6 +136,7 @@ def compare(
     optimizer: Callable[..., Any] = AdamW,
     prepare: Callable[[Any], None] = lambda model: None,
     before: Callable[[Any, int], None] = lambda model, step: None,
+    before_alone: Callable[[Any, int], None] = lambda model, step: None,
     **options: Any,
 ) -> None:
     """Trains a sharded model beside the one on one device: outputs, gradients, weights and states of every step.
@@ -152,6 +153,7 @@ def compare(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(STEPS):
         before(model, step)
+        before_alone(reference.model, step)
         expected = reference.outputs(step, dtype, parts)
         for part in range(parts):
             model.set_requires_gradient_sync(part == parts - 1)
@@ -253,26 +255,16 @@ def recomputed_on_one_rank(backend: str | None) -> None:
 
 def unusual_weights(recipe: str) -> None:
     """A frozen weight, a block that is used twice in a step, one that is recomputed in one of its two uses only."""
-    model = make(recipe, True)
-    reference = OneDevice(recipe)
-    for one in (model, reference.model):
-        one[0].w1.weight.requires_grad_(False)
-        one[1].is_repeated = True
-    shard(model)
-    for one in (model, reference.model):
-        one.append(one[0])
-    rank = dist.get_rank()
-    for step in range(STEPS):
-        expected = reference.outputs(step)
-        output = model(batch(step, rank))
-        output.square().mean().backward()
-        assert_same([output], expected, "output")
-        assert_same(
-            [x.grad for x in model.parameters() if x.grad is not None],
-            [x.grad for x in reference.model.parameters() if x.grad is not None],
-            "gradient",
-        )
-        model.zero_grad()
+
+    def prepare(model: Any) -> None:
+        model[0].w2.weight.requires_grad_(False)  # its input has a gradient, on one device too
+        model[1].is_repeated = True
+
+    def use_again(model: Any, step: int) -> None:
+        if step == 0:
+            model.append(model[0])
+
+    compare(recipe, prepare=prepare, before=use_again, before_alone=use_again)
 
 
 def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str | None = None) -> None:

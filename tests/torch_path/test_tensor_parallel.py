@@ -172,63 +172,46 @@ class Traffic(TorchDispatchMode):
         return sum(size for kind, _, size in self.sent if kind == name)
 
 
-def row_parallel(recipe: str, dim: int | None = None, bias: bool = False, n: int | None = None) -> None:
-    """Slices, and an output that is a sum over ranks, to which the bias is added; three steps under delayed scaling.
+def parallel(recipe: str, by: str, dim: int | None = None, bias: bool = False, size: int | None = None) -> None:
+    """A layer by rows or by columns: slices, and a sum over ranks (the output or grad_input).
 
-    With `dim` the sum is scattered along tokens by f8emu's style, and its gradient gathered as float8.
+    With `dim` the output is scattered along tokens by f8emu's style, and its gradient gathered as float8. Three steps
+    under delayed scaling. `size` is that of the dimension that is sharded.
     """
-    mesh = mesh_of_all()
-    tokens, k, n = (TOKENS, K, n) if n is not None else sizes_of(recipe)
-    alone, ours = (convert(recipe, (k, n), bias=bias) for _ in range(2))
-    for layers in (alone, ours):  # the first feature is the amax, and shows in no product
+    mesh, is_row = mesh_of_all(), by == "row"
+    tokens, k, n = (TOKENS, K, size) if size is not None else sizes_of(recipe)
+    alone, ours = (convert(recipe, (k, n) if is_row else (n, k), bias=bias) for _ in range(2))
+    for layers in (alone, ours):  # the first feature of what is sharded is its amax, and shows in no product
         with torch.no_grad():
-            layers[0].weight[:, 0] = 0
-    style = RowwiseParallel() if dim is None else f8.Float8RowwiseParallel(output_layouts=Shard(dim))
-    parallelize_module(ours, mesh, {"0": style})
+            (layers[0].weight.t() if is_row else layers[0].weight)[0] = 0
+    row_style = RowwiseParallel() if dim is None else f8.Float8RowwiseParallel(output_layouts=Shard(dim))
+    parallelize_module(ours, mesh, {"0": row_style if is_row else ColwiseParallel()})
     for step in range(3 if recipe == "delayed" else 1):
-        x, h = draw(BATCH, tokens, k, seed=20 + step), draw(BATCH, tokens, n, seed=30 + step)
-        h[..., 0] = 1024
-        own = x if dim is None else part(x, dim, mesh)
-        expected = passes(alone[0], h, x)
+        whole, wide = draw(BATCH, tokens, k, seed=20 + step), draw(BATCH, tokens, n, seed=30 + step)
+        wide[..., 0] = 1024
+        own = whole if dim is None else part(whole, dim, mesh)
+        expected = passes(alone[0], *((wide, whole) if is_row else (whole, wide)))
         with Traffic() as traffic:
-            observed = passes(ours[0], part(h, 2, mesh), own)
+            sharded = part(wide, 2, mesh)
+            observed = passes(ours[0], *((sharded, own) if is_row else (own, sharded)))
         if dim is not None:
             rows = largest_part(dim, mesh)
             gathered = 2 * rows * k + 4 * rows if recipe == "rowwise" else rows * k
             assert traffic.bytes_of("all_gather_into_tensor") == gathered
-        same(observed.grad_input, part(expected.grad_input, 2, mesh))
-        same(observed.grad_weight, part(expected.grad_weight, 1, mesh))
+        # 1. Slices.
+        slices = (expected.grad_input, observed.grad_input) if is_row else (expected.output, observed.output)
+        same(slices[1], part(slices[0], 2, mesh))
+        same(observed.grad_weight, part(expected.grad_weight, int(is_row), mesh))
+        # 2. Sums.
         if recipe != "delayed" or step == 0:  # in the first step, delayed scaling is tensorwise
-            like = "tensorwise" if recipe == "delayed" else recipe
-            output = partial(flat(h), alone[0].weight.detach(), "output", like, mesh)
-            output = summed(output.view(BATCH, tokens, k), mesh, dim)
-            same(observed.output, output + alone[0].bias if bias else output)
+            weight = alone[0].weight.detach() if is_row else alone[0].weight.detach().t()
+            like, gemm_name = "tensorwise" if recipe == "delayed" else recipe, "output" if is_row else "grad_input"
+            total = summed(partial(flat(wide), weight, gemm_name, like, mesh).view(BATCH, tokens, k), mesh, dim)
+            total = total + alone[0].bias if bias and is_row else total
+            same(observed.output if is_row else observed.grad_input, total)
         if bias:
-            same(observed.grad_bias, expected.grad_bias if dim is None else own.sum((0, 1)))
-        updated(alone, ours)
-
-
-def column_parallel(recipe: str, bias: bool = False, n: int | None = None) -> None:
-    """Slices, and a grad_input that is a sum over ranks, under torch's own style."""
-    mesh = mesh_of_all()
-    tokens, k, n = (TOKENS, K, n) if n is not None else sizes_of(recipe)
-    alone, ours = (convert(recipe, (n, k), bias=bias) for _ in range(2))
-    for layers in (alone, ours):  # the first feature of a gradient is its amax, and shows in no product
-        with torch.no_grad():
-            layers[0].weight[0] = 0
-    parallelize_module(ours, mesh, {"0": ColwiseParallel()})
-    for step in range(3 if recipe == "delayed" else 1):
-        x, h = draw(BATCH, tokens, k, seed=20 + step), draw(BATCH, tokens, n, seed=30 + step)
-        h[..., 0] = 1024
-        expected, observed = passes(alone[0], x, h), passes(ours[0], x, part(h, 2, mesh))
-        same(observed.output, part(expected.output, 2, mesh))
-        same(observed.grad_weight, part(expected.grad_weight, 0, mesh))
-        if recipe != "delayed" or step == 0:
-            like = "tensorwise" if recipe == "delayed" else recipe
-            grad_input = partial(flat(h), alone[0].weight.detach().t(), "grad_input", like, mesh)
-            same(flat(observed.grad_input), summed(grad_input, mesh))
-        if bias:
-            same(observed.grad_bias, part(expected.grad_bias, 0, mesh))
+            of_rows = expected.grad_bias if dim is None else own.sum((0, 1))
+            same(observed.grad_bias, of_rows if is_row else part(expected.grad_bias, 0, mesh))
         updated(alone, ours)
 
 
@@ -481,14 +464,14 @@ def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -
 case = functools.partial
 CASES: dict[int, dict[str, Callable[[], None]]] = {
     2: {
-        **{f"by column, {r}": case(column_parallel, r) for r in RECIPES},
-        **{f"by row, {r}": case(row_parallel, r) for r in RECIPES},
-        "by column, a bias": case(column_parallel, "tensorwise", True),
-        "by row, a bias": case(row_parallel, "tensorwise", None, True),
+        **{f"by column, {r}": case(parallel, r, "column") for r in RECIPES},
+        **{f"by row, {r}": case(parallel, r, "row") for r in RECIPES},
+        "by column, a bias": case(parallel, "tensorwise", "column", bias=True),
+        "by row, a bias": case(parallel, "tensorwise", "row", bias=True),
         **{f"gathered input, {r}": case(sequence_parallel_input, r) for r in GATHERED},
         "gathered input, first dimension": case(sequence_parallel_input, "rowwise", 0),
-        **{f"scattered output, {r}": case(row_parallel, r, 1) for r in GATHERED},
-        "scattered output, a bias": case(row_parallel, "tensorwise", 0, True),
+        **{f"scattered output, {r}": case(parallel, r, "row", 1) for r in GATHERED},
+        "scattered output, a bias": case(parallel, "tensorwise", "row", 0, True),
         **{f"compiled, {r}": case(compiled, r) for r in ("rowwise", "delayed")},
         "a scale of one rank": scale_of_one_rank_is_caught,
         **{f"{value} on one rank": case(not_finite_on_one_rank, value) for value in (math.nan, math.inf)},
@@ -497,14 +480,14 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "inspected": inspected,
     },
     3: {
-        "unequal shards of N": case(column_parallel, "tensorwise", True, 40),
-        "unequal shards of K": case(row_parallel, "tensorwise", None, True, 40),
-        "an empty shard of N": case(column_parallel, "rowwise", False, 4),
-        "an empty shard of K": case(row_parallel, "rowwise", None, False, 4),
+        "unequal shards of N": case(parallel, "tensorwise", "column", bias=True, size=40),
+        "unequal shards of K": case(parallel, "tensorwise", "row", bias=True, size=40),
+        "an empty shard of N": case(parallel, "rowwise", "column", size=4),
+        "an empty shard of K": case(parallel, "rowwise", "row", size=4),
         "unequal shards of tokens": case(sequence_parallel_input, "rowwise"),
         "an empty shard of tokens": case(sequence_parallel_input, "tensorwise", 0),
-        "unequal shards of an output": case(row_parallel, "rowwise", 1),
-        "an empty shard of an output": case(row_parallel, "delayed", 0),
+        "unequal shards of an output": case(parallel, "rowwise", "row", 1),
+        "an empty shard of an output": case(parallel, "delayed", "row", 0),
     },
     4: {
         **{f"with FSDP2, {r}, gathers {on}": case(with_fsdp2, r, on) for r in GATHERED for on in (True, False)},
