@@ -20,10 +20,7 @@ from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, ScaleRule, Sp
 from f8emu.torch import Outcome
 from tests.torch_path.states import through_file
 
-pytestmark = [  # of Dynamo's
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
 def entries(report: f8.ConversionReport) -> dict[str, f8.ConversionEntry]:
@@ -328,12 +325,7 @@ def test_forward_mode_gradients_are_refused_in_one_sentence() -> None:
         torch.autograd.functional.jacobian(model, x, vectorize=True, strategy="forward-mode")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript_is_refused_in_one_sentence() -> None:
-    class Codes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return f8.quantize(x, torch.ones(1, 1), "float8_e4m3fn")
-
     layer, x = f8.convert_to_float8_training(nn.Linear(32, 32), config="delayed"), torch.randn(16, 32)
     said = r"^Float8\w+: torch.jit.trace and torch.jit.script are not supported .* torch.export.export, .*dequantize"
     for model in (layer, nn.Sequential(nn.ReLU(), layer), f8.Float8FeedForward(32, 32)):
@@ -341,6 +333,6 @@ def test_torchscript_is_refused_in_one_sentence() -> None:
             with pytest.raises(UnsupportedError, match=said):
                 call(model)
     with pytest.raises(UnsupportedError, match=r"^quantize: torch.jit.trace is not supported, .* torch.export.export"):
-        torch.jit.trace(Codes(), x)
+        torch.jit.trace(lambda x: f8.quantize(x, torch.ones(1, 1), "float8_e4m3fn"), x)
     back = f8.dequantize_float8_training(nn.Sequential(layer))
     assert torch.equal(torch.jit.script(back)(x), back(x)), "the way out"

@@ -116,8 +116,6 @@ def test_a_layer_whose_forward_was_replaced_stays() -> None:
     compiled.compile(backend="eager")
     model = f8.convert_to_float8_training(nn.Sequential(replaced, compiled))
     assert outcomes(f8.plan_conversion(model)) == {"0": "type", "1": "already"}
-    with pytest.raises(OperandError, match="must have the forward of nn"):
-        f8.Float8Linear.from_float(replaced)
     x = torch.randn(16, 32)
     assert not torch.equal(model.get_submodule("1")(x), nn.functional.linear(x, compiled.weight, compiled.bias))
 
