@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
 from f8emu.spec import UnsupportedError, recipe_by_name
-from f8emu.torch.weights import coded_weight
+from f8emu.torch import torch_internals as internals
 from f8emu.torch.weights import codes as weight_codes
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 from tests.torch_path.delayed import by_calls_alone
@@ -394,7 +394,7 @@ def test_ranks(ranks: int, tmp_path: Path) -> None:
 
 def test_the_first_gather_takes_memory_where_the_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 calls the first hook in the stream of its copies, whose memory no other stream could use again."""
-    monkeypatch.setattr(coded_weight, "all_gather", lambda out, own, group: out.copy_(own))
+    monkeypatch.setattr(internals, "all_gather", lambda out, own, group: out.copy_(own))
     x = torch.randn(32, 48)
     recipe = recipe_by_name("rowwise")
     weight: Any = ShardedWeight(x, recipe)
