@@ -1,11 +1,10 @@
 """Where a kernel's function comes from: a module or a file, which may be missing, broken, or end the process.
 
-And what may be known of it before it is called: its signature, and whether Triton interprets it.
+And whether Triton interprets it, which may be known before it is called.
 """
 
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -37,7 +36,7 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
 
     Raises:
         NotOffered: it is not here: no GPU, or its package is not installed.
-        SpecError: it cannot be imported, or called as declared, and nothing says how to install it.
+        SpecError: it cannot be imported, and nothing says how to install it.
     """
     if kernel.needs_gpu and not framework.on_gpu:
         install = f"; on a machine with one: {kernel.install}" if kernel.install else ""
@@ -57,25 +56,7 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
                 f"Kernel {kernel.name!r}: expected {kernel.function} to be importable; {said}. Run it where the "
                 "module can be imported, or set PYTHONPATH"
             ) from None
-    if not kernel.install:
-        _require_signature(kernel, function)
     return contained(kernel.name, function)
-
-
-def _require_signature(kernel: Kernel, function: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin nothing is known
-        return
-    try:
-        signature.bind(*kernel.arguments, **kernel.keywords)
-    except TypeError as error:
-        words = [str(getattr(argument, "value", "...")) for argument in kernel.arguments]
-        words += [f"{name}=..." for name in kernel.keywords]
-        raise SpecError(
-            f"f8emu verify {kernel.name}: expected a function that can be called with ({', '.join(words)}); found "
-            f"{getattr(function, '__name__', 'one')}{signature}: {error}; {REMEDY}"
-        ) from None
 
 
 def attribute(path: str) -> Any:
@@ -163,36 +144,24 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def is_interpreted(function: Callable[..., Any] | str) -> bool:
-    """Whether Triton's part of a function is interpreted. Nothing is imported to find out.
+    """Whether Triton is told to interpret, and the function, or one that its module names, may use Triton.
 
-    It is where `triton.jit` made the function, one that its module names, or one beside such a one to be interpreted;
-    and where the function names Triton, which it may load when it is called, while Triton is told to interpret.
-    `function` may be `package.module:function`, of a module that was imported.
+    `function` may be `package.module:function`, of a module that was imported: nothing is imported to find out.
     """
+    triton = sys.modules.get("triton")
+    is_told = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
+    if not (is_told if triton is None else triton.knobs.runtime.interpret):
+        return False
     found: Any = function
     if isinstance(function, str):
         place, _, names = function.rpartition(":")
         found = sys.modules.get(place)
         for name in names.split("."):
             found = getattr(found, name, None)
-    beside = [found, *_globals(found).values()]
-    modules = {id(names): names for names in map(_globals, beside)}
-    if any(_is_made_so(value) for value in (found, *(x for names in modules.values() for x in list(names.values())))):
-        return True
-    triton = sys.modules.get("triton")
-    is_told = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
-    is_told = is_told if triton is None else bool(triton.knobs.runtime.interpret)
-    return is_told and any("triton" in name for name in getattr(getattr(found, "__code__", None), "co_names", ()))
+    beside = [found, *getattr(found, "__globals__", {}).values()]
+    return any(type(one).__module__.startswith("triton") or "triton" in _names_in(one) for one in beside)
 
 
-def _globals(value: Any) -> dict[str, Any]:
-    found = getattr(value, "__globals__", None)
-    return found if isinstance(found, dict) else {}
-
-
-def _is_made_so(value: Any) -> bool:
-    while type(value).__module__.startswith("triton.runtime"):
-        if type(value).__name__ == "InterpretedFunction":
-            return True
-        value = getattr(value, "fn", None)  # what an autotuner or a heuristic wraps
-    return False
+def _names_in(function: Any) -> set[str]:
+    names = getattr(function, "__globals__", None)
+    return {*getattr(getattr(function, "__code__", None), "co_names", ()), *(names if isinstance(names, dict) else ())}

@@ -24,7 +24,7 @@ from f8emu.conformance.run import subject as subjects
 from f8emu.conformance.run.check import Case, Outcome, Parts, answer, are_excused, run_case
 from f8emu.conformance.run.result import Progress, StageResult, joined
 from f8emu.conformance.run.stages import Stage
-from f8emu.conformance.run.subject import FirstCall, NotOffered, Subject
+from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import F8Error, SpecError
 
 _THREADS = 4
@@ -119,6 +119,7 @@ _TRIES = 6
 """Kinds of GEMM, each of which fails, before the kernel is given up."""
 _OWN = 24
 """GEMMs for this kernel alone of which kinds are taken."""
+_First = tuple[GemmCase, np.ndarray | Exception]
 
 
 def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
@@ -148,19 +149,19 @@ def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
     )
 
 
-def _called(subject: Subject) -> tuple[FirstCall | None, list[str]]:
+def _called(subject: Subject) -> tuple[_First | None, list[str]]:
     """The first call, if one was offered, and how each kind failed if none has an output: a fault is no failure."""
-    first: FirstCall | None = None
+    first: _First | None = None
     failed: list[str] = []
     for gemm in _kinds(subject):
         try:
             output = np.array(subject.gemm(gemm))  # its own memory: a later call may change the kernel's
-            first = first or FirstCall(gemm, output)
+            first = first or (gemm, output)
             fault = shape_fault(output, np.empty(gemm.output_shape, dtype_of(gemm.out_dtype)))
         except NotOffered:
             continue
         except Exception as raised:  # of the kernel, which may raise anything
-            first = first or FirstCall(gemm, raised)
+            first = first or (gemm, raised)
             is_fault = getattr(faults, type(raised).__name__, None) is type(raised)  # which the suite reports itself
             fault = "" if is_fault else said_by(raised)
         if not fault:

@@ -168,11 +168,18 @@ def _golden(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
 
 def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     own_split = _own_split(subject)
-    first = subject.first_call
-    if first is not None:
-        case = _gemm_case(first.gemm, f"first call: {first.gemm.id}", own_split)
-        judged = case.run
-        yield replace(case, run=lambda asked: first.outputs() if asked is subject else judged(asked))
+    if subject.first_call is not None:
+        first, output = subject.first_call
+        case = _gemm_case(first, f"first call: {first.id}", own_split)
+
+        def run(asked: Subject, judged=case.run) -> Parts:
+            if asked is not subject:
+                return judged(asked)
+            if isinstance(output, Exception):
+                raise output
+            return {"": output}
+
+        yield replace(case, run=run)
     for gemm in (*gemm_cases(), *subject.more_gemms()):
         if subject.takes(gemm):
             asked = subject.question(gemm)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,19 +33,6 @@ from f8emu.spec import HOPPER, MissingExtraError, SpecError, UnsupportedError
 _GEMM_VERBS = ("scaled_mm", "scaled_grouped_mm", "mm")
 _STATE_VERBS = ("initial_delayed_state", "update_delayed_state")
 _VERBS = (*_GEMM_VERBS, *_STATE_VERBS, "decode", "cast", "amax", "scale_from_amax", "quantize", "dequantize")
-
-
-class FirstCall(NamedTuple):
-    """The first GEMM that a kernel was given, before a run, and what it gave."""
-
-    gemm: GemmCase
-    output: np.ndarray | Exception
-
-    def outputs(self) -> Mapping[str, np.ndarray]:
-        """The output by name; it raises what the kernel raised."""
-        if isinstance(self.output, Exception):
-            raise self.output
-        return {"": self.output}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +61,8 @@ class Subject:
     """Generated GEMMs for this subject alone."""
     kernel: Kernel | None = None
     """Its declaration: operands lie where a case says; verbs take `placement`, and `in_turn` is one of them."""
-    first_call: FirstCall | None = None
-    """The first call of a kernel, made before the run; it is compared with the generated GEMMs."""
+    first_call: tuple[GemmCase, np.ndarray | Exception] | None = None
+    """The first GEMM that a kernel was given, before the run, and what it gave; judged with the generated GEMMs."""
 
     @property
     def has_layer(self) -> bool:
@@ -97,11 +84,7 @@ class Subject:
         return case.a.shape[0] if self.kernel is None else rows_run(self.kernel, case)
 
     def outputs(self, case: GemmCase) -> Mapping[str, np.ndarray]:
-        """The outputs of a GEMM by name: one, or those of several calls in turn, all read after the last.
-
-        Raises:
-            NotOffered: the subject has no such GEMM.
-        """
+        """The outputs of a GEMM by name: one, or those of several calls in turn, all read after the last."""
         turns = case.in_turn
         if self.kernel is None or not case.between:
             return {name: self.gemm(one) for name, one in turns.items()}
@@ -117,13 +100,10 @@ class Subject:
             raise NotOffered(f"{self.name} has no {case.verb}")
         if case.sample is None:
             return case.run(self.verbs, is_placed=self.kernel is not None)
-        if self.runs_full_size:
-            output = case.embedded(case.sample).run(self.verbs)
-            return output[np.ix_(case.sample.rows, case.sample.cols)]
-        if self.takes_any_size:
+        if self.takes_any_size and not self.runs_full_size:
             return case.run(self.verbs)
-        padded, sample = case.padded(ALIGNED)
-        return padded.run(self.verbs)[np.ix_(sample.rows, sample.cols)]
+        whole, sample = (case.embedded(case.sample), case.sample) if self.runs_full_size else case.padded(ALIGNED)
+        return whole.run(self.verbs)[np.ix_(sample.rows, sample.cols)]
 
 
 def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = None) -> Subject:
