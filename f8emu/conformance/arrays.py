@@ -124,7 +124,7 @@ def travelling(framework: Framework, function: Callable[..., Any]) -> Callable[.
 
 
 def _mapped(value: Any, leaf: type, function: Callable[[Any], Any]) -> Any:
-    """`function` of every `leaf` in dicts and (named) tuples; everything else as it is."""
+    # `function` of every `leaf` in dicts and (named) tuples; everything else as it is.
     if isinstance(value, leaf):
         return function(value)
     if isinstance(value, dict):

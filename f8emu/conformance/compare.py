@@ -135,6 +135,7 @@ def said_by(error: BaseException, longest: int = 400) -> str:
 
 LAST_BIN = 18
 """Bin of everything beyond 2^16 ulps."""
+# 3 * kind of what was observed + kind of what was expected (`_kind`) -> the name of what has no distance.
 _APART = {
     1: "number for infinity",
     2: "number for NaN",
@@ -144,7 +145,6 @@ _APART = {
     6: "NaN for number",
     7: "NaN for infinity",
 }
-"""3 * kind of what was observed + kind of what was expected (`_kind`) -> the name of what has no distance."""
 APART = tuple(_APART.values())
 NOT_COMPARED = "not compared"
 """Outputs of a case that raised, or whose dtype or shape is wrong."""

@@ -21,10 +21,10 @@ _SQUARE = Granularity.BLOCKWISE_128X128
 _VECTOR = Granularity.BLOCKWISE_1X128
 _SIDE = 128
 _VERBS = ("scaled_mm", "scaled_grouped_mm")
+# What a RuntimeError says that refuses where operands lie; `misaligned address` is a crash.
 _LAYOUT = re.compile(r"\b(strid|contiguous|align|CUBLAS_STATUS_INVALID_VALUE)", re.IGNORECASE)
-"""What a RuntimeError says that refuses where operands lie; `misaligned address` is a crash."""
+# The library's word for a GEMM that it has no kernel for.
 _NOT_SUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"
-"""The library's word for a GEMM that it has no kernel for."""
 _Pair = tuple[Granularity, Granularity]
 
 
@@ -97,8 +97,8 @@ def absent(reason: str) -> dict[str, Callable[..., Any]]:
     return dict.fromkeys((*_VERBS, "in_turn"), refused)
 
 
+# Looks at what a call returned, and at what it did beside: the output, or an exception.
 _Output = Callable[[], np.ndarray]
-"""Looks at what a call returned, and at what it did beside: the output, or an exception."""
 
 
 class _Asked(NamedTuple):
@@ -153,7 +153,7 @@ class _Called:
         return lambda: output()[:rows, :n]
 
     def _refusals(self, verb: str, asked: _Asked) -> Iterator[str]:
-        """Why the kernel does not have such a call, by its declaration."""
+        # Why the kernel does not have such a call, by its declaration.
         kernel, pair = self.kernel, (asked.granularity_a, asked.granularity_b)
         formats = format_by_name(asked.a.dtype.name), format_by_name(asked.b.dtype.name)
         if kernel.is_grouped != (verb == "scaled_grouped_mm"):
@@ -200,7 +200,7 @@ class _Called:
         return values
 
     def _scales(self, asked: _Asked, m: int, n: int, k: int) -> tuple[_Pair, Laid | float, Laid | float]:
-        """In granularities that the kernel takes: rows of 1x128 scales that repeat are 128x128 ones."""
+        # In granularities that the kernel takes: rows of 1x128 scales that repeat are 128x128 ones.
         kernel, pair, scale_a = self.kernel, (asked.granularity_a, asked.granularity_b), asked.scale_a
         if _needs_squares(kernel, pair):
             pair, scale_a = (_SQUARE, _SQUARE), scale_a[::_SIDE]
@@ -219,7 +219,7 @@ class _Called:
         return pair, laid_scale(scale_a, pair[0], (m, k), of_a), laid_scale(scale_b, pair[1], (n, k), of_b)
 
     def _output_of(self, values: dict[Arg, Any], shape: tuple[int, int], dtype: np.dtype) -> _Output:
-        """Calls the kernel; its output is [M, N] with the padding."""
+        # Calls the kernel; its output is [M, N] with the padding.
         framework, kernel = self.framework, self.kernel
         inputs = {
             arg: Guarded(framework, f"the input {arg.value}", laid)

@@ -24,14 +24,14 @@ from f8emu.conformance.kernels.kernel import Laid
 
 _T = TypeVar("_T")
 
+# A kernel that forgets a mask reads or writes the rest of its tile behind its arrays, 128 rows of it at the most.
 _GUARD_ROWS = 128
-"""A kernel that forgets a mask reads or writes the rest of its tile behind its arrays, 128 rows of it at the most."""
+# Size of a guard zone, at least.
 _GUARD_BYTES = 4096
-"""At least."""
+# Bytes: an array begins at a multiple, as an allocation of its own would on a GPU, or at an offset from one.
 _ALIGNMENT = 256
-"""Bytes: an array begins at a multiple, as an allocation of its own would on a GPU, or at an offset from one."""
+# A NaN in every format that no arithmetic gives, but for float8: a computed NaN is the canonical one, or an input.
 _POISON = {1: 0x7F, 2: 0x7FA5, 4: 0x7FA5A5A5}
-"""A NaN in every format that no arithmetic gives, but for float8: a computed NaN is the canonical one, or an input."""
 
 
 class KernelFault(Exception):

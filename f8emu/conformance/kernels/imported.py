@@ -22,12 +22,12 @@ from f8emu.spec import SpecError
 
 INTERPRETED = "in Triton's interpreter: nothing follows for the GPU"
 """Part of the engine of such a kernel."""
+# The values of TRITON_INTERPRET that Triton reads as true.
 _TRUE = ("1", "true", "yes", "on", "y")
-"""The values of TRITON_INTERPRET that Triton reads as true."""
 REMEDY = "what a kernel is given and returns: f8emu verify --contract"
 """Ends an error about a kernel that cannot be called."""
+# Names that a message lists.
 _NAMED = 8
-"""Names that a message lists."""
 _SCRIPT = 'put what a script does under if __name__ == "__main__"'
 
 
@@ -136,7 +136,7 @@ def _offered(found: Any) -> list[str]:
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    """What a message adds of names that are there, the nearest first."""
+    # What a message adds of names that are there, the nearest first.
     base = {os.path.basename(one): one for one in known if not os.path.basename(one).startswith("_")}
     near = [base.pop(one) for one in get_close_matches(os.path.basename(name), base, 1)]
     said = f"; did you mean {near[0]}?" if near else ""

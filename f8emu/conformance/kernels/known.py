@@ -29,12 +29,12 @@ _E4M3 = ((E4M3FN, E4M3FN),)
 _VECTOR, _SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
 _LIBRARY_VECTOR = ScaleLayout(column_major=True)
 _LIBRARY_SQUARE = ScaleLayout(k_first=True, column_major=True, k_multiple=4)
+# The layout of block scales in `torch.nn.functional.scaled_mm` [EPI-5].
 _LIBRARY_BLOCKS: Scales = {
     (_VECTOR, _VECTOR): (_LIBRARY_VECTOR, _LIBRARY_VECTOR),
     (_VECTOR, _SQUARE): (_LIBRARY_VECTOR, _LIBRARY_SQUARE),
     (_SQUARE, _VECTOR): (_LIBRARY_SQUARE, _LIBRARY_VECTOR),
 }
-"""The layout of block scales in `torch.nn.functional.scaled_mm` [EPI-5]."""
 
 
 def _scaling_type(granularity: Granularity) -> Any:

@@ -31,11 +31,10 @@ from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.workers import Worker
 from f8emu.spec import HIGH_PRECISION, F8Error, SpecError
 
+# For imports, of which some build what they import.
 _START_SECONDS = 300.0
-"""For imports, of which some build what they import."""
-_HANGS = 3
-_ENDS = 5
-"""After so many hangs, or ends of its process, in a row the remaining cases are not run."""
+# After so many GEMMs in a row that hung, or ended or broke their process, the others are not run.
+_LOST = 3
 
 CONTRACT = """\
 function(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum) -> output
@@ -159,7 +158,7 @@ class IsolatedKernel:
     def __init__(self, name: str, arrays: str, timeout: float) -> None:
         self._name, self._arrays, self._timeout = name, arrays, timeout
         self._worker: Worker | None = None
-        self._hangs = self._ends = 0  # in a row; a hang is an end too: the process is stopped
+        self._lost = 0
         try:
             found: LoadedKernel = self._start()
         except KernelFault as fault:
@@ -175,24 +174,23 @@ class IsolatedKernel:
             KernelFault: it crashed, exited, gave nothing in time, or what the child found out.
         """
         # 1. A kernel that never answers costs no more time.
-        if self._hangs == _HANGS:
-            raise TimedOut(f"not run: {_HANGS} GEMMs in a row gave no output within {self._timeout:g} s")
-        if self._ends == _ENDS:
-            raise ProcessEnded(f"not run: {_ENDS} GEMMs in a row ended or broke their process")
+        if self._lost == _LOST:
+            raise ProcessEnded(
+                f"not run: {_LOST} GEMMs in a row ended or broke their process, or took more than {self._timeout:g} s"
+            )
         # 2. The question, to a child that is started where there is none.
         try:
             if self._worker is None:
                 self._start()
             kind, *found = self._reply((verb, args, options), self._timeout)
-        except BaseException as error:  # also Ctrl-C: what the child would answer later belongs to no question
-            self._hangs = self._hangs + 1 if isinstance(error, TimedOut) else 0
-            self._ends += 1
+        except BaseException:  # also Ctrl-C: what the child would answer later belongs to no question
+            self._lost += 1
             self.close()
             raise
         # 3. What the child found out; a spoilt one is not asked again: a fault may have spoilt its memory too.
         fault = getattr(faults, found[0], None) if kind == "raised" else None
         is_spoilt = kind == "raised" and (fault is not None or found[2])
-        self._hangs, self._ends = 0, self._ends + 1 if is_spoilt else 0
+        self._lost = self._lost + 1 if is_spoilt else 0
         if is_spoilt:
             self.close()
         if kind == "raised":
@@ -258,7 +256,7 @@ def answers(name: str, arrays: str) -> Callable[..., tuple[Any, ...]]:
 
 
 def _gpu_computes() -> bool:
-    """Whether this process can still use its GPU: after an access out of bounds it cannot. Only torch is asked."""
+    # Whether this process can still use its GPU: after an access out of bounds it cannot. Only torch is asked.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return False

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
+# The smallest rows that one wgmma multiplies; the K after which the library promotes.
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 64, 64, 128
-"""The smallest rows that one wgmma multiplies; the K after which the library promotes."""
 
 
 @triton.jit

@@ -17,15 +17,15 @@ from f8emu.conformance.run.result import Tally as Tally
 
 HIGH, LOW = 0.5, 0.05
 """Shares that differ with a trait, at least, and without it, at most."""
+# How many there are on either side of a contrast, at least.
 _FEWEST = 3
-"""On either side."""
+# Contrasts that are so near to the sharpest are told beside it.
 _NEAR = 0.1
-"""Contrasts that are so near to the sharpest are told beside it."""
+# The most values that are taken together, for a trait whose values have no order.
 _VALUES = 3
-"""The most values that are taken together, for a trait whose values have no order."""
 _RANGE = re.compile(r"\d+( to \d+| and more)?")
+# How many differ, how many there are.
 _Count = tuple[int, int]
-"""How many differ, how many there are."""
 Counts = Mapping[str, Mapping[str, _Count]]
 """Trait -> value -> count."""
 

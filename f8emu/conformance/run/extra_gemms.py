@@ -40,8 +40,8 @@ GROUPS: tuple[tuple[int, ...], ...] = (
 each, a tile and a row, large, many."""
 GROUPED_SHAPES: tuple[tuple[int, int], ...] = ((48, 512), (272, 48), (16, 4112), (32, 144))
 """N, K."""
+# Multiply-adds of a GEMM: more than two threads are worth, and less than a second of the oracle for all GEMMs.
 _MOST = 1 << 23
-"""Multiply-adds of a GEMM: more than two threads are worth, and less than a second of the oracle for all GEMMs."""
 TAILS = (37, 141, 333)
 """M, N, K that no block of rows, tile of columns, step or promotion divides."""
 BFLOAT16_SHAPES = ((1, 1, 1), (4, 64, 256), (5, 65, 257), (3, 17, 31), (67, 130, 520), (256, 513, 48), (2, 3, 4099))
@@ -159,7 +159,7 @@ def engine_cases() -> tuple[GemmCase, ...]:
 
 
 def _layouts() -> Iterator[GemmCase]:
-    """Every layout of a with another of b and of their scales, with every combination."""
+    # Every layout of a with another of b and of their scales, with every combination.
     layouts = list(LAYOUTS)
     for number, (combination, layout) in enumerate(product((*DENSE, *BLOCKS), layouts)):
         other = layouts[(layouts.index(layout) + 1 + number // len(layouts)) % len(layouts)]
@@ -183,7 +183,7 @@ def _layouts() -> Iterator[GemmCase]:
 
 
 def _bfloat16() -> Iterator[GemmCase]:
-    """Sizes, layouts and slices of K of GEMMs without scales."""
+    # Sizes, layouts and slices of K of GEMMs without scales.
     for number, (shape, distribution) in enumerate(product(BFLOAT16_SHAPES, BF16_DISTRIBUTIONS)):
         name = f"bf16 {'x'.join(map(str, shape))} {distribution}"
         of_a, of_b = rng(name).permutation(list(LAYOUTS))[:2]

@@ -10,11 +10,11 @@ from f8emu.conformance.compare import Mismatch, abbreviated, hexadecimal
 from f8emu.spec import Granularity
 
 _LONGEST_K = 1024
+# How many copies of the column to multiply: torch takes N in multiples of 16.
 _COPIES = 16
-"""How many copies of the column to multiply: torch takes N in multiples of 16."""
 _WIDTH = 80
+# Hexadecimal digits in a line.
 _DIGITS = 72
-"""Hexadecimal, of a line."""
 
 
 def options_of(gemm: GemmCase) -> str:
@@ -39,7 +39,7 @@ def describe_gemm(gemm: GemmCase, index: tuple[int, ...]) -> str:
 
 
 def _scales_of(gemm: GemmCase, row: int, column: int) -> tuple[np.ndarray, np.ndarray]:
-    """The scales of a row of a and of a column of b, each one or those of its blocks of K."""
+    # The scales of a row of a and of a column of b, each one or those of its blocks of K.
     a, b = gemm.scale_a, gemm.scale_b
     assert a is not None and b is not None, "only a GEMM of bfloat16 has none"
     if gemm.offs is not None:
@@ -106,12 +106,12 @@ def _array(name: str, values: np.ndarray, rest: str, copies: int = 1) -> list[st
 # What GEMMs have in common: the traits by which differences are counted
 
 
+# Sizes are counted in ranges: few enough to read.
 _K_BOUNDS, _ROW_BOUNDS = (128, 512, 2048), (1, 16, 64, 128, 256)
-"""Sizes are counted in ranges: few enough to read."""
+# [ACC-1] [CHAIN-2] What a K that is no multiple leaves a tail of.
 _STEP, _PROMOTION = 32, 128
-"""[ACC-1] [CHAIN-2] What a K that is no multiple leaves a tail of."""
+# Name of a recorded case -> its inputs, where that is no name of a distribution.
 _RECORDED = {"special": "specials", "layer": "a layer of Llama-3"}
-"""Name of a recorded case -> its inputs, where that is no name of a distribution."""
 
 
 def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:

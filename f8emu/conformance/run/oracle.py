@@ -37,8 +37,8 @@ from f8emu.spec import (
 MOST_SLICES = 32
 """An H100's library takes 25 of a K of 65,552, the longest that is asked."""
 _PROMOTION = 128
+# Rows and columns of the outputs that differ, on which most S fail.
 _LOOKED_AT = 3
-"""Rows and columns of the outputs that differ, on which most S fail."""
 _TENSORWISE = Granularity.TENSORWISE
 
 

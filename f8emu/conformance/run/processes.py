@@ -24,6 +24,7 @@ from f8emu.conformance.run.subject import SUBJECTS, Subject, load_subject
 from f8emu.conformance.workers import Worker
 from f8emu.spec import F8Error
 
+# Variables of a worker, unless a user has set them.
 _ENVIRONMENT = {
     # Inductor starts processes to compile in, though every core has work, and after an installation tries the compiler
     # on all vector instructions that the CPU reports. Without both it makes the same kernels.
@@ -32,15 +33,14 @@ _ENVIRONMENT = {
     # JAX otherwise takes three quarters of a GPU's memory for the first of several processes.
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
-"""Variables of a worker, unless a user has set them."""
+# Limits libraries to one thread in each of many workers.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Limits libraries to one thread in each of many workers."""
+# JAX's cache holds what took a second to compile, if it is not told otherwise.
 _KEEPS_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-"""JAX's cache holds what took a second to compile, if it is not told otherwise."""
+# Thresholds of Python's collector, which else keeps looking through the graphs of torch's compiler for garbage.
 _COLLECTED = (200_000, 20, 100)
-"""Thresholds of Python's collector, which else keeps looking through the graphs of torch's compiler for garbage."""
+# Bytes of a GPU's memory: the contexts of torch and JAX, and the tensors of a case.
 _OF_A_WORKER = 4 << 30
-"""Bytes of a GPU's memory: the contexts of torch and JAX, and the tensors of a case."""
 _MOST_PROCESSES = 16
 
 Shares = list[tuple[str, StageResult]]

@@ -13,10 +13,10 @@ from f8emu.conformance.compare import Mismatch, UlpHistogram, different, distanc
 
 MAX_CELLS = 128
 """Rows and columns of a map; a larger output has cells of several outputs."""
+# Outputs in a row of the map of a vector: with every code of 16 bits in order, a row is a high byte.
 _FOLD = 256
-"""Outputs in a row of the map of a vector: with every code of 16 bits in order, a row is a high byte."""
+# Cases of a stage of which the map is kept.
 _WORST = 6
-"""Cases of a stage of which the map is kept."""
 _K = TypeVar("_K")
 
 

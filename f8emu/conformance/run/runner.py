@@ -28,11 +28,11 @@ from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import F8Error, SpecError
 
 _THREADS = 4
+# The reason if every chosen case is neither equal nor different.
 _TOO_FEW = (
     "the chosen cases cannot tell split-K from promotion: they are right with slices of one promotion; "
     "run the whole stage, without --case"
 )
-"""The reason if every chosen case is neither equal nor different."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -102,7 +102,7 @@ class Runner:
 
 
 def _mapped(function: Callable[[_T], _R], items: Sequence[_T], subject: Subject) -> list[_R]:
-    """`function` of each item, in order; in threads where the subject can, because a compiler uses one core."""
+    # `function` of each item, in order; in threads where the subject can, because a compiler uses one core.
     threads = min(_THREADS, os.cpu_count() or 1) if subject.is_thread_safe else 1
     if threads == 1:
         return [function(item) for item in items]
@@ -113,12 +113,12 @@ def _mapped(function: Callable[[_T], _R], items: Sequence[_T], subject: Subject)
 # The first call
 
 
+# Products in a GEMM that is called first.
 _LARGEST = 1 << 20
-"""Products in a GEMM that is called first."""
+# Kinds of GEMM, each of which fails, before the kernel is given up.
 _TRIES = 6
-"""Kinds of GEMM, each of which fails, before the kernel is given up."""
+# GEMMs for this kernel alone of which kinds are taken.
 _OWN = 24
-"""GEMMs for this kernel alone of which kinds are taken."""
 _First = tuple[GemmCase, np.ndarray | Exception]
 
 
@@ -150,7 +150,7 @@ def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
 
 
 def _called(subject: Subject) -> tuple[_First | None, list[str]]:
-    """The first call, if one was offered, and how each kind failed if none has an output: a fault is no failure."""
+    # The first call, if one was offered, and how each kind failed if none has an output: a fault is no failure.
     first: _First | None = None
     failed: list[str] = []
     for gemm in _kinds(subject):
@@ -173,7 +173,7 @@ def _called(subject: Subject) -> tuple[_First | None, list[str]]:
 
 
 def _kinds(subject: Subject) -> Iterator[GemmCase]:
-    """One small GEMM of each kind, with ordinary numbers, in the form that the subject accepts."""
+    # One small GEMM of each kind, with ordinary numbers, in the form that the subject accepts.
     seen: set[object] = set()
     for gemm in chain(gemm_cases(), islice(subject.more_gemms(), _OWN)):
         if not subject.takes(gemm) or gemm.a.size * gemm.output_shape[1] > _LARGEST:

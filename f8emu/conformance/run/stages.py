@@ -68,7 +68,7 @@ def share_of(stage: Stage, index: int, count: int) -> Stage:
 
 
 def _formats(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-    """Every code decoded; every bfloat16 and float16 and the boundaries of float32 cast, under both policies."""
+    # Every code decoded; every bfloat16 and float16 and the boundaries of float32 cast, under both policies.
     for fmt in DECODED:
         x = all_codes(fmt)
         yield Case(
@@ -95,7 +95,7 @@ def _element(x: np.ndarray, part: str, index: tuple[int, ...]) -> str:
 
 
 def _scales(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-    """Amax, scales, quantisation and its inverse, and the states of delayed scaling over 19 steps."""
+    # Amax, scales, quantisation and its inverse, and the states of delayed scaling over 19 steps.
     for i, (distribution, shape, granularity) in enumerate(amax_inputs()):
         x = values(distribution, shape, HIGH_PRECISION[i % 3])
         yield Case(
@@ -229,7 +229,7 @@ def _gemm_case(
 
 
 def _layers(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-    """The layers that a subject trains itself, eager and compiled; for another subject, those of the verb `linear`."""
+    # The layers that a subject trains itself, eager and compiled; for another subject, those of the verb `linear`.
     if not subject.has_layer:
         raise NotOffered(f"{subject.name} has neither a layer that trains nor linear")
     for case in layer_cases(full_size=subject.runs_full_size):
@@ -244,7 +244,7 @@ def _layers(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
 
 
 def _run_layer(case: LayerCase, slices_of: SplitK, subject: Subject) -> Parts:
-    """`slices_of` is that of the subject that is verified, its judge included."""
+    # `slices_of` is that of the subject that is verified, its judge included.
     if case.mode is LayerMode.TRACE:
         return trace_parts(case, subject.verbs, slices_of)
     return layer_parts(case, subject.verbs, slices_of) if subject.train is None else subject.train(case)

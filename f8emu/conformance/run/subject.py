@@ -187,7 +187,7 @@ def _f8ref_jax() -> Subject:
 
 
 def _f8emu_native(width: str | None = None) -> Subject:
-    """The engine at one of its widths, the fastest by default, called with numpy's own memory."""
+    # The engine at one of its widths, the fastest by default, called with numpy's own memory.
     problem = library.unavailable()
     if problem is not None:
         raise UnsupportedError(f"f8emu verify f8emu.native: {problem}")
