@@ -7,6 +7,7 @@ replayed by `f8emu verify --recordings`; MMA-Sim (arXiv 2511.10909) for the prof
 """
 
 from dataclasses import replace
+from typing import Any
 
 from f8emu.spec.chip import AccumulationModel, Chip, Evidence, FlooredSum, Instruction, Rounding
 from f8emu.spec.errors import SpecError
@@ -79,47 +80,44 @@ HOPPER = Chip(
 H100 = replace(HOPPER, name="H100", plan="NVIDIA H100 80GB HBM3")
 """The H100 with 80 GB of HBM3, whose library splits K otherwise than an H200's [PLAN-7]."""
 
-_UNBLOCKED = replace(HOPPER, block_scaled_format_pairs=(), granularity_pairs=HOPPER.granularity_pairs[:2], plan="")
-"""What the other profiles begin with: nothing is known of their block scales."""
+
+def _other(name: str, chain: AccumulationModel, **fields: Any) -> Chip:
+    """A profile with one chain for all float8; nothing is known of its block scales."""
+    chains: dict[str, Any] = {"float8": chain, "float8_fast": chain, "block_scaled": chain, **fields}
+    known = {"block_scaled_format_pairs": (), "granularity_pairs": HOPPER.granularity_pairs[:2], "plan": ""}
+    return replace(HOPPER, name=name, **known, **chains)
+
 
 _ADA_CHAIN = replace(_HOPPER_CHAIN, step_k=16)
 _ADA_BFLOAT16 = replace(_BFLOAT16_CHAIN, step_k=8, aligned_fraction_bits=24)  # [CHIP-5]
 
-ADA = replace(
-    _UNBLOCKED,
-    name="Ada",
+ADA = _other(
+    "Ada",
+    _ADA_CHAIN,
     evidence=Evidence.RECORDED_INSTRUCTION,
     capability=(8, 9),
     float8=replace(_ADA_CHAIN, promote_k=128),
-    float8_fast=_ADA_CHAIN,
-    block_scaled=_ADA_CHAIN,
     bfloat16=_ADA_BFLOAT16,
     instructions=_instructions("mma", _ADA_CHAIN, _ADA_CHAIN, "mma", _ADA_BFLOAT16),
 )
 """L40S and other sm_89. Promotion of partial sums every 128 without fast accumulation is assumed, not measured."""
 
-BLACKWELL_MMA = replace(
-    _UNBLOCKED,
-    name="Blackwell mma.sync",
+BLACKWELL_MMA = _other(
+    "Blackwell mma.sync",
+    _CONVERTED,
     evidence=Evidence.RECORDED_INSTRUCTION,
     capability=None,
-    float8=_CONVERTED,
-    float8_fast=_CONVERTED,
-    block_scaled=_CONVERTED,
     instructions=_instructions("mma", _CONVERTED, _CONVERTED, "mma", _BFLOAT16_CHAIN),
 )
 """B200, sm_100, for kernels made of `mma.sync`; the library's own kernels use tcgen05."""
 
 _TCGEN05_CHAIN = replace(_HOPPER_CHAIN, aligned_fraction_bits=25, result_fraction_bits=23)
 
-BLACKWELL_TCGEN05 = replace(
-    _UNBLOCKED,
-    name="Blackwell tcgen05",
+BLACKWELL_TCGEN05 = _other(
+    "Blackwell tcgen05",
+    _TCGEN05_CHAIN,
     evidence=Evidence.LITERATURE,
     capability=(10, 0),
-    float8=_TCGEN05_CHAIN,
-    float8_fast=_TCGEN05_CHAIN,
-    block_scaled=_TCGEN05_CHAIN,
     instructions=_instructions("tcgen05.mma", _TCGEN05_CHAIN, _TCGEN05_CHAIN, "tcgen05.mma", _BFLOAT16_CHAIN),
 )
 """B200, sm_100, as MMA-Sim describes it [CHIP-7]."""
@@ -140,15 +138,12 @@ _CDNA3_BFLOAT16 = replace(
     floored=FlooredSum(interleaved=1, fraction_bits=31, accumulator_fraction_bits=24, accumulator_reach=None),
 )
 
-CDNA3 = replace(
-    _UNBLOCKED,
-    name="CDNA3",
+CDNA3 = _other(
+    "CDNA3",
+    _CDNA3_CHAIN,
     evidence=Evidence.LITERATURE,
     capability=None,
     format_pairs=_FNUZ[:3],
-    float8=_CDNA3_CHAIN,
-    float8_fast=_CDNA3_CHAIN,
-    block_scaled=_CDNA3_CHAIN,
     bfloat16=_CDNA3_BFLOAT16,
     instructions=(
         Instruction(name="v_mfma", format_pairs=_FNUZ, out=FLOAT32, model=_CDNA3_CHAIN),

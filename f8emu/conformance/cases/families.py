@@ -31,6 +31,15 @@ class Combination(NamedTuple):
     formats: tuple[Format, Format]
     use_fast_accum: bool
 
+    @property
+    def is_blockwise(self) -> bool:
+        return self.granularities[0].is_blockwise
+
+    @property
+    def words(self) -> str:
+        """`promoted float8_e4m3fn x float8_e4m3fn`."""
+        return f"{'fast' if self.use_fast_accum else 'promoted'} {self.formats[0]} x {self.formats[1]}"
+
 
 DENSE = tuple(
     Combination((granularity, granularity), formats, fast)
@@ -136,26 +145,23 @@ def _scaled_by(values: tuple[float, float], number: int | str, combination: Comb
 def _values_in(combination: Combination, shape: Shape) -> Iterator[GemmCase]:
     """Scales of rows and columns, and biases, of every kind in one GEMM of each output type."""
     m, n, _ = shape
-    words = (
-        f"{'fast' if combination.use_fast_accum else 'promoted'} {combination.formats[0]} x {combination.formats[1]}"
-    )
     for turn, out_dtype in enumerate(HIGH_PRECISION):
         if combination.granularities[0] is Granularity.ROWWISE:
-            name = f"{m} {words} {out_dtype}"
+            name = f"{m} {combination.words} {out_dtype}"
             case = _drawn(Family.SCALES, name, combination, shape, out_dtype=out_dtype, zeros=True, with_bias=False)
             values = np.array(VECTOR_SCALES, np.float32)
             scale_a, scale_b = np.resize(values, m), np.resize(np.roll(values, turn), n)
             yield replace(case, scale_a=scale_a[:, None], scale_b=scale_b[None])
     for out_dtype, sign in product((BFLOAT16, FLOAT16), (1, -1)):
-        name = f"{m} {words} {out_dtype} {sign}"
+        name = f"{m} {combination.words} {out_dtype} {sign}"
         case = _drawn(Family.BIAS, name, combination, shape, out_dtype=out_dtype, zeros=True)
-        assert case.scale_a is not None
         least = 2.0 ** (out_dtype.min_exponent - out_dtype.fraction_bits)
         values = np.array([*BIASES, 3 * least, -least, out_dtype.max, -out_dtype.max], np.float32)
         # Where the scaled sum is a zero, of the sign of the scale, or as small as they, -0 and subnormals show.
-        factors = np.where(np.arange(len(case.scale_a)) % 2 == 0, sign, sign * 1e-9).astype(np.float32)
+        rows = m if combination.granularities[0] is Granularity.ROWWISE else 1
+        factors = np.where(np.arange(rows) % 2 == 0, sign, sign * 1e-9)
         bias = np.resize(values, n).astype(dtype_of(out_dtype))
-        yield replace(case, bias=bias, scale_a=case.scale_a * factors[:, None])
+        yield replace(case, bias=bias).scaled(factors[:, None])
 
 
 # Families for kernels alone
@@ -166,8 +172,7 @@ def size_cases(combinations: Iterable[Combination], most: float = math.inf) -> I
 
     `most` is the number of products of the largest GEMM.
     """
-    blocks = [one for one in combinations if one.granularities[0].is_blockwise]
-    dense = [one for one in combinations if not one.granularities[0].is_blockwise]
+    blocks, dense = ([one for one in combinations if one.is_blockwise is kind] for kind in (True, False))
     kinds = dict.fromkeys((one.granularities, one.use_fast_accum) for one in dense)
     groups = [[one for one in dense if (one.granularities, one.use_fast_accum) == kind] for kind in kinds]
     for family in ALL_MEET:
@@ -183,7 +188,7 @@ def size_cases(combinations: Iterable[Combination], most: float = math.inf) -> I
 def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
     """Every code of a times every code of b, at one place along K; and every code in the corners of the operands."""
     for number, combination in enumerate(combinations):
-        k = 128 if combination.granularities[0].is_blockwise else (16, 48)[number // 2 % 2]
+        k = 128 if combination.is_blockwise else (16, 48)[number // 2 % 2]
         case = _drawn(Family.EVERY_CODE, number, combination, (256, 256, k), out_dtype=FLOAT32)
         r = rng("every code", number)
         for operand in (case.a, case.b):
@@ -192,15 +197,14 @@ def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
         yield case
         zeros = _drawn(Family.EVERY_CODE, f"{number} zeros", combination, (80, 144, k), out_dtype=BFLOAT16)
         codes_of(zeros.a if number % 2 else zeros.b)[:] = 0x80
-        assert zeros.scale_a is not None
-        yield replace(zeros, scale_a=-zeros.scale_a if number % 3 else zeros.scale_a)
+        yield zeros.scaled(-1 if number % 3 else 1)
     corners = list(product((0, -1), repeat=2))
     by_formats = {one.formats: [c for c in combinations if c.formats == one.formats] for one in combinations}
     for formats, ones in by_formats.items():
         r = rng("corners", formats[0].name, formats[1].name)
         drawn = [r.permutation(256) for _ in range(2 * len(corners))]
         for number, (combination, codes) in enumerate(zip(cycle(ones), np.array(drawn).T, strict=False)):
-            shape = (16, 16, 128 if combination.granularities[0].is_blockwise else 16)
+            shape = (16, 16, 128 if combination.is_blockwise else 16)
             words = f"corners {formats[0]} x {formats[1]} {number}"
             case = _drawn(Family.EVERY_CODE, words, combination, shape)
             for (operand, corner), code in zip(product((case.a, case.b), corners), codes, strict=True):
@@ -230,7 +234,7 @@ def memory_cases(combinations: Iterable[Combination], *, padded_a: bool, padded_
 def large_value_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
     """Values of scales and of the bias beyond the first tiles."""
     for number, combination in enumerate(combinations):
-        if not combination.granularities[0].is_blockwise:
+        if not combination.is_blockwise:
             yield from _values_in(combination, (160, 272, 48))
         if combination.granularities[0] is Granularity.TENSORWISE:
             for turn, values in enumerate(SCALES):
@@ -240,7 +244,7 @@ def large_value_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]
 def turn_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
     """A GEMM, others, and the first again: other codes, other scales and another bias, another size, and many."""
     for number, (combination, kind) in enumerate(product(combinations, range(4))):
-        with_bias = not combination.granularities[0].is_blockwise
+        with_bias = not combination.is_blockwise
         out_dtype = (BFLOAT16, FLOAT16)[number % 2]
         case, other, larger = (
             _drawn(Family.TURNS, f"{number}{word}", combination, shape, out_dtype=out_dtype, with_bias=with_bias)
@@ -289,9 +293,6 @@ def _drawn(
     if zeros:
         codes_of(case.a)[3::8], codes_of(case.a)[4::8] = 0x00, 0x80
     elif not pair[0].is_blockwise:
-        assert case.scale_a is not None and case.scale_b is not None
-        signs_a, signs_b = (
-            r.choice(np.array([-1, 1], np.float32), scale.shape) for scale in (case.scale_a, case.scale_b)
-        )
-        case = replace(case, scale_a=case.scale_a * signs_a, scale_b=case.scale_b * signs_b)
+        shapes = pair[0].scale_shape(*case.a.shape), pair[1].scale_shape(*case.b.shape)[::-1]
+        case = case.scaled(*(r.choice(np.array([-1, 1], np.float32), one) for one in shapes))
     return replace(case, family=family, placement=placement)

@@ -162,6 +162,12 @@ class GemmCase:
         """The output that `verbs` gives, [M, N]."""
         return self.call(is_placed=is_placed).run(verbs)
 
+    def scaled(self, a: Any = 1, b: Any = 1) -> "GemmCase":
+        """This GEMM with its scales times these float32 factors."""
+        assert self.scale_a is not None and self.scale_b is not None
+        factors = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        return replace(self, scale_a=self.scale_a * factors[0], scale_b=self.scale_b * factors[1])
+
     def group_of(self, row: int) -> int:
         """The group of a row of a grouped GEMM."""
         assert self.offs is not None, "only such a GEMM has groups"

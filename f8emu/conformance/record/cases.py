@@ -154,11 +154,9 @@ def _epilogues(seed: int) -> Iterator[PlannedCase]:
     GEMMs in which a product with one scale alone overflows or underflows [EPI-6].
     """
     for gemm in _both(f"{seed} zeros", PAIRS[0], (16, 16, 64), "normal"):
-        assert gemm.scale_a is not None
         gemm.a[::2] = 0
         for factor in (-1, 2.0**-144):
-            bias, scale_a = np.full(16, -0.0, ml_dtypes.bfloat16), gemm.scale_a * np.float32(factor)
-            scaled = replace(gemm, scale_a=scale_a, bias=bias)
+            scaled = replace(gemm, bias=np.full(16, -0.0, ml_dtypes.bfloat16)).scaled(factor)
             yield from _options("zeros", scaled, fast=(True,))
             yield from _options("zeros-bias", scaled, fast=(True,), outputs=(BFLOAT16,), with_bias=True)
     name, r = f"{seed} grouped scales", rng(seed, "far apart")
