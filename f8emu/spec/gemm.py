@@ -59,7 +59,6 @@ class Cast:
         return self.format is None
 
     def to_dict(self) -> dict[str, object]:
-        """A plain dict."""
         scale = {} if self.format is None else {"granularity": self.granularity.value}
         return {"format": str(self.format or self), **scale}
 
@@ -102,7 +101,6 @@ class Gemm:
         return self.a.is_high_precision
 
     def to_dict(self) -> dict[str, object]:
-        """A plain dict."""
         return {"a": self.a.to_dict(), "b": self.b.to_dict(), "use_fast_accum": self.use_fast_accum}
 
     def refusal(self, chip: Chip) -> str | None:

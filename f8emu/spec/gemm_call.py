@@ -246,7 +246,6 @@ def _check_paired(
 
 
 def _sizes(call: str, a: Shaped, b: Shaped) -> tuple[int, int, int]:
-    """M, N and K."""
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
         raise OperandError(
             f"{call}: a must be [M, K] and b [K, N]; got shapes {list(a.shape)} and {list(b.shape)}; pass a weight "

@@ -97,13 +97,11 @@ def _table(kind: Any, data: object, place: str, *others: str) -> dict[str, Any]:
 
 
 def _values(kind: Any, table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Field -> value, of those in the table."""
     kinds: dict[str, Any] = {field.name: field.type for field in fields(kind)}
     return {key: _read(kinds[key], value, prefix + key) for key, value in table.items()}
 
 
 def _at(place: str, build: Callable[..., Any], *args: Any, **values: Any) -> Any:
-    """What is built of these; an error gets the place."""
     try:
         return build(*args, **values)
     except SpecError as error:

@@ -89,7 +89,6 @@ class PlannedGemm:
 
     @property
     def bytes_of_k(self) -> int:
-        """The bytes of K in one row of an operand."""
         return self.k * (2 if self.gemm == "bfloat16" else 1)
 
     @property

@@ -158,7 +158,6 @@ def plan_from_json(text: str, name: str) -> Plan:
 
 @contextmanager
 def _whole(name: str) -> Iterator[None]:
-    """Tells what is wrong with a file."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:

@@ -32,7 +32,6 @@ class Tree(NamedTuple):
     limits: Sequence[int]  # the limits of the inner nodes
 
     def split_k(self, value: Callable[[int], int]) -> int:
-        """S, where `value` gives a feature by its index."""
         codes, to_come, limits = self
         at = 0
         while (code := codes[at]) < LEAF:
@@ -52,7 +51,6 @@ class FittedTree(NamedTuple):
     slice_bytes: int  # [PLAN-2] A slice of K is longer than this
 
     def split_k(self, gemm: PlannedGemm) -> int:
-        """S of a shape."""
         # 1. The most slices: of more than `slice_bytes` [PLAN-2], and with float32 results that fit the workspace
         #    [PLAN-4]; one slice stores none.
         sizes = rows, n, _ = gemm.rows, gemm.n, gemm.k
@@ -94,7 +92,6 @@ class Plan:
     """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
 
     def split_k(self, gemm: PlannedGemm) -> Split:
-        """S of a GEMM: looked up if it was recorded, else predicted."""
         # What was measured holds, whatever the trees say.
         found = self.recorded.get((gemm.table, gemm.rows, gemm.n, gemm.k))
         return self.predicted(gemm) if found is None else Split(found, Source.RECORDED)

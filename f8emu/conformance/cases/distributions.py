@@ -4,7 +4,6 @@ Values are drawn with numpy and ml_dtypes: only which inputs a case has depends 
 """
 
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -99,16 +98,8 @@ def _specials(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
     return x
 
 
-VALUES: dict[str, Callable[[tuple[int, int], np.random.Generator], np.ndarray]] = {
-    "normal": _normal,
-    "outlier": _outlier,
-    "gradient": _gradient,
-    "blocks": _blocks,
-    "cancellation": _cancellation,
-    "subnormals": _subnormals,
-    "integers": _integers,
-    "specials": _specials,
-}
+_VALUES = (_normal, _outlier, _gradient, _blocks, _cancellation, _subnormals, _integers, _specials)
+VALUES = {draw.__name__.removeprefix("_"): draw for draw in _VALUES}
 """Distributions of values by name."""
 
 
@@ -164,14 +155,8 @@ def _code_specials(shape: tuple[int, int], fmt: Format, r: np.random.Generator) 
     return codes
 
 
-CODES: dict[str, Callable[[tuple[int, int], Format, np.random.Generator], np.ndarray]] = {
-    "bits": _code_bits,
-    "normal": _code_normal,
-    "same": _code_same,
-    "cancellation": _code_cancellation,
-    "subnormals": _code_subnormals,
-    "specials": _code_specials,
-}
+_CODES = (_code_bits, _code_normal, _code_same, _code_cancellation, _code_subnormals, _code_specials)
+CODES = {draw.__name__.removeprefix("_code_"): draw for draw in _CODES}
 """Distributions of float8 codes by name."""
 
 

@@ -70,7 +70,6 @@ class Placement:
 
     @property
     def text(self) -> str:
-        """`a's rows 16 elements apart, b 64 bytes from a boundary`."""
         paddings, offsets = (("a", self.padding_a), ("b", self.padding_b)), (("a", self.offset_a), ("b", self.offset_b))
         words = [f"{name}'s rows {n} elements apart" for name, n in paddings if n]
         return ", ".join(words + [f"{name} {n} bytes from a boundary" for name, n in offsets if n])
@@ -84,7 +83,6 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
     def run(self, verbs: Verbs) -> Any:
-        """What the verb gives."""
         return verbs[self.verb](*self.arguments, **self.options)
 
 
@@ -135,7 +133,6 @@ class GemmCase:
 
     @property
     def verb(self) -> str:
-        """The verb that computes this GEMM."""
         return {Mode.BF16: "mm", Mode.GROUPED_ROWWISE: "scaled_grouped_mm"}.get(self.mode, "scaled_mm")
 
     @property
@@ -159,7 +156,6 @@ class GemmCase:
         return Call(self.verb, (*operands, self.scale_a, self.scale_b), options)
 
     def run(self, verbs: Verbs, *, is_placed: bool = False) -> np.ndarray:
-        """The output that `verbs` gives, [M, N]."""
         return self.call(is_placed=is_placed).run(verbs)
 
     def scaled(self, a: Any = 1, b: Any = 1) -> "GemmCase":
@@ -169,7 +165,6 @@ class GemmCase:
         return replace(self, scale_a=self.scale_a * factors[0], scale_b=self.scale_b * factors[1])
 
     def group_of(self, row: int) -> int:
-        """The group of a row of a grouped GEMM."""
         assert self.offs is not None, "only such a GEMM has groups"
         return int(np.searchsorted(self.offs, row, side="right"))
 

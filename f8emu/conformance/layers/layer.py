@@ -93,7 +93,6 @@ class LayerCase:
         return self.recipe.delayed is not None and bool(self.trained)
 
     def sizes(self, layer: int) -> tuple[int, int, int]:
-        """M, N and K of a layer."""
         m, n, k = self.shape
         return m, n + _MORE_OUTPUTS * (layer - 1), k
 

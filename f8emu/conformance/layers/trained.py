@@ -121,7 +121,6 @@ class JaxTraining(Training):
         return call
 
     def _wait(self, arrays: Any) -> None:
-        """Until the arrays are there, and the callbacks have run."""
         import jax
 
         jax.block_until_ready(arrays)

@@ -94,7 +94,6 @@ class Training(ABC):
         """A field of the state of delayed scaling of a layer."""
 
     def parts(self) -> Parts:
-        """The parts of `trace.layer_parts`, as the layers give them."""
         case, parts = self.case, Parts()
         with self._taps():
             for step in range(1, case.steps + 1):

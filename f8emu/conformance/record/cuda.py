@@ -57,7 +57,6 @@ class CudaLauncher:
             )
 
     def metadata(self) -> dict[str, str]:
-        """What the recorded bits belong to."""
         import torch
 
         return {
@@ -132,7 +131,6 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, gemm: GemmCase, arrays: Framework) -> "_Call":
-        """The call of a case, whose operands are loaded."""
         bias, offs = (None if x is None else arrays.load(x) for x in (gemm.bias, gemm.offs))
         scales = tuple(map(arrays.load, store_scales(gemm).values())) or None
         if scales and gemm.mode is Mode.BLOCKWISE:

@@ -70,12 +70,10 @@ class RecordedInstruction:
         return f"{self.chip_name} {self.format} K={self.a.shape[1]} -> {self.out}{kept} by the profile of {self.chip}"
 
     def describe(self, part: str, index: tuple[int, ...]) -> str:
-        """The operands of one case, as hex."""
         a, b, c = (x[index[0]] for x in (self.a, self.b, self.c))
         return f"{abbreviated(a, 'a')} {abbreviated(b, 'b')} c={hexadecimal(c)}"
 
     def run(self, subject: Subject) -> Parts:
-        """What a subject's `mma` gives, in the form of `d`."""
         found = subject.verbs["mma"](self.a, self.b, self.c, chip=self.chip, out_dtype=self.out)
         if self.keeps_low_half:
             found = (found.astype(np.float32).view(np.uint32) & 0xFFFF).astype(np.uint16)
@@ -92,7 +90,6 @@ class RecordingsFile:
     recordings: tuple[RecordedInstruction, ...]
 
     def cases(self, subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-        """What is put to a subject of the stage that replays it."""
         for one in self.recordings:
             if subject.name == "f8ref.exact":
                 some = slice(None, None, max(1, len(one.d) // EXACT_CASES))

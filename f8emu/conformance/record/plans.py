@@ -51,7 +51,6 @@ class PlanRecording(NamedTuple):
     not_found: dict[str, list[str]]  # reason -> shapes
 
     def lines(self) -> list[str]:
-        """What to print."""
         lines = [f"{self.path}: {self.found} shapes recorded on {self.plan.chip}, {self.plan.library}"]
         if self.predicted:
             lines += [f"the shipped rule predicts {self.predicted_right} of {self.predicted} of them"]

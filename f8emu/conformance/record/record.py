@@ -46,11 +46,9 @@ class GoldenRecording(NamedTuple):
 
     @property
     def has_difference(self) -> bool:
-        """Whether the comparison ran and found a difference."""
         return self.verified is not None and self.verified.status is not Status.EQUAL
 
     def lines(self) -> list[str]:
-        """What to print."""
         found = [f"{self.path}: {self.cases} cases, {self.outputs} outputs, recorded on {self.device}"]
         if self.refused:
             total = sum(map(len, self.refused.values()))
