@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +24,23 @@ def invoke(*arguments: object, **environment: str | None) -> tuple[int, str, str
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+_BLOCKER = """
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def python(code: str, *arguments: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter in which some packages are not installed."""
+    command = [sys.executable, "-c", f"BLOCKED = {blocked!r}{_BLOCKER}{code}", *arguments]
+    environment = {**os.environ, "PYTHONPATH": ENVIRONMENT["PYTHONPATH"], "COLUMNS": "400"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

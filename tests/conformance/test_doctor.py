@@ -112,8 +112,5 @@ def test_it_ends_with_what_to_do_next(
     found = list(next_steps(replace(diagnosis, versions=versions, engines=engines)))
     assert len(found) == len(lines)
     assert all(part in line for part, line in zip(lines, found, strict=True))
-
-
-def test_a_fault_comes_first(diagnosis: doctor.Diagnosis) -> None:
-    probes = [replace(diagnosis.probes[0], agrees=False, relied_on=True)]
-    assert next(next_steps(replace(diagnosis, probes=probes))).startswith("A FAULT above changes bits")
+    fault = replace(diagnosis.probes[0], agrees=False, relied_on=True)
+    assert next(next_steps(replace(diagnosis, probes=[fault]))).startswith("A FAULT above changes bits")

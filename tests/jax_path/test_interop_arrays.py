@@ -1,10 +1,7 @@
 """Arrays between torch, JAX and numpy: bits, who owns the memory, what cannot travel, and what a missing extra does."""
 
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,8 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from f8emu import interop
 from f8emu.spec import OperandError, Scales
-
-ROOT = Path(__file__).parents[2]
+from tests.conformance.command import python
 
 DTYPES = (
     "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 complex64 "
@@ -160,10 +156,10 @@ def test_shared_memory_outlives_its_first_owner() -> None:
 
 
 def test_numpy_memory_that_torch_cannot_share() -> None:
-    array = np.zeros(4, np.float32)
-    array.flags.writeable = False
+    frozen = np.zeros(4, np.float32)
+    frozen.flags.writeable = False
     record = np.zeros(4, [("x", np.float32), ("flag", np.int8)])["x"]
-    for refused in (array, np.zeros(4, np.float32)[::-1], record):
+    for refused in (frozen, np.zeros(4, np.float32)[::-1], record):
         assert interop.to_torch(refused, copy=None).tolist() == [0.0] * 4
         with pytest.raises(OperandError, match=r"to_torch: copy=False asks.*read-only or has negative strides"):
             interop.to_torch(refused, copy=False)
@@ -236,17 +232,7 @@ def test_64_bits_travel_where_jax_has_them() -> None:
 
 def run_without(blocked: tuple[str, ...], code: str) -> list[str]:
     """The lines that `code` prints in a fresh interpreter that cannot import the blocked packages."""
-    blocker = f"""
-        import sys
-        class Blocker:
-            def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] in {blocked!r}:
-                    raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-        sys.meta_path.insert(0, Blocker())
-        sys.path[:0] = {sys.path!r}
-    """
-    script = textwrap.dedent(blocker) + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = python(textwrap.dedent(code), blocked=blocked)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

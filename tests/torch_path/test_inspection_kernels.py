@@ -89,16 +89,9 @@ def numbers(statistics: Statistics) -> dict[str, float]:
 
 def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
     assert found.keys() == expected.keys()
+    sizes = {**expected, "sqnr": 10.0, "mean": expected.get("l1_norm", 0)}
     for name, value in expected.items():
-        sums = {
-            "l1_norm": value,
-            "l2_norm": value,
-            "mse": value,
-            "sqnr": 10.0,
-            "dynamic_range": value,
-            "mean": expected.get("l1_norm", 0),
-        }
-        slack = _SLACK * sums.get(name, 0)
+        slack = _SLACK * sizes[name] if name in ("l1_norm", "l2_norm", "mse", "sqnr", "dynamic_range", "mean") else 0
         same = found[name] == value or abs(found[name] - value) <= slack
         assert same or (math.isnan(value) and math.isnan(found[name])), f"{name}: {found[name]}, expected {value}"
 
