@@ -80,7 +80,7 @@ def replay_casts(
 
 
 def _tensors(step: CapturedStep, record: GemmRecord, tensor: str) -> Iterator[np.ndarray]:
-    """The tensors that could be read: those before the GEMM, latest first, then those after it, next first."""
+    # The tensors that could be read: those before the GEMM, latest first, then those after it, next first.
     # Backward passes may come in another order than forward passes, and the callbacks of JAX in any order.
     place = record.layer, tensor
     found = [one for one in step.records if isinstance(one.record, TensorRecord) and one.record.key[:2] == place]
@@ -114,7 +114,7 @@ def _operand(
 
 
 def _inverses(scale: np.ndarray) -> Iterator[np.ndarray]:
-    """Float32 arrays whose reciprocals are `scale`, or the nearest one where none is."""
+    # Float32 arrays whose reciprocals are `scale`, or the nearest one where none is.
     # The captured scale is float32(1 / inv_scale): rounding may have made several inv_scales one scale.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         nearest = np.float32(1) / scale

@@ -132,7 +132,7 @@ def _paired(
 
 
 def _by_key(side: str, step: CapturedStep, found: CaptureDiff) -> dict[tuple[str, str, int], CapturedRecord]:
-    """Layer, GEMM and call -> the record; a second record of one place is noted."""
+    # Layer, GEMM and call -> the record; a second record of one place is noted.
     records: dict[tuple[str, str, int], CapturedRecord] = {}
     for one in step.records:
         if records.setdefault(one.record.key, one) is not one:
@@ -141,7 +141,6 @@ def _by_key(side: str, step: CapturedStep, found: CaptureDiff) -> dict[tuple[str
 
 
 def _is_excused(step: CapturedStep, one: CapturedRecord) -> bool:
-    """Whether a step says itself why it has no such record."""
     # A list of what was left out may end with "N more", which stands for any record.
     places = [left.place for left in step.left_out]
     is_told = any(one.record.place.startswith(place) or place.endswith(" more") for place in places)
@@ -149,7 +148,7 @@ def _is_excused(step: CapturedStep, one: CapturedRecord) -> bool:
 
 
 def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
-    """What may explain a difference: said first, and no difference in itself."""
+    # What may explain a difference: said first, and no difference in itself.
 
     def shown(step: CapturedStep) -> dict[str, str]:
         header = step.header
@@ -194,7 +193,6 @@ def _record(step: str, a: CapturedRecord, b: CapturedRecord, found: CaptureDiff,
 
 
 def _compared(x: np.ndarray | None, y: np.ndarray | None, case: str, part: str, errors: int) -> dict[str, Any]:
-    """How a part differs; nothing where it is equal."""
     # 1. Parts that cannot be compared: all of their elements count as different.
     if x is None or y is None:
         size = max(one.size for one in (x, y) if one is not None)
@@ -217,7 +215,6 @@ def _compared(x: np.ndarray | None, y: np.ndarray | None, case: str, part: str, 
 
 
 def _tensor(record: Record, part: str) -> str:
-    """What a stage is, or was made of."""
     if not isinstance(record, GemmRecord):
         return record.tensor
     return "" if part == "product" else OPERANDS[record.gemm]["ab".index(part[0])]

@@ -87,7 +87,7 @@ class Handle:
                 self._session.add(record, size, lambda: {name: self._stored(x) for name, x in arrays.items()})
 
     def _look(self, x: Any, what: str) -> None:
-        """A ring is written when something is not finite."""
+        # A ring is written when something is not finite.
         if self._session.looks and (kind := self._fault(x)):
             self._session.write(f"{kind} in {what} at step {self.number}")
 

@@ -214,7 +214,7 @@ def _entry(path: Path, entry: object, source: str) -> CapturedRecord:
 
 
 def _unlisted(path: Path) -> CapturedRecord:
-    """A record of a step that was never finished, by the text in its own file."""
+    # A record of a step that was never finished, by the text in its own file.
     _, metadata = _decoded(path)
     try:
         record = record_from_json(json.loads(metadata.get("record", "null")))
@@ -224,7 +224,7 @@ def _unlisted(path: Path) -> CapturedRecord:
 
 
 def _decoded(path: Path, size: int | None = None) -> tuple[Arrays, dict[str, str]]:
-    """Tensors and metadata of a file, which is mapped: however large it is, it is not loaded."""
+    # Tensors and metadata of a file, which is mapped: however large it is, it is not loaded.
     with _opened(path, size) as file:
         size = os.fstat(file.fileno()).st_size
         blob: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
@@ -235,7 +235,6 @@ def _decoded(path: Path, size: int | None = None) -> tuple[Arrays, dict[str, str
 
 
 def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: Path) -> Arrays:
-    """The arrays of a record, each of the dtype and shape that the record says."""
     # 1. What the record says that its file holds.
     expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     if isinstance(record, GemmRecord):
@@ -266,7 +265,7 @@ def _dtype(name: str) -> np.dtype:
 
 
 def _opened(path: Path, size: int | None = None) -> BufferedReader:
-    """A regular file, of `size` bytes where that is known: no link is followed, and no pipe waited for."""
+    # A regular file, of `size` bytes where that is known: no link is followed, and no pipe waited for.
     try:
         file = open_regular(path, follows_links=False)
     except OSError as error:

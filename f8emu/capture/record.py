@@ -48,8 +48,6 @@ def require_types(entry: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
 
 
 class _Record:
-    """What both kinds have: a place in the step, and strict JSON."""
-
     layer: str
     turn: int
 

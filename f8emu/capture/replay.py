@@ -116,7 +116,7 @@ def replay(
 
 
 def _judge(judges: dict[str, Subject], oracle: str | None, found: Replay, record: GemmRecord) -> Subject:
-    """Never who computed it; f8ref.numpy, which is slower, where JAX is missing."""
+    # Never who computed it; f8ref.numpy, which is slower, where JAX is missing.
     name = oracle or ("f8ref.jax" if record.engine == "hardware" else "f8ref.numpy")
     # torch and JAX are loaded for a capture that needs them only
     if name not in judges:
@@ -132,8 +132,6 @@ def _judge(judges: dict[str, Subject], oracle: str | None, found: Replay, record
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step that is replayed."""
-
     step: CapturedStep
     found: Replay
     judge: Callable[[GemmRecord], Subject]
@@ -203,7 +201,7 @@ class _Step:
 
 
 def _placed(one: Mismatch, sample: Sampled) -> Mismatch:
-    """With the index in the whole product, and the operands that lead to it."""
+    # With the index in the whole product, and the operands that lead to it.
     i, j = one.index
     inputs = f"{abbreviated(sample.a[i], 'a')} {abbreviated(sample.b[j], 'b')}"
     return replace(one, index=(int(sample.rows[i]), int(sample.columns[j])), inputs=inputs)

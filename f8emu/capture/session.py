@@ -164,7 +164,7 @@ class Session:
         return writer
 
     def _refusal(self, current: "_Held", size: int) -> str:
-        """Why a ring cannot hold a record of `size` bytes more; its oldest steps make room."""
+        # Why a ring cannot hold a record of `size` bytes more; its oldest steps make room.
         if self._limit is None:
             return ""
         # the step in progress matters more than those before it
@@ -199,8 +199,6 @@ class Session:
 
 
 class _Held:
-    """A step in memory."""
-
     def __init__(self, number: int) -> None:
         self.number, self.size = number, 0
         self.records: list[tuple[Record, Arrays]] = []

@@ -136,7 +136,6 @@ class StepWriter:
         return None if self.fault else self._final
 
     def _write_index(self, *, is_complete: bool) -> int:
-        """Gives its bytes."""
         # A list without end would not fit the room that was kept for the index.
         left_out = self.left_out[:_MOST_LISTED]
         if more := len(self.left_out) - len(left_out):
@@ -162,7 +161,7 @@ def size_of(arrays: Mapping[str, Stored]) -> int:
 
 
 def _container(arrays: Mapping[str, Stored], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """A safetensors file in pieces, so that no array is copied."""
+    # A safetensors file in pieces, so that no array is copied.
     # 1. The header: dtype, shape and place of each array, padded so that the arrays are aligned.
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -178,7 +177,6 @@ def _container(arrays: Mapping[str, Stored], metadata: Mapping[str, str]) -> Ite
 
 
 def _write(path: Path, pieces: Iterator[bytes | memoryview]) -> tuple[int, str]:
-    """Writes a file whole; gives its size and SHA-256."""
     temporary = path.with_name(path.name + ".writing")
     digest, size = hashlib.sha256(), 0
     try:
@@ -199,7 +197,7 @@ def _write(path: Path, pieces: Iterator[bytes | memoryview]) -> tuple[int, str]:
 
 
 def _sync_directory(path: Path) -> None:
-    """Makes the names in a directory last."""
+    # Makes the names in a directory last.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

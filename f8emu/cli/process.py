@@ -62,7 +62,7 @@ def run_supervised(command: Callable[[], None]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """The child's side: signals are Ctrl-C, two at once are one, and on Linux nothing outlives the parent."""
+    # The child's side: signals are Ctrl-C, two at once are one, and on Linux nothing outlives the parent.
     from f8emu.conformance.kernels.faults import INTERRUPTS  # loads NumPy
 
     INTERRUPTS.are_noted = True
@@ -85,7 +85,7 @@ def _end_with(parent: int) -> None:
 
 
 class _Pipe(io.FileIO):
-    """A pipe that its reader may close, as `| head` does: what is left is dropped, and the status is kept."""
+    # A pipe that its reader may close, as `| head` does: what is left is dropped, and the status is kept.
 
     def write(self, data: "ReadableBuffer", /) -> int | None:
         try:

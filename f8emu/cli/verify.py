@@ -170,7 +170,7 @@ def _verify(options: _Options) -> int:
 
 
 def _words_of(name: str, options: _Options) -> list[str]:
-    """The words that name a subject on the command line, and what its cases depend on."""
+    # The words that name a subject on the command line, and what its cases depend on.
     from f8emu.conformance.run.subject import SUBJECTS
 
     words = [name] + ([] if options.golden is None else ["--golden", str(options.golden)])
@@ -181,7 +181,7 @@ def _words_of(name: str, options: _Options) -> list[str]:
 
 
 def _load(options: _Options) -> "tuple[dict[str, Subject], dict[str, str]]":
-    """The subjects by name, in the order in which they were named; and why a default one cannot run."""
+    # The subjects by name, in the order in which they were named; and why a default one cannot run.
     from f8emu.conformance.run.runner import load_and_call
     from f8emu.conformance.run.subject import SUBJECTS
 
@@ -240,7 +240,7 @@ def _named(chip: str) -> tuple[str, str]:
 
 @contextmanager
 def _concluding(options: _Options) -> "Iterator[functools.partial[int]]":
-    """`_conclude` with its files, opened before any work; a SpecError says which cannot be written."""
+    # `_conclude` with its files, opened before any work; a SpecError says which cannot be written.
     start = time.perf_counter()
     with opened("verify", options.json) as out, opened("verify", options.html) as page:
         yield functools.partial(_conclude, out, page, start, options.errors)

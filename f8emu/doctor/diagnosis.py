@@ -90,7 +90,6 @@ def diagnose() -> Diagnosis:
 
 
 def _tried(what: str, function: Callable[[], _T], otherwise: _T, problems: list[str]) -> _T:
-    """The function's result; where it raises, `otherwise` and a line in `problems`."""
     try:
         return function()
     except MissingExtraError as error:

@@ -86,7 +86,6 @@ def to_numpy(x: Any, *, copy: bool | None = True) -> Any:
 
 
 def _mapped(call: str, x: Any, function: Callable[[Any, str], Any]) -> Any:
-    """`function` of every array in the containers and its library; None stays."""
     # An array, before containers: a tensor is no sequence here.
     library = library_of(x)
     if library is not None:
@@ -109,7 +108,6 @@ def _mapped(call: str, x: Any, function: Callable[[Any, str], Any]) -> Any:
 
 
 def _refusal(call: str, x: Any, library: str) -> str:
-    """Why an array cannot travel; empty where it can."""
     kind, dtype = type(x).__name__, _name(x)
     if dtype not in _DTYPES:
         remedy = "give jax.random.key_data of it" if dtype.startswith("key<") else "convert it first"
@@ -220,7 +218,7 @@ def _to_torch(torch: Any, x: Any, library: str, device: Any, copy: bool | None) 
 
 
 def _numpy_to_torch(torch: Any, array: "np.ndarray", copy: bool | None) -> "torch.Tensor":
-    """Copied into memory of torch's own, which is aligned for whoever shares it next."""
+    # Copied into memory of torch's own, which is aligned for whoever shares it next.
     import numpy as np
 
     # torch takes writable memory whose strides are whole elements; float8 goes as integers of its width.
@@ -242,7 +240,6 @@ def _numpy_to_torch(torch: Any, array: "np.ndarray", copy: bool | None) -> "torc
 
 
 def _gathered(call: str, array: Any, copy: bool | None) -> Any:
-    """A JAX array on one device."""
     if len(array.devices()) == 1:
         return array
     if copy is False:
@@ -270,7 +267,6 @@ def _to_numpy(x: Any, library: str, copy: bool | None) -> "np.ndarray":
 
 
 def _tensor_to_numpy(tensor: "torch.Tensor") -> "np.ndarray":
-    """The memory of a CPU tensor, whatever its strides."""
     import ml_dtypes
 
     name = _name(tensor)

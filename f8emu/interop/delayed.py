@@ -98,13 +98,12 @@ def delayed_state_dict_from_float8_states(
 
 
 def _state(values: Mapping[str, Any], i: int) -> DelayedState:
-    """The state of one tensor."""
     amax_history, inv_scale, initialized = (values[name][i] for name in DelayedState._fields)
     return to_jax(DelayedState(amax_history, inv_scale, initialized.astype(inv_scale.dtype)))
 
 
 def _stacked(state: Float8State, history_length: int) -> dict[str, Any]:
-    """The tensors of torch's layer; for a tensor with dynamic scales, those before the first step."""
+    # The tensors of torch's layer; for a tensor with dynamic scales, those before the first step.
     import numpy as np
 
     fields = {
@@ -123,7 +122,6 @@ def _stacked(state: Float8State, history_length: int) -> dict[str, Any]:
 
 
 def _delayed(call: str, recipe: Recipe | str) -> tuple[Recipe, DelayedScaling]:
-    """The recipe and its rule of delayed scaling."""
     recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     if recipe.delayed is None:
         raise SpecError(f"{call}: recipe must have delayed scaling; got {recipe.name!r}, whose scales have no state")
@@ -143,7 +141,7 @@ def _layers(call: str, tree: Any, name: str) -> list[tuple[str, Float8State]]:
 
 
 def _layer(call: str, layer: str, rules: Sequence[ParameterRule], *, to: str) -> str:
-    """The layer's name on the other side, taken from its weight's, which has two axes."""
+    # The layer's name on the other side, taken from its weight's, which has two axes.
     if not rules or not layer:
         return layer
     ours, theirs = (".weight", ".kernel") if to == "flax" else (".kernel", ".weight")

@@ -82,7 +82,6 @@ def _convert(
     *,
     to: str,
 ) -> None:
-    """Put one parameter among those that are converted, under its name on side `to`."""
     if library_of(x) is None:
         kind = type(x).__name__
         raise OperandError(
@@ -123,7 +122,6 @@ def nested(call: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filled(call: str, like: Any, arrays: Mapping[str, Any]) -> Any:
-    """The tree `like` with these arrays as its leaves."""
     jax = require_jax(f"interop.{call}")
     # Leaves that are no arrays (functions, sizes of an equinox module) stay as they are in `like`.
     leaves = list(_named_leaves(like))
@@ -133,12 +131,11 @@ def _filled(call: str, like: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _is_parameter(leaf: Any) -> bool:
-    """An array, or the shape and dtype of one (`jax.eval_shape`)."""
+    # An array, or the shape and dtype of one (`jax.eval_shape`).
     return library_of(leaf) is not None or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
 def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """(keys joined by dots, leaf) of a pytree."""
     jax = require_jax("interop.state_dict_from_params")
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         # a variable of flax nnx is around its array

@@ -90,7 +90,6 @@ class ParameterRule:
         return (torch, flax) if to == "flax" else (flax, torch)
 
     def _split(self, group: tuple[str, ...], size: int) -> dict[str, int]:
-        """The sizes of the axes in one pair of parentheses."""
         # One axis of a group follows from the others.
         given = {axis: self.sizes[axis] for axis in group if axis in self.sizes}
         left = [axis for axis in group if axis not in given]
@@ -147,7 +146,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 @cache
 def _groups(side: str) -> tuple[tuple[str, ...], ...]:
-    """The axes of one side; those in one pair of parentheses together."""
+    # The axes of one side; those in one pair of parentheses together.
     return tuple(tuple((found[1] or found[2]).split()) for found in _AXIS.finditer(side))
 
 

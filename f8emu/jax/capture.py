@@ -113,7 +113,7 @@ class Capture(Handle):
 
 
 class _Layer:
-    """The tap of one layer: equal to itself alone, so that programs of two layers are two."""
+    # The tap of one layer: equal to itself alone, so that programs of two layers are two.
 
     def __init__(self, name: str, capturing: Capture) -> None:
         self.name, self.capturing = name, capturing
@@ -148,6 +148,5 @@ def _fault(x: Any) -> str:
 
 
 def _stored(x: Any) -> Stored:
-    """A copy."""
     copy = np.array(x, order="C")
     return Stored(_DTYPES.get(copy.dtype.name, "U8"), copy.shape, copy.reshape(-1).view(np.uint8).data)

@@ -66,7 +66,7 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
 def _histogram(
     figure: Svg, histogram: UlpHistogram, dtype: str, middles: Mapping[int | str, float], base: float, slot: float
 ) -> None:
-    """Bars of shares on the line `base`; `middles` is where the bar of each bin stands."""
+    # Bars of shares on the line `base`; `middles` is where the bar of each bin stands.
     left, right = min(middles.values()) - slot / 2, figure.width - 14
     counts = {k: histogram.finite.get(k, 0) if isinstance(k, int) else histogram.apart.get(k, 0) for k in middles}
     most = max(counts.values()) / max(histogram.total, 1) or 1
@@ -90,7 +90,7 @@ def _histogram(
 
 
 def _short(key: int | str) -> str:
-    """What fits under a bar: `-4`, `+2k`, `NaN for number`."""
+    # What fits under a bar: `-4`, `+2k`, `NaN for number`.
     if isinstance(key, str):
         return key
     if key == 0:
@@ -155,7 +155,7 @@ def _whole(count: int) -> list[int]:
 
 
 def _strokes(place: DifferenceMap, index: np.ndarray, limit: int) -> Iterator[tuple[str, str, str, str]]:
-    """(path, colour, title, depth) of every bin: a stroke for each run of its cells in a row."""
+    # (path, colour, title, depth) of every bin: a stroke for each run of its cells in a row.
     without = (place.differing > 0) & (place.apart | (index == 0))
     looks = [(without, "apart", "NaN, infinity or the sign of zero", _depth(limit, limit))]
     for found in np.unique(index[~without]).tolist():
@@ -174,7 +174,7 @@ def _strokes(place: DifferenceMap, index: np.ndarray, limit: int) -> Iterator[tu
 
 
 def _depth(found: int, limit: int) -> str:
-    """How deep the colour of a bin is: faint at one ulp, full at the limit."""
+    # How deep the colour of a bin is: faint at one ulp, full at the limit.
     return f'style="--deep:{100 * (abs(found) - 1) / max(limit - 1, 1):.0f}%"'
 
 

@@ -50,7 +50,7 @@ _SIGNS: dict[Tone, str] = {"good": "\N{CHECK MARK}", "bad": "\N{MULTIPLICATION X
 
 
 def _sign(tone: Tone) -> str:
-    """Before the words, for the eye alone."""
+    # Before the words, for the eye alone.
     return f'<span aria-hidden="true">{_SIGNS[tone]}\N{NO-BREAK SPACE}</span>' if tone in _SIGNS else ""
 
 

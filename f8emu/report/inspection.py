@@ -65,7 +65,7 @@ def to_json(run: Run, worst: Sequence[Place]) -> dict[str, Any]:
 
 
 def _events(events: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The first ones: what follows may come of them."""
+    # The first ones: what follows may come of them.
     for event in events[:_MOST_EVENTS]:
         place = f"{event.get('layer')} {event.get('gemm')} {event.get('operand')} ({event.get('tensor')})"
         amount = event.get("amount")
@@ -85,7 +85,7 @@ def _row(place: Place, by: str, measures: Sequence[str]) -> Row:
 
 
 def _plot(places: Sequence[Place], by: str) -> Plot:
-    """The measure over steps, a line for each place; told apart by dashes, not by colour alone."""
+    # The measure over steps, a line for each place; told apart by dashes, not by colour alone.
     # 1. The range of steps and of values, with a margin.
     curves = [{s: v for s, v in sorted(place.curves[by].items()) if math.isfinite(v)} for place in places]
     steps = [step for curve in curves for step in curve] or [0, 1]
@@ -129,7 +129,7 @@ def _plot(places: Sequence[Place], by: str) -> Plot:
 
 
 def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """A curve that looks the same with fewer points: of every piece of a long one, its lowest and its highest."""
+    # A curve that looks the same with fewer points: of every piece of a long one, its lowest and its highest.
     size = -(-2 * len(points) // _MOST_POINTS)
     if len(points) <= _MOST_POINTS:
         return points

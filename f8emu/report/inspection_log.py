@@ -118,7 +118,7 @@ def read_run(path: Path) -> Run:
 
 
 def _records(path: Path, run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, object) of each line; lines that cannot be read are counted in `run`."""
+    # (number, object) of each line; lines that cannot be read are counted in `run`.
     number = 0
     try:
         with open_regular(path) as file:

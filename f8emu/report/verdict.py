@@ -110,7 +110,6 @@ def _mismatch_json(mismatch: Mismatch) -> dict[str, Any]:
 
 
 def _breakdown_json(breakdown: Breakdown) -> dict[str, Any]:
-    """With the whole histograms."""
     by = {trait: {value: asdict(t) for value, t in values.items()} for trait, values in breakdown.tallies.items()}
     ulps = {
         dtype: {"total": one.total, "lowest": one.lowest, "highest": one.highest, "histogram": one.labelled()}

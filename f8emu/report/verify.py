@@ -94,7 +94,7 @@ def mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:
 
 
 def _mismatches(subject: SubjectResult, errors: int) -> Iterator[Table]:
-    """The same as a table, which a page has room for."""
+    # The same as a table, which a page has room for.
     rows: list[Row] = []
     for one in [mismatch for stage in subject.stages for mismatch in stage.mismatches][:errors]:
         codes = (", ".join(map(str, one.index)), one.expected, one.observed or one.error, one.inputs)
@@ -109,7 +109,6 @@ def _mismatches(subject: SubjectResult, errors: int) -> Iterator[Table]:
 
 
 def _stage_lines(subject: SubjectResult) -> Iterator[str]:
-    """The stages that differ one by one, those that are equal in one sentence, and who judged."""
     # 1. Equal stages. 2. Others, one by one. 3. What was not offered, and who judged, by reason and judge.
     equal = [_counts(stage) for stage in subject.stages if stage.status is Status.EQUAL]
     if equal:
@@ -132,7 +131,7 @@ def _stage_lines(subject: SubjectResult) -> Iterator[str]:
 
 
 def _counts(stage: StageResult) -> str:
-    """`recorded GEMMs 3/4 cases equal, 90/96 outputs, 0.1 s, 1 equal under an S of its own [CHAIN-3] (S = 5: 1)`."""
+    # `recorded GEMMs 3/4 cases equal, 90/96 outputs, 0.1 s, 1 equal under an S of its own [CHAIN-3] (S = 5: 1)`.
     cases = f"{stage.cases_equal}/{stage.cases_total} cases" + " equal" * (stage.cases_equal != stage.cases_total)
     found = f"{stage.title} {cases}, {stage.outputs_equal}/{stage.outputs_total} outputs, {stage.seconds:.1f} s"
     if not stage.own_splits:
@@ -179,7 +178,6 @@ def _breakdown(breakdown: Breakdown, name: str) -> Section:
 
 
 def _paste_lines(result: Result, asked: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """For each subject that differs the command that runs one case again, and its program."""
     for subject in result.subjects:
         examples = [stage.example for stage in subject.stages if stage.example is not None]
         found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]

@@ -153,7 +153,7 @@ def _fault(x: Tensor) -> str:
 
 
 def _stored(x: Tensor) -> Stored:
-    """A copy on the host, also of what is there already."""
+    # A copy on the host, also of what is there already.
     try:
         copy = torch.empty(x.shape, dtype=x.dtype, device="cpu")
         copy.copy_(x.detach())

@@ -83,7 +83,6 @@ def _exact(operand: Operand, cast: Cast) -> Tensor:
 
 
 def _rows(operand: Operand, granularity: Granularity, places: Tensor) -> Operand:
-    """Some rows of an operand, with their scales."""
     codes, scale = operand
     if codes.dtype is torch.bfloat16:
         return Operand(codes.index_select(0, places), scale)

@@ -160,7 +160,7 @@ class Inspector:
             self._observation.turn(self.config.is_step(self.number))
 
     def _flush(self) -> None:
-        """Read the statistics that are waiting, all at once, and write them."""
+        # Read the statistics that are waiting, all at once, and write them.
         pending, self._recorder.pending = self._recorder.pending, []
         if not pending:
             return
@@ -187,7 +187,7 @@ class Inspector:
 
 
 def _event_of(record: Mapping[str, Any], found: Mapping[str, float], most_saturated: float) -> Event | None:
-    """The event of one operand or product: NaN before infinity before overflow; None without any of them."""
+    # The event of one operand or product: NaN before infinity before overflow; None without any of them.
     kinds = ("nan", "nan"), ("nan_codes", "nan"), ("inf", "inf"), ("saturation", "overflow")
     for statistic, kind in kinds:
         if (amount := found.get(statistic, 0)) > (most_saturated if kind == "overflow" else 0):
@@ -197,6 +197,5 @@ def _event_of(record: Mapping[str, Any], found: Mapping[str, float], most_satura
 
 
 def _listed(values: Tensor) -> list[Any]:
-    """Numbers; codes as hexadecimal digits."""
     found = to_list(values)
     return [f"{code:02x}" for code in found] if values.dtype is torch.uint8 else found

@@ -272,12 +272,11 @@ def _total(rows: int, count: int, has_amax: bool) -> LaunchPlan:
 
 
 def _in_memory(x: Tensor) -> Tensor:
-    """`x` or its transpose, whichever has neighbours in a row side by side."""
+    # `x` or its transpose, whichever has neighbours in a row side by side.
     return x.t() if x.stride(1) != 1 and x.stride(0) < x.stride(1) else x
 
 
 def _totals(plan: LaunchPlan, count: int, has_amax: bool, *tensors: Tensor) -> Tensor:
-    """The numbers of a matrix, `count` of them, of those of its tiles."""
     partials = tensors[0].new_empty((count, plan.programs), dtype=torch.float64)
     plan(*tensors, partials)
     totals = partials.new_empty(count)

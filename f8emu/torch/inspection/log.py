@@ -102,7 +102,7 @@ class TensorBoardLog:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; whole numbers as integers, so that counts look like counts."""
+    # A value as JSON has it; whole numbers as integers, so that counts look like counts.
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in cast("Record", value).items()}
     if isinstance(value, list):

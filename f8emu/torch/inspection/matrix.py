@@ -83,7 +83,7 @@ class Matrix:
         return found + stacked(cast_numbers(x, inv_scale, cast.format, cast.granularity, numbers), wanted, x.numel())
 
     def _delayed(self, delayed: Delayed, format: Format, rule: ScaleRule) -> Tensor:
-        """The inv_scale of a cast under delayed scaling [1, 1]: it takes its own amax while none is set."""
+        # The inv_scale of a cast under delayed scaling [1, 1]: it takes its own amax while none is set.
         if is_known_set(delayed.inv_scale):
             return delayed.inv_scale
         found = self._amax(Granularity.TENSORWISE, False).float().reshape(1, 1)
@@ -91,7 +91,7 @@ class Matrix:
         return torch.where(delayed.inv_scale > 0, delayed.inv_scale, own)
 
     def _amax(self, granularity: Granularity, is_transposed: bool) -> Tensor:
-        """The amaxes, of shape `granularity.scale_shape`; for the whole matrix perhaps float64 [1]."""
+        # The amaxes, of shape `granularity.scale_shape`; for the whole matrix perhaps float64 [1].
         key = (granularity, is_transposed and granularity is not Granularity.TENSORWISE)
         if key not in self._amaxes:
             if granularity is Granularity.ROWWISE and launches_for(self.x) is not None:

@@ -48,8 +48,6 @@ class Read(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What is known of an operand before its GEMM."""
-
     shape: tuple[int, ...]
     statistics: Statistics
     what_if: dict[str, Statistics]
@@ -139,7 +137,7 @@ class Recorder:
             self._add(seen, "product", "product", statistics, split_k=seen.split_k, engine=seen.engine)
 
     def _known(self, seen: GemmSeen, side: str) -> _Prepared | None:
-        """What is known of an operand; None if nothing is, as in a step that began after its forward pass."""
+        # What is known of an operand; None if nothing is, as in a step that began after its forward pass.
         # A backward pass may come after other forward passes than its own: pipelines run several first, a teacher or
         # an evaluation has none. So the id of the forward pass finds it; where that is unknown, its order.
         waiting = self._waiting.get((seen.layer, seen.gemm, side), {})
@@ -149,7 +147,6 @@ class Recorder:
         return waiting.pop(call, None)
 
     def _operand(self, seen: GemmSeen, side: str, operand: Operand, tensor: str, known: _Prepared | None) -> None:
-        """The records of an operand: as its recipe casts it, and as others would."""
         count, wanted = self._config.first_values, self._config.statistics
         cast: Cast = getattr(seen.spec, side)
         values = _first_values(operand, cast, count) if count else {}
@@ -207,7 +204,6 @@ def read(pending: Sequence[Pending]) -> list[Read]:
 
 
 def _first_values(operand: Operand, cast: Cast, count: int) -> dict[str, Tensor]:
-    """The first values of an operand: its codes, and what they mean."""
     rows = -(-count // max(1, operand.codes.shape[1]))
     codes, scale = operand.codes[:rows], operand.scale
     if scale is not None and cast.granularity is not Granularity.TENSORWISE:

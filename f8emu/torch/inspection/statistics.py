@@ -150,7 +150,7 @@ def exact_values(codes: Tensor, scale: Tensor | None, granularity: Granularity) 
 
 
 def _range(magnitude: Tensor) -> Tensor:
-    """log2(largest / smallest that is not zero) of each row; 0 of a row without such values."""
+    # log2(largest / smallest that is not zero) of each row; 0 of a row without such values.
     finite = torch.where(magnitude.isfinite(), magnitude, 0)
     largest = finite.amax(dim=1).double()
     smallest = torch.where(finite > 0, finite, torch.inf).amin(dim=1).double()
