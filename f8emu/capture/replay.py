@@ -14,9 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from f8emu.capture.casts import Expected, replay_casts, require_of_recipe
 from f8emu.capture.findings import Finding, Found, absences, findings_page, numbered
-from f8emu.capture.product import Sampled, likely_cause, product_of, sampled
+from f8emu.capture.oracle import (
+    Expected,
+    Sampled,
+    likely_cause,
+    product_of,
+    replay_casts,
+    require_of_recipe,
+    sampled,
+)
 from f8emu.capture.read import CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, GemmRecord
 from f8emu.conformance.compare import Mismatch, abbreviated, counted, different, mismatches

@@ -32,7 +32,7 @@ rounds beyond the format's largest. sqnr: in decibels. dynamic_range_block: the 
 OPERAND_STATISTICS = ("scale_min", "scale_max", "nan_codes", "zero_codes", "saturated_codes")
 """Statistics of the operand as the GEMM got it. A saturated code is the code of the format's largest value."""
 GEMM_STATISTICS = ("error",)
-"""The error of a GEMM in its three parts (`gemm_error`)."""
+"""The error of a GEMM in its three parts (`statistics.gemm_error`)."""
 STATISTICS = (*VALUE_STATISTICS, *CAST_STATISTICS, *OPERAND_STATISTICS, *GEMM_STATISTICS)
 DEFAULT_STATISTICS = ("amax", "nan", "inf", "underflow", "saturation", "sqnr", "scale_min", "scale_max")
 TE_STATISTICS = {

@@ -11,9 +11,8 @@ from f8emu.spec.recipe import OPERANDS, TENSORS, TRANSPOSED, Cast, Recipe, recip
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.inspection.config import InspectConfig
-from f8emu.torch.inspection.gemm_error import Sample, gemm_error, sample_of
 from f8emu.torch.inspection.matrix import Matrix, operand_statistics
-from f8emu.torch.inspection.statistics import Statistics, exact_values
+from f8emu.torch.inspection.statistics import Sample, Statistics, exact_values, gemm_error, sample_of
 from f8emu.torch.layer.observers import UNKNOWN_CALL, GemmSeen, TensorSeen
 from f8emu.torch.layer.operands import Delayed, Operand
 from f8emu.torch.torch_internals import to_list
