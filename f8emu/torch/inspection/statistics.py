@@ -194,7 +194,7 @@ def sample_of(x: Tensor, cast: Cast, count: int, turn: int) -> Sample:
 def gemm_error(seen: GemmSeen, a: Sample, b: Sample) -> Statistics:
     """The error of one GEMM, in the parts that only an oracle can tell apart, as error_quantisation and so on.
 
-    Of sampled rows of `a` and of `b`, in float64, with `hp` the operands before their casts, `dq` what their codes mean:
+    Of sampled rows of `a` and `b`, in float64, with `hp` the operands before their casts, `dq` what their codes mean:
 
         quantisation = dq - hp              each term exact, their sums rounded to float64's 53 bits
         accumulation = float32 - dq         the emulated tensor core, scales applied, not yet rounded to the output
