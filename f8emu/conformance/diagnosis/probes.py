@@ -10,7 +10,7 @@ kernel part too. Sums of the long ones are exact in float32: an unknown order of
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -24,16 +24,11 @@ SIZE = 16
 """Rows and columns of a probe without block scales."""
 MANY = 288
 """Rows or columns of several tiles, of 256 too, the last one not full."""
-SHORT_K, MIDDLE_K, LONG_K = 128, 240, 2304
-"""One promotion; a tail of promotion and step; many promotions, but too short for a library to split [PLAN-2].
-
-Rounded down to a multiple of 32, 64, 128 and 256, 240 is another number each time. Slices of 2304, in multiples of 128,
-are 1152, 768, 640 and 384 long: none is a promotion that the suite knows.
-"""
-_TAIL_OF_BLOCKS = 496
-"""Rounded down to a multiple of 32, 64, 128, 256 and 512 it is another number each time."""
-_LONG_BLOCKS = 3584
-"""28 blocks. Slices in multiples of 512, as beside 128x128 scales, are 2048, 1536, 1024 and 512 long [CHAIN-3]."""
+# One promotion; a tail of promotion and step; many promotions, but too short for a library to split [PLAN-2]. Rounded
+# down to a multiple of 32, 64, 128 and 256, 240 is another number each time, and 496 of 512 too. Slices of 2304 in
+# multiples of 128 are 1152, 768, 640 and 384 long, none a promotion that the suite knows; those of 3584 in multiples of
+# 512, as beside 128x128 scales, are 2048, 1536, 1024 and 512 long [CHAIN-3].
+SHORT_K, MIDDLE_K, LONG_K, _TAIL_OF_BLOCKS, _LONG_BLOCKS = 128, 240, 2304, 496, 3584
 _SQUARE = 128
 _COLUMNS = np.array([0, 1, 2, 3, 63, 127, 128, 129, 130, 131, 134, 135])
 _NARROW, _ALL_TYPES = (BFLOAT16, FLOAT16), (FLOAT32, BFLOAT16, FLOAT16)
@@ -41,6 +36,26 @@ _ONE = np.ones((1, 1), np.float32)
 
 Pair = tuple[np.ndarray, np.ndarray]
 """Something of a and of b; scales are [rows, 1 or blocks of K], also those of b."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeGemm:
+    """One GEMM, in the output types that show its point; of several the first that the subject offers, or all."""
+
+    case: GemmCase
+    out_dtypes: tuple[Format, ...]
+    needs_all: bool = False
+    at: Part | None = None  # the outputs that are compared; None: all
+
+    def cases(self) -> Iterator[GemmCase]:
+        """The GEMM in each of its output types."""
+        for fmt in self.out_dtypes:
+            yield in_type(replace(self.case, id=f"{self.case.id} -> {fmt}"), fmt)
+
+
+def in_type(case: GemmCase, fmt: Format) -> GemmCase:
+    """The same GEMM with another output type, which its bias shares."""
+    return replace(case, out_dtype=fmt, bias=None if case.bias is None else case.bias.astype(dtype_of(fmt)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +99,26 @@ class Kind:
             use_fast_accum=self.use_fast_accum,
         )
 
+    def probe(
+        self,
+        name: str,
+        operands: Pair,
+        scales: Pair = (_ONE, _ONE),
+        bias: np.ndarray | None = None,
+        *,
+        types: tuple[Format, ...] = (),
+        needs_all: bool = False,
+        at: Part | None = None,
+    ) -> ProbeGemm:
+        """The same as a probe; of long ones and of block scales 8 rows are compared."""
+        if at is None and self.is_blockwise:  # 12 columns, from two blocks of columns
+            at = np.arange(8), _COLUMNS[_COLUMNS < len(operands[1])]
+        elif at is None and operands[0].shape[1] == LONG_K:
+            at = np.arange(8), np.arange(8, 16)
+        types = types or (_NARROW if self.with_bias else _ALL_TYPES)
+        case = self.gemm(name, operands, scales, bias)
+        return ProbeGemm(case=case, out_dtypes=types, needs_all=needs_all, at=at)
+
 
 KINDS: tuple[Kind, ...] = tuple(
     Kind(pair=pair, use_fast_accum=fast, with_bias=with_bias)
@@ -92,27 +127,6 @@ KINDS: tuple[Kind, ...] = tuple(
     if not (pair[0].is_blockwise and (fast or with_bias))
 )
 """The kinds that are diagnosed apart, in this order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeGemm:
-    """One GEMM, in the output types that show its point; of several the first that the subject offers, or all."""
-
-    case: GemmCase
-    out_dtypes: tuple[Format, ...]
-    needs_all: bool = False
-    at: Part | None = None
-    """The outputs that are compared; None: all."""
-
-    def cases(self) -> Iterator[GemmCase]:
-        """The GEMM in each of its output types."""
-        for fmt in self.out_dtypes:
-            yield in_type(replace(self.case, id=f"{self.case.id} -> {fmt}"), fmt)
-
-
-def in_type(case: GemmCase, fmt: Format) -> GemmCase:
-    """The same GEMM with another output type, which its bias shares."""
-    return replace(case, out_dtype=fmt, bias=None if case.bias is None else case.bias.astype(dtype_of(fmt)))
 
 
 @cache
@@ -124,27 +138,8 @@ def probes(kind: Kind, *, takes_any_size: bool) -> tuple[ProbeGemm, ...]:
     return tuple(_of_blocks(kind, takes_any_size) if kind.is_blockwise else _dense(kind))
 
 
-def _probe(
-    kind: Kind,
-    name: str,
-    operands: Pair,
-    scales: Pair = (_ONE, _ONE),
-    bias: np.ndarray | None = None,
-    *,
-    out_dtypes: tuple[Format, ...] = (),
-    needs_all: bool = False,
-    at: Part | None = None,
-) -> ProbeGemm:
-    if at is None and kind.is_blockwise:  # 12 columns of 8 rows, from two blocks of columns
-        at = np.arange(8), _COLUMNS[_COLUMNS < len(operands[1])]
-    elif at is None and operands[0].shape[1] == LONG_K:
-        at = np.arange(8), np.arange(8, 16)
-    types = out_dtypes or (_NARROW if kind.with_bias else _ALL_TYPES)
-    return ProbeGemm(case=kind.gemm(name, operands, scales, bias), out_dtypes=types, needs_all=needs_all, at=at)
-
-
 def _dense(kind: Kind) -> Iterator[ProbeGemm]:
-    probe, granularity, of_adding = partial(_probe, kind), kind.pair[0], _operands_of_adding()
+    probe, granularity, of_adding = kind.probe, kind.pair[0], _operands_of_adding()
     drawn, middle = _scales(granularity), of_adding["middle"]
     row, column = drawn
     integers = known(rng("known", granularity.value).integers(0, 1 << 14, SIZE))
@@ -153,14 +148,14 @@ def _dense(kind: Kind) -> Iterator[ProbeGemm]:
     for name, operands in of_adding.items():
         yield probe(name, operands)
     for fmt in _NARROW:
-        yield probe("one step that ends on a tie", tie_of_a_step(fmt, SIZE), out_dtypes=(fmt,))
+        yield probe("one step that ends on a tie", tie_of_a_step(fmt, SIZE), types=(fmt,))
 
     # 2. Scales of accumulators that are exact under any rule of adding.
     yield probe("scales", integers, drawn, needs_all=True)
     yield probe("scales and sums", middle, drawn, needs_all=True)
     for fmt in _NARROW:
         for number, (accumulators, scales) in enumerate(_straddling(granularity, fmt)):
-            yield probe(f"scales beside a tie {number}", known(accumulators), scales, out_dtypes=(fmt,))
+            yield probe(f"scales beside a tie {number}", known(accumulators), scales, types=(fmt,))
     # Exact in any order: a library may have another for one row.
     powers_of_two = np.exp2(np.floor(np.log2(row[:1]))), np.exp2(np.floor(np.log2(column)))
     yield probe("one row", (integers[0][:1], integers[1]), powers_of_two)
@@ -173,14 +168,14 @@ def _dense(kind: Kind) -> Iterator[ProbeGemm]:
     yield probe("many columns", (many[1][:SIZE], many[0]), (_ONE, of_columns), biases, at=(few, every))
 
     # 4. The output type: ties, zeros, both ends of the range.
-    yield probe("ties of the output", known(np.arange(SIZE) * 34 + 4099), out_dtypes=_NARROW, needs_all=True)
+    yield probe("ties of the output", known(np.arange(SIZE) * 34 + 4099), types=_NARROW, needs_all=True)
     # Zeros that one scale makes -0; a bias of -0 keeps that sign.
     yield probe("zeros", known(np.arange(SIZE) % 2), (-_ONE, _ONE), np.full(SIZE, -0.0, np.float32))
     for_subnormals = _NARROW if kind.with_bias else (FLOAT32, BFLOAT16)
-    yield probe("subnormal results", integers, (_power(-70), _power(-70)), out_dtypes=for_subnormals)
-    yield probe("overflow to infinity", integers, (_power(8), _power(-4)), out_dtypes=(FLOAT16,))
+    yield probe("subnormal results", integers, (_power(-70), _power(-70)), types=for_subnormals)
+    yield probe("overflow to infinity", integers, (_power(8), _power(-4)), types=(FLOAT16,))
     largest = known(np.full(SIZE, 16383))
-    yield probe("overflow of bfloat16 alone", largest, (_power(57), _power(57)), out_dtypes=(BFLOAT16,))
+    yield probe("overflow of bfloat16 alone", largest, (_power(57), _power(57)), types=(BFLOAT16,))
 
     # 5. The bias.
     if kind.with_bias:
@@ -192,7 +187,7 @@ def _dense(kind: Kind) -> Iterator[ProbeGemm]:
 
 
 def _of_blocks(kind: Kind, takes_any_size: bool) -> Iterator[ProbeGemm]:
-    probe, pair = partial(_probe, kind), kind.pair
+    probe, pair = kind.probe, kind.pair
     m, n = (8, 136) if takes_any_size else (128, 256)
 
     def codes(distribution: str, k: int) -> Pair:
@@ -210,12 +205,12 @@ def _of_blocks(kind: Kind, takes_any_size: bool) -> Iterator[ProbeGemm]:
     yield probe("one step", only(codes("bits", 128), slice(8)))
     for fmt in _NARROW:
         a, b = tie_of_a_step(fmt, n)
-        yield probe("one step that ends on a tie", (a[:m], b), out_dtypes=(fmt,))
+        yield probe("one step that ends on a tie", (a[:m], b), types=(fmt,))
     yield probe("specials", codes("specials", 128))
     # A square output, so that operands and outputs can be swapped; a's rows have scales of their own, powers of two.
     powers = np.exp2(np.arange(pair[0].scale_shape(_SQUARE, SHORT_K)[0]) % 3)[:, None].astype(np.float32)
     square = known(np.arange(_SQUARE) % 64 * 34 + 4099)
-    yield probe("ties of the output", square, (powers, _ONE), out_dtypes=_NARROW, needs_all=True)
+    yield probe("ties of the output", square, (powers, _ONE), types=_NARROW, needs_all=True)
 
     # 2. Scales: each block has one product, and the second block takes back the first but for rounding.
     a, b = only(codes("normal", 512), slice(None, None, 128))
@@ -242,7 +237,7 @@ def _of_blocks(kind: Kind, takes_any_size: bool) -> Iterator[ProbeGemm]:
     yield probe("subnormal results", codes("normal", 128), scales(128, (-73, -71)))
     yield probe("overflow to infinity", codes("normal", 128), scales(128, (2, 3)), needs_all=True)
     a, b = known(np.full(n, 16383))  # times 2^114: finite in float32 alone
-    yield probe("overflow of bfloat16 alone", (a[:m], b), (_power(57), _power(57)), out_dtypes=(BFLOAT16,))
+    yield probe("overflow of bfloat16 alone", (a[:m], b), (_power(57), _power(57)), types=(BFLOAT16,))
     # Partials of 2^-12 or 0, times scales whose product, -2^-144, is a number of float32: -0.
     a, b = np.zeros((m, 128), np.float32), np.zeros((n, 128), np.float32)
     a[:, 0], b[::2, 0] = 2.0**-6, 2.0**-6
@@ -264,14 +259,22 @@ def _operands_of_adding() -> dict[str, Pair]:
     def drawn(distribution: str, k: int, formats: tuple[Format, Format] = (E4M3FN, E4M3FN)) -> Pair:
         return _drawn(distribution, (SIZE, SIZE), k, f"probe {k}", formats)
 
-    def integers(r: np.random.Generator, lowest: int, binades: int) -> np.ndarray:
+    def integers(lowest: int, binades: int) -> np.ndarray:
         return codes_of_values(r.integers(lowest, 16, (SIZE, LONG_K)) * 2 ** r.integers(0, binades, (SIZE, LONG_K)))
 
-    # At the end of K: a later step would cut what the last one kept.
+    # 1. One sign; small codes at the end of K, since a later step would cut what the last one kept.
     one_sign = draw_codes("same", (2 * SIZE, SHORT_K), E4M3FN, "probe one sign")
     small = draw_codes("bits", (2 * SIZE, 12), E4M3FN, "probe one sign")
     one_sign.view(np.uint8)[:, -12:] = small.view(np.uint8) & 0x1F
     one_sign.view(np.uint8)[:, :-32] = 0
+    # 2. One product every 128 of K, over many binades, then the same in another order with the other sign: the float32
+    # sums of promoted partials are not exact, so that their order shows.
+    chunks, r = LONG_K // SHORT_K // 2, rng("probe", "many magnitudes")
+    a, b = np.zeros((2, SIZE, LONG_K // 2), np.float32)
+    for x in (a, b):
+        x[:, ::SHORT_K] = r.integers(8, 16, (SIZE, chunks)) * np.exp2(r.integers(-9, 5, (SIZE, chunks)))
+    order = np.arange(LONG_K // 2).reshape(chunks, SHORT_K)[r.permutation(chunks)].ravel()
+    many_magnitudes = taken_back(codes_of_values(a), codes_of_values(b), order=order)
     r = rng("probe", "long")
     return {
         "one step": only(drawn("bits", SHORT_K), slice(8)),
@@ -279,36 +282,13 @@ def _operands_of_adding() -> dict[str, Pair]:
         "one chain": taken_back(*drawn("bits", SHORT_K)),
         "middle": drawn("normal", MIDDLE_K),
         "every code": drawn("bits", MIDDLE_K),
-        "long": taken_back(integers(r, 1, 3), integers(r, 1, 3)),
-        "long, one binade": taken_back(integers(r, 8, 2), integers(r, 8, 2)),
+        "long": taken_back(integers(1, 3), integers(1, 3)),
+        "long, one binade": taken_back(integers(8, 2), integers(8, 2)),
         "specials": drawn("specials", MIDDLE_K),
         "mixed formats": drawn("bits", MIDDLE_K, (E5M2, E4M3FN)),
         "mixed formats, b E5M2": drawn("bits", MIDDLE_K, (E4M3FN, E5M2)),
-        "many magnitudes": _many_magnitudes(),
+        "many magnitudes": many_magnitudes,
     }
-
-
-def _drawn(
-    distribution: str, rows: tuple[int, int], k: int, seed: str, formats: tuple[Format, Format] = (E4M3FN, E4M3FN)
-) -> Pair:
-    a, b = (draw_codes(distribution, (rows[i], k), formats[i], f"{seed}{'ab'[i]}") for i in range(2))
-    return a, b
-
-
-def _many_magnitudes() -> Pair:
-    """One product every 128 of K, over many binades, then the same in another order with the other sign: the float32
-    sums of promoted partials are not exact, so that their order shows.
-    """
-    chunks, r = LONG_K // SHORT_K // 2, rng("probe", "many magnitudes")
-    a, b = np.zeros((2, SIZE, LONG_K // 2), np.float32)
-    for x in (a, b):
-        x[:, ::SHORT_K] = r.integers(8, 16, (SIZE, chunks)) * np.exp2(r.integers(-9, 5, (SIZE, chunks)))
-    order = np.arange(LONG_K // 2).reshape(chunks, SHORT_K)[r.permutation(chunks)].ravel()
-    return taken_back(codes_of_values(a), codes_of_values(b), order=order)
-
-
-def _power(exponent: int) -> np.ndarray:
-    return np.full((1, 1), 2.0**exponent, np.float32)
 
 
 @cache
@@ -341,6 +321,17 @@ def _straddling(granularity: Granularity, fmt: Format) -> tuple[tuple[np.ndarray
 
 
 # Operands
+
+
+def _drawn(
+    distribution: str, rows: tuple[int, int], k: int, seed: str, formats: tuple[Format, Format] = (E4M3FN, E4M3FN)
+) -> Pair:
+    a, b = (draw_codes(distribution, (rows[i], k), formats[i], f"{seed}{'ab'[i]}") for i in range(2))
+    return a, b
+
+
+def _power(exponent: int) -> np.ndarray:
+    return np.full((1, 1), 2.0**exponent, np.float32)
 
 
 def codes_of_values(x: np.ndarray) -> np.ndarray:
@@ -377,8 +368,7 @@ def tie_of_a_step(fmt: Format, rows: int) -> Pair:
 
 def alternating(x: np.ndarray) -> np.ndarray:
     """Every second number with the other sign, the first one too."""
-    signs = np.where(np.arange(x.size) % 2 == 0, -1, 1).astype(x.dtype)
-    return x * signs.reshape(x.shape)
+    return x * np.where(np.arange(x.size) % 2 == 0, -1, 1).astype(x.dtype).reshape(x.shape)
 
 
 def negative(codes: np.ndarray) -> np.ndarray:

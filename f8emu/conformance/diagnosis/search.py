@@ -7,6 +7,7 @@ single alterations first, all that explain every bit; where none does, a second 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import product
 from typing import NamedTuple
 
 from f8emu.conformance.compare import said_by
@@ -135,13 +136,16 @@ def diagnosed(
 
 
 class _Tried(NamedTuple):
+    """One hypothesis, and how many whole probes and outputs it gives."""
+
     steps: Steps
-    equal: tuple[int, ...]
-    """Outputs of each probe."""
+    rules: Rules
+    probes: int = 0
+    outputs: int = 0
 
     @property
-    def outputs_equal(self) -> int:
-        return sum(self.equal)
+    def rank(self) -> tuple[int, int]:
+        return self.probes, self.outputs  # each probe stands for one concern
 
 
 class Search:
@@ -153,23 +157,21 @@ class Search:
 
     def __init__(self, given: Sequence[Observation], memory: Memory, progress: Progress, name: str) -> None:
         self.memory, self.progress, self.name = memory, progress, name
-        self.right = rules_of(HOPPER, given[0].case)  # of all probes: they are of one kind
+        right = rules_of(HOPPER, given[0].case)  # of all probes: they are of one kind
         # Probes that differ come first, and of them the quick ones.
-        equal = {one: one.outputs_equal(self.right, memory) == one.size for one in given}
+        equal = {one: one.outputs_equal(right, memory) == one.size for one in given}
         self.probes = sorted(given, key=lambda one: (equal[one], one.case.k))
-        self.sizes = tuple(one.size for one in self.probes)
-        self.total = sum(self.sizes)
-        self.own = self._counted(())
-        late = first_wrong(self.probes, self.right, memory)
-        self.alterations = (*ALTERATIONS, *from_there_on(late))
+        self.total = sum(one.size for one in given)
+        self.own = self._counted(_Tried((), right))
+        self.alterations = (*ALTERATIONS, *from_there_on(first_wrong(self.probes, right, memory)))
 
     def diagnosis(self, kind: str, ranked: Sequence[_Tried]) -> Diagnosis:
         """What the probes of a kind tell."""
-        complete = sum(one.outputs_equal == self.total for one in ranked)
+        complete = sum(one.outputs == self.total for one in ranked)
         return Diagnosis(
             kind=kind,
             cases=len(self.probes),
-            outputs_equal=self.own.outputs_equal,
+            outputs_equal=self.own.outputs,
             outputs_total=self.total,
             best=self._best(ranked),
             tried=tuple(map(self._explanation, ranked[: max(_SHOWN, complete)])),
@@ -179,109 +181,89 @@ class Search:
         """The first that is complete; otherwise each alteration must halve the outputs, or the probes, that are not
         explained: less is coincidence.
         """
-        if self.own.outputs_equal == self.total:
+        if self.own.outputs == self.total:
             return None
-        if ranked and ranked[0].outputs_equal == self.total:
+        if ranked and ranked[0].outputs == self.total:
             return self._explanation(ranked[0])
         best = self.own
         for count in (1, 2, 3):
-            more = next((one for one in ranked if len(one.steps) == count), None)
-            if more is not None:
-                halved = (2 * n <= m for n, m in zip(self._missed(more), self._missed(best), strict=True))
-                best = more if any(halved) else best
+            more = next((one for one in ranked if len(one.steps) == count), best)
+            halved = zip(more.rank, best.rank, (len(self.probes), self.total), strict=True)
+            best = more if any(2 * (total - n) <= total - m for n, m, total in halved) else best
         high = 0.0 if best.steps else HIGH  # few outputs of a trait tell what little is left, and not what is wrong
-        left = common_trait(self.probes, self._rules(best.steps), self.memory, high)
-        return replace(self._explanation(best), left=left)
+        return replace(self._explanation(best), left=common_trait(self.probes, best.rules, self.memory, high))
 
     def _explanation(self, tried: _Tried) -> Explanation:
         sentence = "it " + "; and it ".join(step.sentence for step in tried.steps)
         return Explanation(
             alterations=tuple(step.name for step in tried.steps),
             sentence=sentence if tried.steps else "no alteration that the suite knows explains half of it",
-            outputs_equal=tried.outputs_equal,
+            outputs_equal=tried.outputs,
             outputs_total=self.total,
         )
 
-    def _missed(self, tried: _Tried) -> tuple[int, int]:
-        """Outputs and probes that are not explained."""
-        probes = sum(equal < size for equal, size in zip(tried.equal, self.sizes, strict=True))
-        return self.total - tried.outputs_equal, probes
-
     def ranked(self, hints: Sequence[Steps]) -> list[_Tried]:
         """What was tried, the best first; nothing if the chip's rules give every bit."""
-        tried = [] if self.own.outputs_equal == self.total else self._searched(hints)
-        return sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
+        tried = [] if self.own.outputs == self.total else self._searched(hints)
+        return sorted(tried, key=lambda one: one.outputs, reverse=True)
 
     def _searched(self, hints: Sequence[Steps]) -> list[_Tried]:
         # 1. All single alterations that explain every bit; from a row or column on only where no plainer one does.
-        complete = list(self._complete([self.own], "one alteration"))
+        complete = self._complete([self.own], "one alteration")
         if complete:
             return [one for one in complete if one.steps[0] in ALTERATIONS] or complete
         # 2. What explains another kind.
-        hinted = [self._counted(steps) for steps in hints]
-        if explained := [one for one in hinted if one.outputs_equal == self.total]:
+        hinted = [self._counted(self._with(steps)) for steps in hints]
+        if explained := [one for one in hinted if one.outputs == self.total]:
             return [self._reduced(explained[0])]
         # 3. A second alteration on the best and on what explains another kind, then a third on the best.
         tried, bases, best = hinted, hinted, self.own
         for number, width in (("two", 4), ("three", 2)):
-            counted = self._counted_level(best)
-            better = sorted((one for one in counted if self._rank(one) > self._rank(best)), key=self._rank)[::-1]
-            tried, bases = [*tried, *counted], [*bases, *better[:width]]
-            found = [self._reduced(one) for one in self._complete(bases, f"{number} alterations")]
-            if found:  # the plainer one needs no late alteration
-                found.sort(key=lambda one: max(map(self.alterations.index, one.steps)))
-                return [*{frozenset(one.steps): one for one in found[::-1]}.values()][::-1] + tried
+            counted = map(self._counted, self._more([best], "shares of outputs"))
+            better = [one for one in counted if one.probes > best.probes or one.outputs > best.outputs]
+            tried = [*tried, *better]
+            better = sorted((one for one in better if one.rank > best.rank), key=lambda one: one.rank, reverse=True)
+            found = map(self._reduced, self._complete([*bases, *better[:width]], f"{number} alterations"))
+            if alike := {frozenset(one.steps): one for one in found}:  # the plainer one needs no late alteration
+                return [*sorted(alike.values(), key=lambda one: max(map(self.alterations.index, one.steps))), *tried]
             if not better:
                 break
             best, bases = better[0], []
         return tried
 
+    def _complete(self, bases: list[_Tried], title: str) -> list[_Tried]:
+        """What explains every bit with one alteration more than a base has."""
+        return [self._counted(one) for one in self._more(bases, title) if self._is_complete(one)]
+
     def _reduced(self, complete: _Tried) -> _Tried:
         """Without the steps that every bit is explained without."""
         for step in complete.steps:
-            fewer = tuple(other for other in complete.steps if other is not step)
-            if fewer and self._is_complete(self._rules(fewer)):
-                return self._reduced(complete._replace(steps=fewer))
+            fewer = self._with(tuple(other for other in complete.steps if other is not step))
+            if fewer.steps and self._is_complete(fewer):
+                return self._reduced(self._counted(fewer))
         return complete
 
-    def _is_complete(self, rules: Rules) -> bool:
-        return all(one.outputs_equal(rules, self.memory) == one.size for one in self.probes)
-
-    def _rank(self, tried: _Tried) -> tuple[int, int]:
-        """Whole probes count first: each stands for one concern."""
-        return -self._missed(tried)[1], tried.outputs_equal
-
-    def _complete(self, bases: list[_Tried], title: str) -> Iterator[_Tried]:
-        """The attempts that explain every bit with one alteration more than a base has."""
-        for steps, rules in self._more(bases, title):
-            if self._is_complete(rules):
-                yield _Tried(steps, self.sizes)
-
-    def _counted_level(self, base: _Tried) -> list[_Tried]:
-        """With one alteration more than a base has, those that give more outputs of a probe."""
-        more = (self._counted(steps) for steps, _ in self._more([base], "shares of outputs"))
-        return [one for one in more if any(n > m for n, m in zip(one.equal, base.equal, strict=True))]
-
-    def _more(self, bases: list[_Tried], title: str) -> Iterator[tuple[Steps, Rules]]:
+    def _more(self, bases: list[_Tried], title: str) -> Iterator[_Tried]:
         """Every base with every alteration that alters something, each set of rules once."""
         self.progress.begin(self.name, title, len(bases) * len(self.alterations))
-        seen = {self._rules(base.steps) for base in bases}
-        for base in bases:
-            model, has_chip = self._rules(base.steps).model, any(step.is_of_chip for step in base.steps)
-            for alteration in self.alterations:
-                self.progress.advance()
-                if base.steps and alteration.is_of_chip:
-                    continue
-                steps = (*base.steps, alteration)
-                rules = self._rules(steps)
-                # A chip's accumulation that is changed again is no chip's.
-                if rules not in seen and not (has_chip and rules.model != model):
-                    seen.add(rules)
-                    yield steps, rules
+        seen = {base.rules for base in bases}
+        for base, alteration in product(bases, self.alterations):
+            self.progress.advance()
+            one = self._with((*base.steps, alteration))
+            # A chip's accumulation stands alone: changed again it is no chip's.
+            has_chip = any(step.is_of_chip for step in base.steps)
+            is_odd = (base.steps and alteration.is_of_chip) or (has_chip and one.rules.model != base.rules.model)
+            if one.rules not in seen and not is_odd:
+                seen.add(one.rules)
+                yield one
 
-    def _rules(self, steps: Steps) -> Rules:
-        return reduce(lambda rules, step: step.change(rules), steps, self.right)
+    def _with(self, steps: Steps) -> _Tried:
+        return _Tried(steps, reduce(lambda rules, step: step.change(rules), steps, self.own.rules))
 
-    def _counted(self, steps: Steps) -> _Tried:
-        rules = self._rules(steps)
-        return _Tried(steps, tuple(one.outputs_equal(rules, self.memory) for one in self.probes))
+    def _is_complete(self, tried: _Tried) -> bool:
+        return all(one.outputs_equal(tried.rules, self.memory) == one.size for one in self.probes)
+
+    def _counted(self, tried: _Tried) -> _Tried:
+        equal = [one.outputs_equal(tried.rules, self.memory) for one in self.probes]
+        whole = sum(n == one.size for n, one in zip(equal, self.probes, strict=True))
+        return tried._replace(probes=whole, outputs=sum(equal))
