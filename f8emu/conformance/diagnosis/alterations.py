@@ -20,18 +20,18 @@ from f8emu.conformance.diagnosis.rules import (
 )
 from f8emu.spec import BLACKWELL_MMA, CHIPS, H100, AccumulationModel
 
+Change = Callable[[Rules], Rules]
+"""Gives the same rules where it has no meaning."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alteration:
     """One way in which a kernel may differ."""
 
     name: str
-    sentence: str
-    """What such a kernel does; ends a sentence that begins with "it"."""
-    change: Callable[[Rules], Rules]
-    """Gives the same rules where it has no meaning."""
-    is_of_chip: bool = False
-    """The whole accumulation of a chip, or of an instruction: no other alteration of the adding has an effect."""
+    sentence: str  # what such a kernel does; ends a sentence that begins with "it"
+    change: Change
+    is_of_chip: bool = False  # the whole accumulation of a chip, or of an instruction, which stands alone
 
 
 PROMOTIONS = [32, 64, 128, 256, 512]
@@ -53,9 +53,13 @@ _OF_SUMS = {"result_fraction_bits": list(range(12, 26))}
 _MODEL_FIELDS = frozenset(field.name for field in fields(AccumulationModel))
 
 
+def changing(**changed: Any) -> Change:
+    """A change of fields of the rules, and of their model of accumulation."""
+    return partial(_changed, changed=changed)
+
+
 def _row(name: str, sentence: str, **changed: Any) -> Alteration:
-    """An alteration that changes fields of the rules, and of their model of accumulation."""
-    return Alteration(name=name, sentence=sentence, change=partial(_changed, changed=changed))
+    return Alteration(name=name, sentence=sentence, change=changing(**changed))
 
 
 def _rows(name: str, sentence: str, **changed: Any) -> Iterator[Alteration]:
@@ -142,39 +146,41 @@ def from_there_on(starts: Mapping[Places, int]) -> Iterator[Alteration]:
 
 
 def _chips() -> Iterator[Alteration]:
-    # What Triton does on Hopper with tiles that are too small for wgmma, and a kernel that converts by itself.
+    # 1. What Triton does on Hopper with tiles that are too small for wgmma, and a kernel that converts by itself.
     turns = BLACKWELL_MMA.float8
-    for place, order, model in (
-        ("", ", pairs of K by turns [CHIP-2]", turns),
-        (" in the order of K", " in the order of K", replace(turns, order=())),
-    ):
+    for place, model in ((", pairs of K by turns [CHIP-2]", turns), (" in the order of K", replace(turns, order=()))):
         for length in (None, *PROMOTIONS):
             adds = replace(model, promote_k=length)
-            chain = f"promotes every {length} of K" if length else "keeps one chain over all of K"
-            chain += ", as mma.sync on Blackwell [CHIP-3]" * (adds == turns)
+            promotes = f"promotes every {length} of K" if length else "keeps one chain over all of K"
+            promotes += ", as mma.sync on Blackwell [CHIP-3]" * (adds == turns)
+            where = "" if model is turns else place
             yield Alteration(
-                name=f"products of float16{place}, {f'promotion every {length}' if length else 'no promotion'}",
-                sentence=f"converts float8 to float16, adds 16 products in a step [BF16-1]{order}, and {chain}",
+                name=f"products of float16{where}, {f'promotion every {length}' if length else 'no promotion'}",
+                sentence=f"converts float8 to float16, adds 16 products in a step [BF16-1]{place}, and {promotes}",
                 is_of_chip=True,
-                change=partial(_whole_model, model=adds, is_instruction=True),
+                change=partial(_of_instruction, model=adds),
             )
-    for chip, fast in product(CHIPS.values(), (True, False)):
-        if chip is not H100:  # it adds as Hopper does
-            yield Alteration(
-                name=f"{chip.name}'s {'fast' if fast else 'promoted'} accumulation",
-                sentence=f"adds as {chip.name} does with use_fast_accum={fast}",
-                is_of_chip=True,
-                change=partial(_whole_model, model=chip.float8_fast if fast else chip.float8, is_instruction=False),
-            )
+    # 2. Other chips; an H100 adds as Hopper does.
+    for chip, fast in product((chip for chip in CHIPS.values() if chip is not H100), (True, False)):
+        yield Alteration(
+            name=f"{chip.name}'s {'fast' if fast else 'promoted'} accumulation",
+            sentence=f"adds as {chip.name} does with use_fast_accum={fast}",
+            is_of_chip=True,
+            change=partial(_of_chip, model=chip.float8_fast if fast else chip.float8),
+        )
 
 
-def _whole_model(rules: Rules, *, model: AccumulationModel, is_instruction: bool) -> Rules:
-    """Another instruction, whose promotion is no longer than a block of scales; or a chip, without scales of blocks."""
-    fits = not rules.scales.is_fused or (is_instruction and (model.promote_k or 0) < _BLOCK_K)
-    if rules.adder is not Adder.TENSOR_CORE or not fits:
-        return rules
-    multiple = rules.model.split_k_multiple if is_instruction else model.split_k_multiple
-    return replace(rules, model=replace(model, split_k_multiple=multiple))
+def _of_instruction(rules: Rules, *, model: AccumulationModel) -> Rules:
+    """A promotion is no longer than a block of scales."""
+    fits = not rules.scales.is_fused or (model.promote_k or 0) < _BLOCK_K
+    model = replace(model, split_k_multiple=rules.model.split_k_multiple)
+    return replace(rules, model=model) if fits and rules.adder is Adder.TENSOR_CORE else rules
+
+
+def _of_chip(rules: Rules, *, model: AccumulationModel) -> Rules:
+    """Without scales of blocks."""
+    fits = not rules.scales.is_fused and rules.adder is Adder.TENSOR_CORE
+    return replace(rules, model=model) if fits else rules
 
 
 # All of them

@@ -8,14 +8,12 @@
    rules hold there, with more columns, and with a longer K?
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 from f8emu.conformance.diagnosis.addition_order import Measured, measure_order
-from f8emu.conformance.diagnosis.alterations import ALTERATIONS, SUM_BITS
+from f8emu.conformance.diagnosis.alterations import ALTERATIONS, SUM_BITS, Change, changing
 from f8emu.conformance.diagnosis.checks import AtSize, RandomGemms, at_sizes, on_random_gemms, sizes_count
 from f8emu.conformance.diagnosis.compute import Memory
 from f8emu.conformance.diagnosis.observations import NoOutput, Observation, observe_probes
@@ -151,15 +149,12 @@ def _fit_kind(
             found.sizes.append(one)
 
 
-Options = Mapping[str, Callable[[Rules], Rules]]
-
-
-def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[tuple[str, str, Options]]:
+def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[tuple[str, str, dict[str, Change]]]:
     """Parameters with few possibilities, how the probes begin that part these, and what each does to the rules."""
 
-    def altered(*beginnings: str) -> Options:
+    def altered(*beginnings: str) -> dict[str, Change]:
         found = {one.name: one.change for one in ALTERATIONS if one.name.startswith(beginnings)}
-        return {"as the hardware": _changed} | found
+        return {"as the hardware": changing()} | found
 
     # 1. These probes add exactly under any rule: an unknown way to add does not hide them.
     yield "output", "ties of the output, scales ->", altered("output cut", "output ties", "output through")
@@ -170,19 +165,17 @@ def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[tuple[str, s
         widths = dict.fromkeys((right.model.result_fraction_bits, aligned, *SUM_BITS))
         cut, nearest = Rounding.CUT, Rounding.NEAREST
         roundings = (cut, cut), (nearest, nearest), (cut, nearest), (nearest, cut)
-        yield (
-            *("sum of a step", "one step, one chain, middle"),
-            {
-                f"{width} fraction bits, terms {terms.value}, sums {sums.value}": partial(
-                    _changed, model={"result_fraction_bits": width}, terms=terms, sums=sums
-                )
-                for (terms, sums), width in product(roundings, widths)
-            },
-        )
+        sums = {
+            f"{bits} fraction bits, terms {terms.value}, sums {sums.value}": changing(
+                result_fraction_bits=bits, terms=terms, sums=sums
+            )
+            for (terms, sums), bits in product(roundings, widths)
+        }
+        yield "sum of a step", "one step, one chain, middle", sums
         if rules.model.promote_k is None:  # a promotion of each step looks like none to the order of adding
             step = rules.model.step_k
-            each_step = {f"every step, {step} of K": partial(_changed, model={"promote_k": step})}
-            yield "promotion of steps", "one chain, middle", {"as measured": _changed} | each_step
+            each_step = {f"every step, {step} of K": changing(promote_k=step)}
+            yield "promotion of steps", "one chain, middle", {"as measured": changing()} | each_step
     # 3. Arguments, bias, both ends of the range.
     of_codes = altered("operands", "subnormal operands", "output transposed", "formats")
     yield "operands", "every code, middle, mixed, tail of K, one chain", of_codes
@@ -191,11 +184,6 @@ def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[tuple[str, s
     yield "sign of a zero", "zeros", altered("-0")
     yield "subnormal results", "subnormal results", altered("subnormal results")
     yield "overflow", "overflow", altered("output saturates")
-
-
-def _changed(rules: Rules, *, model: Mapping[str, Any] | None = None, **others: Any) -> Rules:
-    """Other fields of the rules, and of their model of accumulation."""
-    return replace(rules, model=replace(rules.model, **(model or {})), **others)
 
 
 def _of_probes(
