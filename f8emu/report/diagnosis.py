@@ -105,16 +105,18 @@ def _shares(equal: int, total: int) -> str:
 
 def diagnosis_json(kinds: Sequence[Diagnosis]) -> list[dict[str, Any]]:
     """The diagnoses of one subject as plain data."""
-    found = []
-    for kind in kinds:
-        plain = asdict(kind)
-        del plain["engine"]
-        for one in (plain["best"] or {}, *plain["tried"]):
-            if left := one.get("left"):
-                name = ", or likewise ".join(left["names"])
-                one["left"] = {"has": name, "there": left["inside"], "elsewhere": left["outside"]}
-        found.append(plain)
-    return found
+    names = ("kind", "cases", "outputs_equal", "outputs_total", "left_out", "error")
+    return [
+        {name: getattr(kind, name) for name in names}
+        | {"best": kind.best and _explanation_json(kind.best), "tried": list(map(_explanation_json, kind.tried))}
+        for kind in kinds
+    ]
+
+
+def _explanation_json(one: Explanation) -> dict[str, Any]:
+    names = ("alterations", "sentence", "outputs_equal", "outputs_total")
+    left = one.left and {"has": one.left.name, "there": one.left.inside, "elsewhere": one.left.outside}
+    return {name: getattr(one, name) for name in names} | {"left": left}
 
 
 # A fit

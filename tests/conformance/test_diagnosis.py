@@ -380,4 +380,4 @@ def test_xla_on_a_cpu_adds_in_float32() -> None:
 
     (found,) = diagnose(subject_of(dot), kinds=[BY_NAME[FAST]])
     assert found.best is not None and found.best.alterations[0].startswith("float32 accumulation"), found
-    assert found.best.share > 0.9
+    assert 10 * found.best.outputs_equal > 9 * found.outputs_total

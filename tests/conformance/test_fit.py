@@ -16,6 +16,7 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis import checks
 from f8emu.conformance.diagnosis import fit as fitting
 from f8emu.conformance.diagnosis import search as searching
+from f8emu.conformance.diagnosis.alterations import ALTERATIONS
 from f8emu.conformance.diagnosis.checks import RandomGemms
 from f8emu.conformance.diagnosis.compute import compute
 from f8emu.conformance.diagnosis.fit import Fit, Fitted, fit
@@ -333,8 +334,12 @@ def test_a_diagnosis_that_fails_loses_no_verification(monkeypatch: pytest.Monkey
         golden=shipped_golden(), subjects=[SubjectResult(name=one.name, engine="x", stages=[stage]) for one in subjects]
     )
 
+    right_rules = rules_for(FAST)
+
     def explanation(equal: int) -> Explanation:
-        return Explanation(alterations=(f"altered {equal}",), sentence="it", outputs_equal=equal, outputs_total=9)
+        return Explanation(
+            steps=ALTERATIONS[equal : equal + 1], rules=right_rules, outputs_equal=equal, outputs_total=9
+        )
 
     right = {"outputs_equal": 9}
     odd = {"outputs_equal": 5, "best": explanation(7), "tried": tuple(map(explanation, (7, 6, 5)))}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
-from typing import NamedTuple
+from operator import eq, gt
 
 from f8emu.conformance.compare import said_by
 from f8emu.conformance.diagnosis.alterations import ALTERATIONS, Alteration, from_there_on
@@ -29,21 +29,29 @@ Steps = tuple[Alteration, ...]
 class Explanation:
     """One hypothesis and how far it goes."""
 
-    alterations: tuple[str, ...]
-    sentence: str
-    outputs_equal: int
-    outputs_total: int
+    steps: Steps
+    rules: Rules
+    outputs_equal: int = 0
+    outputs_total: int = 0
+    probes_equal: int = 0  # whole ones: each stands for one concern
     left: Contrast | None = None  # what the outputs have in common that it does not give
 
     @property
+    def alterations(self) -> tuple[str, ...]:
+        return tuple(step.name for step in self.steps)
+
+    @property
+    def sentence(self) -> str:
+        said = "it " + "; and it ".join(step.sentence for step in self.steps)
+        return said if self.steps else "no alteration that the suite knows explains half of it"
+
+    @property
     def is_complete(self) -> bool:
-        """Every bit is explained."""
         return self.outputs_equal == self.outputs_total
 
     @property
-    def share(self) -> float:
-        """The share of the outputs that it explains."""
-        return self.outputs_equal / self.outputs_total
+    def rank(self) -> tuple[int, int]:
+        return self.probes_equal, self.outputs_equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +75,11 @@ class Diagnosis:
 
     @property
     def is_nearly_explained(self) -> bool:
-        """Nine of ten outputs that differ are explained, and nine of ten of all."""
+        """Nine of ten outputs that differ are explained."""
         if self.best is None or not self.best.alterations or self.best.is_complete:
             return False
         unexplained = self.best.outputs_total - self.best.outputs_equal
-        return 10 * unexplained <= self.outputs_total - self.outputs_equal and self.best.share >= 0.9
+        return 10 * unexplained <= self.outputs_total - self.outputs_equal
 
     @property
     def is_right(self) -> bool:
@@ -135,19 +143,6 @@ def diagnosed(
     return result, found
 
 
-class _Tried(NamedTuple):
-    """One hypothesis, and how many whole probes and outputs it gives."""
-
-    steps: Steps
-    rules: Rules
-    probes: int = 0
-    outputs: int = 0
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        return self.probes, self.outputs  # each probe stands for one concern
-
-
 class Search:
     """The rules that explain the outputs of one kind of GEMM, looked for from the chip's own rules.
 
@@ -161,66 +156,53 @@ class Search:
         # Probes that differ come first, and of them the quick ones.
         equal = {one: one.outputs_equal(right, memory) == one.size for one in given}
         self.probes = sorted(given, key=lambda one: (equal[one], one.case.k))
-        self.total = sum(one.size for one in given)
-        self.own = self._counted(_Tried((), right))
+        self.own = self._counted(Explanation(steps=(), rules=right))
         self.alterations = (*ALTERATIONS, *from_there_on(first_wrong(self.probes, right, memory)))
 
-    def diagnosis(self, kind: str, ranked: Sequence[_Tried]) -> Diagnosis:
+    def diagnosis(self, kind: str, ranked: Sequence[Explanation]) -> Diagnosis:
         """What the probes of a kind tell."""
-        complete = sum(one.outputs == self.total for one in ranked)
         return Diagnosis(
             kind=kind,
             cases=len(self.probes),
-            outputs_equal=self.own.outputs,
-            outputs_total=self.total,
-            best=self._best(ranked),
-            tried=tuple(map(self._explanation, ranked[: max(_SHOWN, complete)])),
+            outputs_equal=self.own.outputs_equal,
+            outputs_total=self.own.outputs_total,
+            best=None if self.own.is_complete else self._best(ranked),
+            tried=tuple(ranked[: max(_SHOWN, sum(one.is_complete for one in ranked))]),
         )
 
-    def _best(self, ranked: Sequence[_Tried]) -> Explanation | None:
+    def _best(self, ranked: Sequence[Explanation]) -> Explanation:
         """The first that is complete; otherwise each alteration must halve the outputs, or the probes, that are not
         explained: less is coincidence.
         """
-        if self.own.outputs == self.total:
-            return None
-        if ranked and ranked[0].outputs == self.total:
-            return self._explanation(ranked[0])
-        best = self.own
+        if ranked and ranked[0].is_complete:
+            return ranked[0]
+        best, totals = self.own, (len(self.probes), self.own.outputs_total)
         for count in (1, 2, 3):
             more = next((one for one in ranked if len(one.steps) == count), best)
-            halved = zip(more.rank, best.rank, (len(self.probes), self.total), strict=True)
+            halved = zip(more.rank, best.rank, totals, strict=True)
             best = more if any(2 * (total - n) <= total - m for n, m, total in halved) else best
         high = 0.0 if best.steps else HIGH  # few outputs of a trait tell what little is left, and not what is wrong
-        return replace(self._explanation(best), left=common_trait(self.probes, best.rules, self.memory, high))
+        return replace(best, left=common_trait(self.probes, best.rules, self.memory, high))
 
-    def _explanation(self, tried: _Tried) -> Explanation:
-        sentence = "it " + "; and it ".join(step.sentence for step in tried.steps)
-        return Explanation(
-            alterations=tuple(step.name for step in tried.steps),
-            sentence=sentence if tried.steps else "no alteration that the suite knows explains half of it",
-            outputs_equal=tried.outputs,
-            outputs_total=self.total,
-        )
-
-    def ranked(self, hints: Sequence[Steps]) -> list[_Tried]:
+    def ranked(self, hints: Sequence[Steps]) -> list[Explanation]:
         """What was tried, the best first; nothing if the chip's rules give every bit."""
-        tried = [] if self.own.outputs == self.total else self._searched(hints)
-        return sorted(tried, key=lambda one: one.outputs, reverse=True)
+        tried = [] if self.own.is_complete else self._searched(hints)
+        return sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
 
-    def _searched(self, hints: Sequence[Steps]) -> list[_Tried]:
+    def _searched(self, hints: Sequence[Steps]) -> list[Explanation]:
         # 1. All single alterations that explain every bit; from a row or column on only where no plainer one does.
         complete = self._complete([self.own], "one alteration")
         if complete:
             return [one for one in complete if one.steps[0] in ALTERATIONS] or complete
         # 2. What explains another kind.
         hinted = [self._counted(self._with(steps)) for steps in hints]
-        if explained := [one for one in hinted if one.outputs == self.total]:
+        if explained := [one for one in hinted if one.is_complete]:
             return [self._reduced(explained[0])]
         # 3. A second alteration on the best and on what explains another kind, then a third on the best.
         tried, bases, best = hinted, hinted, self.own
         for number, width in (("two", 4), ("three", 2)):
             counted = map(self._counted, self._more([best], "shares of outputs"))
-            better = [one for one in counted if one.probes > best.probes or one.outputs > best.outputs]
+            better = [one for one in counted if any(map(gt, one.rank, best.rank))]
             tried = [*tried, *better]
             better = sorted((one for one in better if one.rank > best.rank), key=lambda one: one.rank, reverse=True)
             found = map(self._reduced, self._complete([*bases, *better[:width]], f"{number} alterations"))
@@ -231,11 +213,11 @@ class Search:
             best, bases = better[0], []
         return tried
 
-    def _complete(self, bases: list[_Tried], title: str) -> list[_Tried]:
+    def _complete(self, bases: list[Explanation], title: str) -> list[Explanation]:
         """What explains every bit with one alteration more than a base has."""
         return [self._counted(one) for one in self._more(bases, title) if self._is_complete(one)]
 
-    def _reduced(self, complete: _Tried) -> _Tried:
+    def _reduced(self, complete: Explanation) -> Explanation:
         """Without the steps that every bit is explained without."""
         for step in complete.steps:
             fewer = self._with(tuple(other for other in complete.steps if other is not step))
@@ -243,7 +225,7 @@ class Search:
                 return self._reduced(self._counted(fewer))
         return complete
 
-    def _more(self, bases: list[_Tried], title: str) -> Iterator[_Tried]:
+    def _more(self, bases: list[Explanation], title: str) -> Iterator[Explanation]:
         """Every base with every alteration that alters something, each set of rules once."""
         self.progress.begin(self.name, title, len(bases) * len(self.alterations))
         seen = {base.rules for base in bases}
@@ -257,13 +239,15 @@ class Search:
                 seen.add(one.rules)
                 yield one
 
-    def _with(self, steps: Steps) -> _Tried:
-        return _Tried(steps, reduce(lambda rules, step: step.change(rules), steps, self.own.rules))
+    def _with(self, steps: Steps) -> Explanation:
+        rules = reduce(lambda rules, step: step.change(rules), steps, self.own.rules)
+        return Explanation(steps=steps, rules=rules)
 
-    def _is_complete(self, tried: _Tried) -> bool:
+    def _is_complete(self, tried: Explanation) -> bool:
         return all(one.outputs_equal(tried.rules, self.memory) == one.size for one in self.probes)
 
-    def _counted(self, tried: _Tried) -> _Tried:
+    def _counted(self, tried: Explanation) -> Explanation:
+        sizes = [one.size for one in self.probes]
         equal = [one.outputs_equal(tried.rules, self.memory) for one in self.probes]
-        whole = sum(n == one.size for n, one in zip(equal, self.probes, strict=True))
-        return tried._replace(probes=whole, outputs=sum(equal))
+        whole = sum(map(eq, equal, sizes))
+        return replace(tried, outputs_equal=sum(equal), outputs_total=sum(sizes), probes_equal=whole)
