@@ -338,7 +338,7 @@ def test_a_diagnosis_that_fails_loses_no_verification(monkeypatch: pytest.Monkey
 
     def explanation(equal: int) -> Explanation:
         return Explanation(
-            steps=ALTERATIONS[equal : equal + 1], rules=right_rules, outputs_equal=equal, outputs_total=9
+            steps=ALTERATIONS[equal:][:1], rules=right_rules, outputs_equal=equal, outputs_total=9
         )
 
     right = {"outputs_equal": 9}

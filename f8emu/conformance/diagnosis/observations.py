@@ -98,7 +98,7 @@ def observe_probes(subject: Subject, kind: Kind) -> ProbeOutputs | NoOutput:
     found: list[Observation] = []
     failures: list[NoOutput] = []
     refusals: list[NoOutput] = []
-    lost_in_a_row = 0
+    lost: list[NoOutput] = []  # in a row
     # A probe counts in the first output type that gives one, or in all where every type shows something else.
     for probe in probes(kind, takes_any_size=subject.takes_any_size):
         for case in probe.cases():
@@ -106,14 +106,14 @@ def observe_probes(subject: Subject, kind: Kind) -> ProbeOutputs | NoOutput:
                 continue
             one = observe(subject, case, probe.at)
             if isinstance(one, Observation):
-                lost_in_a_row = 0
+                lost.clear()
                 found.append(one)
                 if not probe.needs_all:
                     break
                 continue
-            lost_in_a_row = lost_in_a_row + 1 if one.is_lost else 0
-            if lost_in_a_row == _LOST:
-                return one
+            lost = [*lost, one] if one.is_lost else []
+            if len(lost) == _LOST:
+                return lost[0]
             (refusals if one.is_refusal else failures).append(one)
     if not found:
         none = NoOutput(reason=f"{subject.name} has none of the output types", is_refusal=True)
