@@ -337,9 +337,7 @@ def test_a_diagnosis_that_fails_loses_no_verification(monkeypatch: pytest.Monkey
     right_rules = rules_for(FAST)
 
     def explanation(equal: int) -> Explanation:
-        return Explanation(
-            steps=ALTERATIONS[equal:][:1], rules=right_rules, outputs_equal=equal, outputs_total=9
-        )
+        return Explanation(steps=ALTERATIONS[equal:][:1], rules=right_rules, outputs_equal=equal, outputs_total=9)
 
     right = {"outputs_equal": 9}
     odd = {"outputs_equal": 5, "best": explanation(7), "tried": tuple(map(explanation, (7, 6, 5)))}
