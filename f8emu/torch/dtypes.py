@@ -10,13 +10,10 @@ from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import FLOAT8, Format, format_by_name
 
-CHIP = HOPPER
-"""The chip whose GEMMs run or are emulated where no other is named."""
+CHIP = HOPPER  # the chip whose GEMMs run or are emulated where no other is named
 
-FLOAT8_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, format.name) for format in FLOAT8)
-"""The results of a cast."""
-HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The inputs of a cast and the outputs of a GEMM."""
+FLOAT8_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, f.name) for f in FLOAT8)  # the results of a cast
+HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the inputs of a cast and the outputs of a GEMM
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -30,11 +27,7 @@ def dtype_of(format: Format) -> torch.dtype:
 
 
 def float8_format(call: str, format: Format | str | torch.dtype) -> Format:
-    """The float8 format that `call` casts to; `format` is a Format, its name or its dtype.
-
-    Raises:
-        SpecError: an unknown format, or one that is not in FLOAT8.
-    """
+    """The float8 format that `call` casts to, by a Format, its name or its dtype. SpecError if there is none."""
     if isinstance(format, torch.dtype):
         format = str(format)
     if isinstance(format, str):
@@ -43,12 +36,7 @@ def float8_format(call: str, format: Format | str | torch.dtype) -> Format:
 
 
 def operand_format(call: str, format: Format | str | torch.dtype) -> Format:
-    """`float8_format`, for the operand of a GEMM.
-
-    Raises:
-        SpecError: an unknown format, or one that is not in FLOAT8.
-        UnsupportedError: the chip does not multiply it.
-    """
+    """`float8_format`, for the operand of a GEMM. UnsupportedError if the chip does not multiply it."""
     found = float8_format(call, format)
     if found not in CHIP.operand_formats:
         known = " or ".join(f.name for f in CHIP.operand_formats)
@@ -57,12 +45,7 @@ def operand_format(call: str, format: Format | str | torch.dtype) -> Format:
 
 
 def output_dtype(call: str, out_dtype: Format | str | torch.dtype) -> torch.dtype:
-    """The torch dtype of a GEMM's output; whether the GEMM supports it is checked with the operands.
-
-    Raises:
-        SpecError: no format has that name.
-        OperandError: not a dtype, a format or a name.
-    """
+    """The torch dtype of a GEMM's output; whether the GEMM supports it is checked with the operands."""
     if isinstance(out_dtype, torch.dtype):
         return out_dtype
     if isinstance(out_dtype, str):
@@ -89,11 +72,7 @@ def require_tensor(call: str, name: str, value: Any) -> None:
 
 
 def rows_of(call: str, x: torch.Tensor, *, name: str = "x") -> tuple[int, int]:
-    """Rows and K of `x` [..., K]: all leading dimensions count as rows.
-
-    Raises:
-        OperandError: fewer than two dimensions.
-    """
+    """Rows and K of `x` [..., K]: all leading dimensions count as rows. OperandError if there are none."""
     if x.ndim < 2:
         raise OperandError(
             f"{call}: {name} must have 2 dimensions or more, [..., K]; got shape {list(x.shape)}; "

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.torch_internals import Linear, named_modules
+from f8emu.torch.torch_internals import named_modules
 
 if TYPE_CHECKING:
     from f8emu.torch.delayed.state import DelayedBuffers
@@ -21,17 +21,15 @@ if TYPE_CHECKING:
     from f8emu.torch.layer.observers import Tap
 
 
-class Float8Layer(Linear):
+class Float8Layer(nn.Linear):
     """A linear layer that computes under a recipe."""
 
     recipe: Recipe
     engine: str
-    delayed: "DelayedBuffers | None"
-    """The state of delayed scaling; None under dynamic scaling."""
+    delayed: "DelayedBuffers | None"  # the state of delayed scaling; None under dynamic scaling
     update_group: "UpdateGroup | None"
     """The layers whose scales are updated with this one's; None under dynamic scaling."""
-    tap: "Tap | None" = None
-    """Where observers watch the layer (`layer.observers`); None without observers."""
+    tap: "Tap | None" = None  # where observers watch the layer (`layer.observers`); None without observers
 
     def update_with(self, group: "UpdateGroup | None") -> None:
         """Update the scales together with those of the other layers of `group`."""

@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.device import has_float8_hardware
 
-_LIBRARY = torch.library.Library("f8emu", "FRAGMENT")
-"""The operators are registered as long as this object lives."""
+_LIBRARY = torch.library.Library("f8emu", "FRAGMENT")  # the operators are registered as long as this object lives
 
 Implementation = Callable[..., Any]
 _PLAIN = (Tensor, nn.Parameter)
-
 
 _modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
@@ -43,11 +41,9 @@ def has_dispatch_mode() -> bool:
 
 
 def is_known(condition: bool) -> bool:
-    """Whether a condition on sizes holds; of symbolic sizes, whether it holds for all that they stand for.
-
-    A compiler that traces `if condition` compiles again, or refuses to export, where another size decides otherwise. So
-    a choice between two ways to the same bits asks here, and its second way must suit every size.
-    """
+    """Whether a condition on sizes holds; of symbolic sizes, whether it holds for all that they stand for."""
+    # A compiler that traces `if condition` compiles again, or refuses to export, where another size decides otherwise.
+    # So a choice between two ways to the same bits asks here, and its second way must suit every size.
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # with sympy: the compiler has it loaded
@@ -56,10 +52,8 @@ def is_known(condition: bool) -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces the call: a forward pass alone, in which nothing is saved for a backward pass.
-
-    Not `torch.compiler.is_exporting()`, which in torch 2.11 is true of everything that torch.compile traces.
-    """
+    """Whether torch.export traces the call: a forward pass alone, in which nothing is saved for a backward pass."""
+    # Not `torch.compiler.is_exporting()`, which in torch 2.11 is true of everything that torch.compile traces.
     if not torch.compiler.is_compiling():
         return False
     if torch.compiler._is_exporting_flag:  # pyright: ignore[reportPrivateUsage]
@@ -96,7 +90,6 @@ class Operator:
         self.overload = overload
 
     def __call__(self, x: Tensor | list[Tensor], *args: Any) -> Any:
-        """Call the function directly, or through the dispatcher if something watches."""
         if is_watched(x[0] if isinstance(x, list) else x):
             return self.overload(x, *args)
         if torch.is_grad_enabled():
@@ -116,8 +109,7 @@ def operator(
 
     Args:
         schema: "(arguments) -> results"; None takes it from the annotations.
-        mutates_args: names of the tensors that it writes to, each passed to `torch.autograd.graph.increment_version`
-            by the function itself.
+        mutates_args: the tensors that it writes to; the function itself calls `torch.autograd.graph.increment_version`.
         tags: of the operator.
         opaque: whether a tracer sees one node, described by its `fake`; otherwise it traces into the function.
         plain: a function with the same result that plain eager code calls instead; None calls the decorated one.
@@ -168,11 +160,9 @@ def launch_plans() -> ModuleType | None:
 
 
 def differentiable_once(backward: Implementation) -> Implementation:
-    """A decorator for `backward` of an autograd function: taking a derivative of its results raises UnsupportedError.
-
-    Torch's `once_differentiable` gives results that do not depend on `grads` at all, from which
-    `torch.autograd.functional` computes derivatives of zero.
-    """
+    """A decorator for `backward` of an autograd function: a derivative of its results raises UnsupportedError."""
+    # Torch's `once_differentiable` gives results that do not depend on `grads` at all, from which
+    # `torch.autograd.functional` computes derivatives of zero.
 
     @wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:

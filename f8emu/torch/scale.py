@@ -23,10 +23,8 @@ from f8emu.torch import cpu_casts
 from f8emu.torch.dtypes import float8_format, require_tensor, require_values, rows_of
 from f8emu.torch.library import is_known
 
-_FLOAT32_NAN = 0x7FFFFFFF
-"""The one NaN that f8emu emits [SPEC-1]."""
-_FRACTION_CLEARED = -0x800000
-"""0xFF800000 as int32, a mask: the sign and exponent bits of a float32."""
+_FLOAT32_NAN = 0x7FFFFFFF  # the one NaN that f8emu emits [SPEC-1]
+_FRACTION_CLEARED = -0x800000  # 0xFF800000 as int32, a mask: the sign and exponent bits of a float32
 
 
 def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> Tensor:
@@ -75,15 +73,15 @@ def scale_from_amax(
     Shapes:
         amax float32, any shape -> two float32 tensors of that shape.
 
-    Exactness: both quotients are correctly rounded. They are float64 quotients of two tensors, rounded to float32; a
-    float64 quotient of two float32 numbers is never so close to the midpoint of two float32 that the second rounding
-    matters. Alternatives fail: eager torch computes a Python number over a tensor as the number times a
-    reciprocal, and compiled float32 division is approximate on a GPU.
+    Exactness: both quotients are correctly rounded.
 
     Raises:
         OperandError: wrong dtype.
         SpecError: unknown format, or a margin out of range.
     """
+    # Float64 quotients of two tensors, rounded to float32: a float64 quotient of two float32 numbers is never so close
+    # to the midpoint of two float32 that the second rounding matters. Alternatives fail: eager torch computes a Python
+    # number over a tensor as the number times a reciprocal, and compiled float32 division is approximate on a GPU.
     require_tensor("scale_from_amax", "amax", amax)
     target = float8_format("scale_from_amax", format)
     if amax.dtype is not torch.float32:
@@ -163,11 +161,7 @@ def require_margin(call: str, margin: int) -> None:
 
 
 def checked_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granularity: Granularity) -> Tensor:
-    """The scales of `x` [..., K]: [1, 1], or `granularity.scale_shape(rows, K)`.
-
-    Raises:
-        OperandError: not the float32 scales of `x` at this granularity.
-    """
+    """The scales of `x` [..., K]: [1, 1], or `granularity.scale_shape(rows, K)`; OperandError if they are not that."""
     if isinstance(scale, int | float):
         scale = torch.full((1, 1), scale_number(call, name, scale), dtype=torch.float32, device=x.device)
     require_tensor(call, name, scale)
@@ -186,11 +180,7 @@ def checked_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granul
 
 
 def spread_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granularity: Granularity) -> Tensor:
-    """A scale of `x` [..., K], expanded so that it broadcasts against `x`.
-
-    Raises:
-        OperandError: not the float32 scales of `x` at this granularity.
-    """
+    """`checked_scale`, expanded so that it broadcasts against `x`."""
     scale = checked_scale(call, name, scale, x, granularity)
     if granularity is Granularity.TENSORWISE:
         return scale

@@ -14,57 +14,25 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 if TYPE_CHECKING:
-    # What torch's own classes lack: what `apply` returns, and the parameters of these methods.
 
     class Function(torch.autograd.Function):
-        """An autograd function with one result."""
+        """An autograd function with one result, which torch's annotations lack."""
 
         @classmethod
         def apply(cls, *args: Any) -> Tensor: ...
 
-    class Linear(nn.Linear):
-        """A linear layer, to derive from."""
-
-        def __init__(
-            self,
-            in_features: int,
-            out_features: int,
-            bias: bool,
-            device: torch.device | str | None,
-            dtype: torch.dtype | None,
-        ) -> None: ...
-        def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any: ...
-        def __setstate__(self, state: dict[str, Any]) -> None: ...
-        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None: ...
-        def _load_from_state_dict(
-            self,
-            state_dict: Any,
-            prefix: str,
-            local_metadata: Any,
-            strict: bool,
-            missing_keys: list[str],
-            unexpected_keys: list[str],
-            error_msgs: list[str],
-        ) -> None: ...
-
 else:
     Function = torch.autograd.Function
-    Linear = nn.Linear
 
-ConvNd = nn.modules.conv._ConvNd
-"""The base class of all convolutions."""
+ConvNd = nn.modules.conv._ConvNd  # the base class of all convolutions
 
-top_saved_tensors_hooks = cast(
-    "Callable[[bool], tuple[Any, Any] | None]",  # torch's annotation leaves None out
-    torch._C._autograd._top_saved_tensors_default_hooks,  # pyright: ignore[reportAttributeAccessIssue]
-)
-"""The innermost hooks for saved tensors, or None; the argument: none while a compiler traces."""
+# The innermost hooks for saved tensors, or None; the argument: none while a compiler traces.
+top_saved_tensors_hooks: Callable[[bool], tuple[Any, Any] | None]
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
-foreach_copy = cast(
-    "Callable[[list[Tensor], list[Tensor]], None]",
-    torch._foreach_copy_,  # pyright: ignore[reportPrivateImportUsage]
-)
-"""Copies the tensors of the second list into those of the first, by few launches."""
+# Copies the tensors of the second list into those of the first, by few launches.
+foreach_copy: Callable[[list[Tensor], list[Tensor]], None]
+foreach_copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage, reportAssignmentType]
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -83,7 +51,7 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """`list(module.modules())`, in a quarter of the time: that is a generator within a generator for every level."""
+    """`list(module.modules())`, in a quarter of the time."""
     found: dict[nn.Module, None] = {}
     left: list[nn.Module | None] = [module]
     while left:
@@ -95,11 +63,11 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+# Where torch.compile, activation checkpointing and offloading, FSDP1 and Lightning Fabric hold what they wrap; two more
+# hold it as `module`, a name that others use too.
 _COMPILED = "_orig_mod"
 _WRAPPED = (_COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
-"""Where torch.compile, activation checkpointing and offloading, FSDP1 and Lightning Fabric hold what they wrap."""
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
-"""They hold it as `module`, a name that others use too."""
 
 
 def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
@@ -182,12 +150,11 @@ def with_known_signature(method: _Method) -> _Method:
     return method
 
 
+# For a subclass of Tensor: the results of its operators are what `__torch_dispatch__` returns.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-"""For a subclass of Tensor: the results of its operators are what `__torch_dispatch__` returns."""
 
-
+# The number of the backward pass that autograd runs on this thread; -1 if none.
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]
-"""The number of the backward pass that autograd runs on this thread; -1 if none."""
 
 
 def is_in_backward_pass() -> bool:

@@ -191,8 +191,7 @@ def test_blocks_in_strips(shape, strip: int, compare, monkeypatch) -> None:
     """Of every width, of which one is in use; each is a kernel to compile, a third of a second."""
     from f8emu.torch.fused import plans
 
-    for name in ("SQUARES_STRIP", "VECTORS_STRIP"):
-        monkeypatch.setattr(plans, name, strip)
+    monkeypatch.setattr(plans, "BLOCKS_STRIP", strip)
     monkeypatch.setattr(plans, "cast_blocks", plans.cast_blocks.__wrapped__)  # type: ignore[attr-defined]
     for rule in _RULES:
         for operator, args in calls(drawn(shape, torch.bfloat16), E4M3FN, rule).values():

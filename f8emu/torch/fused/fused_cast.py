@@ -33,12 +33,9 @@ class Output(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    side: int | None = None
-    """Results of one side are computed if any of them is read; those without a side always."""
-    is_transposed: bool = False
-    """Whether it is column-major."""
-    is_zeroed: bool = False
-    """Whether it is zero before the kernels run."""
+    side: int | None = None  # results of one side are computed if any of them is read; those without a side always
+    is_transposed: bool = False  # whether it is column-major
+    is_zeroed: bool = False  # whether it is zero before the kernels run
 
     def new(self, x: Tensor) -> Tensor:
         """The tensor, on the device of `x`."""
@@ -56,23 +53,16 @@ class FusedCast:
     Its first argument decides where it runs; of a result that was not requested it may return any empty tensor.
     """
 
-    outputs: Callable[..., tuple[Output, ...]]
-    """Of the arguments, which it checks by their shapes, dtypes and devices alone."""
+    outputs: Callable[..., tuple[Output, ...]]  # of the arguments, checked by their shapes, dtypes and devices alone
+    # `launch(on, out, *arguments)`, the first contiguous; in `out` None stands for a result that nobody reads. `on` is
+    # an `EagerLauncher`, or in compiled code the launcher of `inductor`.
     launch: Callable[..., None]
-    """`launch(on, out, *arguments)`, the first contiguous; in `out` None stands for a result that nobody reads.
-
-    `on` is an `EagerLauncher`, or in compiled code the launcher of `inductor`.
-    """
-    mutates_args: tuple[str, ...] = ()
-    """Names of the tensors that it writes to."""
+    mutates_args: tuple[str, ...] = ()  # names of the tensors that it writes to
+    # Whether kernels can run on these arguments; with it, compiled code calls the operator as it is.
     is_ready: Callable[..., bool] | None = None
-    """Whether kernels can run on these arguments; with it, compiled code calls the operator as it is."""
-    needs_host: bool = False
-    """Whether Python runs with its kernels: compiled ahead of time, the operator is called as it is."""
-    is_recomputable: bool = False
-    """Whether a compiler may do it again in the backward pass instead of keeping its results."""
-    is_reduction: bool = False
-    """Whether it only gives numbers to such a cast."""
+    needs_host: bool = False  # Python runs with its kernels: compiled ahead of time, the operator is called as it is
+    is_recomputable: bool = False  # a compiler may do it again in the backward pass instead of keeping its results
+    is_reduction: bool = False  # whether it only gives numbers to such a cast
 
     def __call__(self, plain: Implementation) -> Operator:
         """Register the operator."""
@@ -117,15 +107,12 @@ class EagerLauncher:
         self.plans = plans
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
-        """The shape of an argument or a result."""
         return tuple(x.shape)
 
     def count(self, x: Tensor) -> int:
-        """How many elements an argument or a result has."""
         return x.numel()
 
     def has_pairs(self, x: Tensor) -> bool:
-        """`plans.has_pairs` of a matrix."""
         return self.plans.has_pairs(x.dtype, x.shape[1], x.device)
 
     def contiguous(self, x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def _register_lowerings() -> None:
 
 
 def _lowered(overload: torch._ops.OpOverload, cast: Any) -> Callable[..., Any]:
-    """The results of a cast as Inductor's buffers if kernels run and sizes are known; else a call of the operator."""
+    # The results of a cast as Inductor's buffers if kernels run and sizes are known; else a call of the operator.
     from torch._inductor.ir import ExternKernel
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
@@ -109,7 +109,7 @@ _UNKNOWN: Any = object()
 
 
 def _described(arg: Any) -> Any:
-    """A tensor without data in place of a buffer, as a fake implementation has it; `_UNKNOWN` of unknown size."""
+    # A tensor without data in place of a buffer, as a fake implementation has it; `_UNKNOWN` of unknown size.
     if not hasattr(arg, "get_size"):
         return arg
     try:
@@ -120,7 +120,7 @@ def _described(arg: Any) -> Any:
 
 
 def _used() -> set[int]:
-    """The indices of those results of the node being lowered that have a reader."""
+    # Indices of those results of the node being lowered that have a reader.
     from torch._inductor.virtualized import V
 
     results: set[int] = set()
@@ -153,7 +153,7 @@ def _empty(x: Any, shape: tuple[int, ...], dtype: torch.dtype, is_transposed: bo
 
 
 class _InductorLauncher:
-    """What a `launch` needs of compiled code: kernels become nodes of Inductor's graph."""
+    """The `EagerLauncher` of compiled code: kernels become nodes of Inductor's graph."""
 
     def __init__(self, plans: ModuleType) -> None:
         self.plans = plans
@@ -196,7 +196,7 @@ class _InductorLauncher:
 
 @cache
 def _planned_kernel() -> Any:
-    """Inductor's node for a kernel, whose code calls the plan: half the host time of Inductor's own launch."""
+    # Inductor's node for a kernel, whose code calls the plan: half the host time of Inductor's own launch.
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -236,7 +236,7 @@ def _planned_kernel() -> Any:
 
 
 def _pointer_to(x: Any) -> str:
-    """Code for a tensor with the pointer of `x`, of any shape: the base instead of a view that starts where it does."""
+    # Code for a tensor of any shape with the pointer of `x`: the base instead of a view that starts where it does.
     from torch._inductor import ir
 
     if isinstance(x, ir.ReinterpretView) and x.layout.offset == 0 and not isinstance(x.data, ir.ReinterpretView):

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
 
-AMAX_TILE = 128
-"""Rows and columns of a tile of which `row_col_amax` finds the amaxes at once."""
+AMAX_TILE = 128  # rows and columns of a tile of which `row_col_amax` finds the amaxes at once
 
+# Launches a kernel on a device by its index, on the current stream, with pointers to tensors.
 _Launch = Callable[[int, list[int]], None]
-"""Launches a kernel on a device by its index, on the current stream, with pointers to tensors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,15 +28,12 @@ class LaunchPlan:
 
     kernel: Any
     programs: int
-    sizes: tuple[int, ...]
-    """The integer arguments, which follow the tensors."""
-    constants: dict[str, Any]
-    """The `tl.constexpr` arguments, in the order of the kernel's."""
+    sizes: tuple[int, ...]  # the integer arguments, which follow the tensors
+    constants: dict[str, Any]  # the `tl.constexpr` arguments, in the order of the kernel's
     warps: int
+    # The plan for a first tensor that does not begin at a word of 32 bits, if the kernel reads such words.
     otherwise: "LaunchPlan | None" = None
-    """The plan for a first tensor that does not begin at a word of 32 bits, if the kernel reads such words."""
-    name: str = ""
-    """The expression that makes this plan, in the names of `plans`; compiled code contains it."""
+    name: str = ""  # the expression that makes this plan, in the names of `plans`; compiled code contains it
     _launches: dict[Any, _Launch] = field(default_factory=dict, repr=False)
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -86,11 +82,9 @@ class LaunchPlan:
 
 
 def _launch_of(compiled: Any, plan: LaunchPlan) -> _Launch:
-    """A function that launches a compiled kernel on pointers: by torch's launcher for Inductor's kernels, or Triton's.
-
-    Torch's launcher takes the kernel's arguments without its constants, with one letter per argument for its type. It
-    does not call the hooks that Triton calls around a launch.
-    """
+    # Torch's launcher for Inductor's kernels, or else Triton's, launches a compiled kernel on pointers. Torch's takes
+    # the kernel's arguments without its constants, with one letter per argument for its type. It does not call the
+    # hooks that Triton calls around a launch.
     metadata, programs = compiled.metadata, plan.programs
     scratch = [getattr(metadata, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     fast = getattr(getattr(torch._C, "_StaticCudaLauncher", None), "_launch_kernel", None)

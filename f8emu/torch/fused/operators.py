@@ -13,9 +13,6 @@ amax is that of the values as they are stored, and divisions are not replaced (N
 
 Raises: OperandError for a wrong dtype, rank, shape or device; SpecError for an unknown format, or a floor or margin
 out of range; UnsupportedError if a gradient would be recorded.
-
-The kernels run on a CUDA device of compute capability 8.9 or newer with Triton. Without Triton `eager` runs there too,
-and one warning says so.
 """
 
 import math
@@ -73,8 +70,7 @@ def reduce_tensor(x: Tensor) -> Tensor:
     return eager.tensor_amax(x)
 
 
-tensor_amax = _seen("tensor_amax", reduce_tensor)
-"""Largest magnitude of `x` of any shape, [1, 1]."""
+tensor_amax = _seen("tensor_amax", reduce_tensor)  # largest magnitude of `x` of any shape, [1, 1]
 
 
 @FusedCast(
@@ -97,8 +93,7 @@ def reduce_rows_and_cols(x: Tensor) -> Tensor:
     return torch.cat(eager.row_col_amax(x)).flatten()
 
 
-row_col_amaxes = _seen("row_col_amaxes", reduce_rows_and_cols)
-"""Largest magnitudes of the rows of `x` [M, N], followed by those of its columns: [M + N]."""
+row_col_amaxes = _seen("row_col_amaxes", reduce_rows_and_cols)  # of the rows of `x`, then of its columns: [M + N]
 
 
 def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,8 +118,7 @@ def reduce_tiles(x: Tensor) -> Tensor:
     return eager.amaxes_of_tiles(x)
 
 
-amaxes_of_tiles = _seen("amaxes_of_tiles", reduce_tiles)
-"""Largest magnitudes of the rows of every tile of `x`, [tiles, M], then of its columns, [tiles, N]: one vector."""
+amaxes_of_tiles = _seen("amaxes_of_tiles", reduce_tiles)  # of the rows of every tile, then of its columns: one vector
 
 
 def row_col_amax_of_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +168,6 @@ def _pair_outputs(
 def _side_of_pair(
     name: str, x: Tensor, fmt: str, amax: Tensor | None, shape: tuple[int, int], side: int, power_of_two: bool
 ) -> tuple[Output, Output]:
-    """Codes and scales of one operand, its amax checked."""
     if amax is None:
         return codes_of(fmt, 0, 0, side), Output((0, 0), side=side)
     rows, _ = shape

@@ -29,17 +29,14 @@ CAST_TILE = (64, 128)
 CAST_WARPS = 4
 TRANSPOSE_TILE = (128, 128)
 TRANSPOSE_WARPS = 8
-ROWS_ELEMENTS = 8192
-"""Elements that a program of `cast_rows` keeps in registers, unless one row is longer."""
+ROWS_ELEMENTS = 8192  # elements that a program of `cast_rows` keeps in registers, unless one row is longer
 ROWS_ELEMENTS_PER_WARP = 1024
-ROWS_LONGEST = 16384
-"""The longest row that stays in registers."""
+ROWS_LONGEST = 16384  # the longest row that stays in registers
 LONG_ROWS_BLOCK = 8192
 LONG_ROWS_WARPS = 8
 BLOCK = 128
-VECTORS_STRIP = 64
+BLOCKS_STRIP = 64
 VECTORS_WARPS = 4
-SQUARES_STRIP = 64
 SQUARES_WARPS = 8
 # Not measured. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
 HIDDEN_TILE = (16, 256)
@@ -179,17 +176,13 @@ def cast_blocks(
     m: int, n: int, fmt: str, square: bool, power_of_two: bool, amax_floor: float, rows: bool, cols: bool
 ) -> LaunchPlan:
     """Tensors x [m, n], row codes and scale, column codes and scale; without `square` inv_scales after the scales."""
-    constants = {
-        **rule_constants(fmt, power_of_two, amax_floor),
-        "DTYPE": codes_constants(fmt)["DTYPE"],
-        "ROWS": rows,
-        "COLS": cols,
-        "STRIP": SQUARES_STRIP if square else VECTORS_STRIP,
-    }
-    tiles_m, tiles_n = blocks(m, BLOCK), blocks(n, BLOCK)
     kernel = block_kernels.cast_squares_kernel if square else block_kernels.cast_vectors_kernel
-    warps = SQUARES_WARPS if square else VECTORS_WARPS
-    return LaunchPlan(kernel, tiles_m * tiles_n, (m, n, tiles_m, tiles_n), constants, warps)
+    constants = rule_constants(fmt, power_of_two, amax_floor) | {"DTYPE": codes_constants(fmt)["DTYPE"]}
+    constants |= {"ROWS": rows, "COLS": cols, "STRIP": BLOCKS_STRIP}
+    tiles_m, tiles_n = blocks(m, BLOCK), blocks(n, BLOCK)
+    return LaunchPlan(
+        kernel, tiles_m * tiles_n, (m, n, tiles_m, tiles_n), constants, SQUARES_WARPS if square else VECTORS_WARPS
+    )
 
 
 @planned

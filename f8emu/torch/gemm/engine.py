@@ -33,8 +33,7 @@ from f8emu.torch.gemm import emulation
 class Engine(Enum):
     """What computes a GEMM."""
 
-    AUTO = "auto"
-    """HARDWARE if the device is the chip whose bits are asked for, otherwise EMULATED."""
+    AUTO = "auto"  # HARDWARE if the device is the chip whose bits are asked for, otherwise EMULATED
     HARDWARE = "hardware"
     EMULATED = "emulated"
 

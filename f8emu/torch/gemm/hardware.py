@@ -16,8 +16,7 @@ from f8emu.torch.device import require_hopper
 from f8emu.torch.dtypes import dtype_of
 from f8emu.torch.library import is_watched
 
-_ALIGNMENT = 16
-"""The alignment of pointers and strides of operands, in bytes."""
+_ALIGNMENT = 16  # the alignment of pointers and strides of operands, in bytes
 _SCALING_TYPES = {
     Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
     Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,

@@ -23,8 +23,7 @@ from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.engine import Checked, Engine, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
 from f8emu.torch.library import fake, has_dispatch_mode, operator, signature_of
 
-_TAGS = (torch.Tag.needs_exact_strides,)
-"""A compiler must not change the layouts that the hardware requires."""
+_TAGS = (torch.Tag.needs_exact_strides,)  # a compiler must not change the layouts that the hardware requires
 _SCALED_MM = (
     "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, bool use_fast_accum, "
     f'str engine, str? granularity_a, str? granularity_b, int? split_k, str chip="{HOPPER.name}") -> Tensor'
@@ -41,12 +40,10 @@ class _Prepared(NamedTuple):
 
     gemm: GemmCall
     engine: Engine
-    described: native.Gemm | None
-    """The engine's description of an emulated one; None: it is not the engine's."""
+    described: native.Gemm | None  # the engine's description of an emulated one; None: it is not the engine's
 
 
-_PREPARED: dict[Any, _Prepared] = {}
-"""Signature of a GEMM -> the GEMM; emptied when it is full."""
+_PREPARED: dict[Any, _Prepared] = {}  # signature of a GEMM -> the GEMM; emptied when it is full
 _MOST_PREPARED = 4096
 
 

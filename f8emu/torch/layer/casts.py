@@ -24,6 +24,7 @@ from f8emu.spec.trace import Scales
 from f8emu.torch.fused.delayed import note_cast
 from f8emu.torch.fused.operators import transpose_codes
 from f8emu.torch.layer.operands import (
+    Both,
     Delayed,
     Operand,
     ScaleSource,
@@ -51,12 +52,11 @@ class LayerPlan(NamedTuple):
 
     recipe: Recipe
     engine: str
-    keeps_input: bool
-    """Whether `grad_weight` will be computed; if not, the input is cast only for `output` and nothing is saved."""
-    recompute_casts: bool = False
-    """Whether compiled code may repeat the cast of the input in the backward pass instead of saving its codes."""
-    layout: Layout | None = None
-    """How the matrices are sharded under tensor parallelism; None for whole matrices."""
+    keeps_input: bool  # for `grad_weight`; if not, the input is cast only for `output` and nothing is saved
+    recompute_casts: bool = (
+        False  # compiled code may cast the input again in the backward pass: its codes are not saved
+    )
+    layout: Layout | None = None  # how the matrices are sharded under tensor parallelism; None for whole matrices
 
 
 class InputOperands(NamedTuple):
@@ -64,20 +64,16 @@ class InputOperands(NamedTuple):
 
     output: Operand
     grad_weight: Operand | None
-    gathered: Tensor | None = None
-    """The place in the autograd graph of an input that was gathered as float8."""
+    gathered: Tensor | None = None  # the place in the autograd graph of an input that was gathered as float8
 
 
 class WeightSource(NamedTuple):
     """What the backward pass casts the weight's operand of `grad_input` from, besides the weight."""
 
-    amax: Tensor | None = None
-    """The amax of the weight or of its columns, under dynamic scaling; None if the cast finds it."""
+    amax: Tensor | None = None  # of the weight or of its columns, under dynamic scaling; None if the cast finds it
     inv_scale: Tensor | None = None
-    scale: Tensor | None = None
-    """The scales of the first cast, under delayed scaling; or that of `codes`."""
-    codes: Tensor | None = None
-    """In place of the weight: the codes that FSDP2 gathered, still to be transposed."""
+    scale: Tensor | None = None  # the scales of the first cast, under delayed scaling; or that of `codes`
+    codes: Tensor | None = None  # in place of the weight: the codes that FSDP2 gathered, still to be transposed
 
 
 class TracedInput:
@@ -94,12 +90,10 @@ class TracedInput:
         self.key: Any = None
         self.operands: InputOperands | None = None
 
-    def begin(self, *_: Any) -> None:
-        """A forward pre-hook."""
+    def begin(self, *_: Any) -> None:  # a forward pre-hook
         self.trace = _trace_number() if torch.compiler.is_compiling() else 0
 
-    def end(self, *_: Any) -> None:
-        """A forward hook."""
+    def end(self, *_: Any) -> None:  # a forward hook
         self.trace = 0
         self.input = self.key = self.operands = None
 
@@ -108,7 +102,6 @@ class TracedInput:
         return self.operands if self.input is input and self.key == key else None
 
     def keep(self, input: Tensor, key: Any, operands: InputOperands) -> None:
-        """Keep the operands for the next layer."""
         if self.trace == _trace_number():
             self.input, self.key, self.operands = input, key, operands
 
@@ -130,7 +123,6 @@ class LastInput(threading.local):
         return self.operands if is_same and self.key == (input._version, key) else None
 
     def keep(self, input: Tensor, key: Any, operands: InputOperands) -> None:
-        """Keep the operands for the next layer."""
         if input.grad_fn is None:
             return
         region = checkpointed_region()
@@ -147,10 +139,8 @@ _last_input = LastInput()
 
 
 def checkpointed_region() -> Any:
-    """The activation checkpoint that this call is in, or None.
-
-    A checkpointed region is recomputed as a whole, so it must not share casts with code outside of it.
-    """
+    """The activation checkpoint that this call is in, or None."""
+    # A checkpointed region is recomputed as a whole, so it must not share casts with code outside of it.
     hooks = top_saved_tensors_hooks(True)
     return None if hooks is None else hooks[0]
 
@@ -190,7 +180,7 @@ def cast_input(
 
 def cast_grad_output(
     grad_output: Tensor, plan: LayerPlan, state: Delayed | None, wants_input: bool, wants_weight: bool
-) -> tuple[Operand | None, Operand | None]:
+) -> Both:
     """The operands of `grad_input` and `grad_weight` that a layer casts from its grad_output [M, N], where wanted."""
     recipe = plan.recipe
     rows = recipe.grad_input.a if wants_input else None
@@ -248,7 +238,7 @@ def _cast_matrix(
     delayed: Delayed | None,
     shards: Shards | None,
     recompute: bool = False,
-) -> tuple[Operand | None, Operand | None]:
+) -> Both:
     """Both casts of an activation or a gradient."""
     rule = recipe.scale_rule
     if shards is not None:

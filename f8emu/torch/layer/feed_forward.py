@@ -72,9 +72,9 @@ class Float8FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.names = names
-        own = {"recompute_casts": recompute_casts}
+        own: dict[str, Any] = {"recipe": recipe, "engine": engine, "recompute_casts": recompute_casts}
         for name, (k, n) in zip(names, ((dim, hidden_dim), (hidden_dim, dim), (dim, hidden_dim)), strict=True):
-            self.add_module(name, Float8Linear(k, n, bias, device, dtype, recipe=recipe, engine=engine, **own))
+            self.add_module(name, Float8Linear(k, n, bias, device, dtype, **own))
 
     @classmethod
     def from_float(
@@ -107,14 +107,13 @@ class Float8FeedForward(nn.Module):
         block.__dict__.update(copied_attributes(module))
         block._compiled_call_impl = None  # set by module.compile(); it would run the module's forward
         block.names = names
+        own: dict[str, Any] = {"recipe": recipe, "engine": engine, "recompute_casts": recompute_casts}
         for name in names:
-            own: dict[str, Any] = {"recipe": recipe, "engine": engine, "recompute_casts": recompute_casts}
-            layer = Float8Linear.from_float(module.get_submodule(name), **own)  # pyright: ignore[reportArgumentType]
-            block._modules[name] = layer
+            layer: Any = module.get_submodule(name)
+            block._modules[name] = Float8Linear.from_float(layer, **own)
         return block
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Called by torch.jit.script, for every module in the one that it is given."""
+    def __prepare_scriptable__(self) -> NoReturn:  # called by torch.jit.script
         refuse_torchscript("Float8FeedForward")
 
     def forward(self, input: Tensor) -> Tensor:
@@ -142,7 +141,7 @@ class Float8FeedForward(nn.Module):
 
 
 def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w3: nn.Module) -> bool:
-    """Whether the fused block gives what `Float8FeedForward` promises; the cases are listed there."""
+    # Whether the fused block gives what `Float8FeedForward` promises; the cases are listed there.
     if dtype is not torch.bfloat16:
         return False
     if not (isinstance(w1, Float8Linear) and isinstance(w2, Float8Linear) and isinstance(w3, Float8Linear)):
@@ -155,7 +154,11 @@ def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w
             return False
         if layer.engine != w1.engine or not (layer.recipe is w1.recipe or layer.recipe == w1.recipe):
             return False
-    if bias_of(w1) is not None or bias_of(w3) is not None or not _is_delayed(w1.recipe):
+    recipe = w1.recipe
+    casts = (recipe.output.a, recipe.grad_weight.b, recipe.grad_input.a, recipe.grad_weight.a)
+    if recipe.delayed is None or recipe.delayed.tensors != TENSORS or any(cast.format is None for cast in casts):
+        return False
+    if bias_of(w1) is not None or bias_of(w3) is not None:
         return False
     if w1.weight.shape != w3.weight.shape or w1.out_features != w2.in_features:
         return False
@@ -164,16 +167,7 @@ def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w
     return torch.is_grad_enabled() and has_gradients
 
 
-def _is_delayed(recipe: Recipe) -> bool:
-    """Whether every tensor has delayed scales."""
-    casts = (recipe.output.a, recipe.grad_weight.b, recipe.grad_input.a, recipe.grad_weight.a)
-    if recipe.delayed is None or recipe.delayed.tensors != TENSORS:
-        return False
-    return all(cast.format is not None for cast in casts)
-
-
 def _check_block(module: nn.Module, names: tuple[str, str, str]) -> None:
-    """Check that `module` has the three layers and nothing else that could change the result."""
     children = dict(module.named_children())
     others = {name: child for name, child in children.items() if name not in names}
     own = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
@@ -195,8 +189,7 @@ class _Settings(NamedTuple):
     recipe: Recipe
     engine: str
     dtype: torch.dtype
-    of_gradients: tuple[Delayed, ...]
-    """The states of grad_output. Not saved tensors: the backward pass updates their amaxes in place."""
+    of_gradients: tuple[Delayed, ...]  # of grad_output; not saved tensors: the backward pass updates their amaxes
     taps: tuple[Tap | None, ...]
 
 
@@ -218,7 +211,13 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, w1: Float8Linear, w2: Float8Line
         name = format_name(recipe.output.a)
         codes, inv_scale, scale = fused.hidden_delayed(gate, up, name, state.inv_scale, state.amax, *of_rule)
         b2, _, of_w2 = _cast(weights[1], recipe.output.b, None, of_weights[1], recipe)
-        _show_forward(taps, x1, weights, gate, up)
+        for i, tap in enumerate(taps):
+            if tap is not None:
+                if i == 1:
+                    observe_gated(tap.forward, "hidden", gate, up, None, tap.call)
+                else:
+                    show_tensor(tap, "input", x1, is_delayed=True)
+                show_tensor(tap, "weight", weights[i], is_delayed=True)
     # 4. As in `float8_matmul`: everything is saved before the last product is computed.
     parts = (kept1 or (None, None), kept3 or (None, None), of_w1, of_w2, of_w3, (inv_scale, scale))
     flat = [tensor for pair in parts for tensor in pair]
@@ -255,7 +254,10 @@ class _FeedForwardBackward(Function):
         g1, g1_transposed, g3, g3_transposed, hidden = _cast_gradients(
             grad_hidden, gate, up, wanted, Scales(*of_hidden), settings
         )
-        _show_backward(settings.taps, grads[0], grad_hidden, gate, up)
+        show_tensor(settings.taps[1], "grad_output", grads[0], is_delayed=True)
+        for tap, name in ((settings.taps[0], "grad_gate"), (settings.taps[2], "grad_up")):
+            if tap is not None:
+                observe_gated(tap.backward, name, gate, up, grad_hidden, tap.call)
         g = grad_hidden = gate = up = None  # frees their memory for the products
         # 2. The products.
         d_x1 = _grad_input(g1, w1, of_w1, settings, 0) if wants1 else None
@@ -321,24 +323,3 @@ def _gemm(name: str, a: Operand, b: Operand, settings: _Settings, layer: int) ->
     product = gemm(a, b, getattr(recipe, name), settings.dtype, settings.engine, recipe.chip)
     show_gemm(settings.taps[layer], name, a, b, product)
     return product
-
-
-def _show_forward(taps: tuple[Tap | None, ...], x: Tensor, weights: list[Tensor], gate: Tensor, up: Tensor) -> None:
-    for i, tap in enumerate(taps):
-        if tap is None:
-            continue
-        if i == 1:
-            observe_gated(tap.forward, "hidden", gate, up, None, tap.call)
-        else:
-            show_tensor(tap, "input", x, is_delayed=True)
-        show_tensor(tap, "weight", weights[i], is_delayed=True)
-
-
-def _show_backward(
-    taps: tuple[Tap | None, ...], grad_output: Tensor, grad_hidden: Tensor, gate: Tensor, up: Tensor
-) -> None:
-    of_w1, of_w2, of_w3 = taps
-    show_tensor(of_w2, "grad_output", grad_output, is_delayed=True)
-    for tap, name in ((of_w1, "grad_gate"), (of_w3, "grad_up")):
-        if tap is not None:
-            observe_gated(tap.backward, name, gate, up, grad_hidden, tap.call)

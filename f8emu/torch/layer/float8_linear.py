@@ -1,4 +1,5 @@
 """Float8Linear: an `nn.Linear` that computes under a recipe."""
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
@@ -24,24 +25,19 @@ from f8emu.torch.parallel.placements import LocalCall, local_call
 from f8emu.torch.torch_internals import bias_of, copied_attributes, is_dtensor, is_in_autograd_function, own_parameters
 from f8emu.torch.weights.float8_weight import Float8Weight, refill, written_over
 
-_METADATA_KEY = "f8emu_delayed"
-"""The key of a layer's state of delayed scaling in the metadata of a state dict."""
+_METADATA_KEY = "f8emu_delayed"  # the key of a layer's state of delayed scaling in the metadata of a state dict
 
 
 class _Call(NamedTuple):
     """What one call of a layer computes with."""
 
-    input: Tensor
-    """As it was given."""
-    x: Tensor
-    """[M, K], of this rank."""
+    input: Tensor  # as it was given
+    x: Tensor  # [M, K], of this rank
     weight: Tensor
     bias: Tensor | None
     plan: LayerPlan
-    delayed: DelayedStates | None
-    """None if tensors are scaled by their own amaxes."""
-    parts: LocalCall | None
-    """Where the output lies, under tensor parallelism."""
+    delayed: DelayedStates | None  # None if tensors are scaled by their own amaxes
+    parts: LocalCall | None  # where the output lies, under tensor parallelism
 
 
 class Float8Linear(Float8Layer):
@@ -65,10 +61,10 @@ class Float8Linear(Float8Layer):
     """
 
     recompute_casts: bool
+    # Under tensor parallelism, the placements to which the layer reduces a partial sum (`Float8RowwiseParallel`).
     reduce_to: Sequence[Any] | None = None
-    """Under tensor parallelism, the placements to which the layer reduces a partial sum (`Float8RowwiseParallel`)."""
+    # The cast input that the layers of a module with `PrepareFloat8ModuleInput` share in compiled code.
     traced_input: TracedInput | None = None
-    """The cast input that the layers of a module with `PrepareFloat8ModuleInput` share in compiled code."""
 
     def __init__(
         self,
@@ -131,7 +127,6 @@ class Float8Linear(Float8Layer):
         return self._finished(self._multiplied(call), call)
 
     def _prepared(self, input: Tensor) -> "_Call":
-        """A call with an input that is checked, in autocast's dtype, a matrix, and the part of this rank."""
         require_no_transform("Float8Linear", self, input)
         device = input.device.type
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
@@ -159,13 +154,11 @@ class Float8Linear(Float8Layer):
         return _Call(input, x, weight, bias, plan, delayed, parts)
 
     def _multiplied(self, call: "_Call") -> Tensor:
-        """The product, by operands of the input that another layer may have cast."""
-        x, plan, is_delayed = call.x, call.plan, call.delayed is not None
-        delayed = call.delayed or (None, None, None)
+        x, plan, delayed = call.x, call.plan, call.delayed or (None, None, None)
         tap = begin_call(self.tap, x)
         if tap is not None:
-            show_tensor(tap, "input", x.detach(), is_delayed=is_delayed)
-            show_tensor(tap, "weight", call.weight.detach(), is_delayed=is_delayed)
+            for name, value in (("input", x), ("weight", call.weight)):
+                show_tensor(tap, name, value.detach(), is_delayed=call.delayed is not None)
         # 1. The operands of the input.
         operands = cast_input(call.input, x, plan, delayed[0], self.traced_input)
         # 2. The GEMM; gradients go to the input, or through the gather of it.
@@ -175,34 +168,28 @@ class Float8Linear(Float8Layer):
         return float8_matmul(place, call.weight, operands, plan, delayed, tap)
 
     def _finished(self, output: Tensor, call: "_Call") -> Tensor:
-        """The product with the bias, in the shape and the placements of the output."""
         if call.bias is not None:
             output = add_bias(output, call.bias)
         if call.parts is not None:
             return call.parts.as_dtensor(output.reshape(*call.parts.lead, output.shape[1]))
         return output if call.input.ndim == 2 else output.reshape(*call.input.shape[:-1], self.out_features)
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Called by torch.jit.script, for every module in the one that it is given."""
+    def __prepare_scriptable__(self) -> NoReturn:  # called by torch.jit.script
         refuse_torchscript("Float8Linear")
 
     def extra_repr(self) -> str:
-        """The text of `nn.Linear`, with recipe and engine."""
         recompute = ", recompute_casts=True" if self.recompute_casts else ""
         return f"{super().extra_repr()}, recipe={self.recipe.label}, engine={self.engine}{recompute}"
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters like `nn.Linear`, and reset delayed scaling."""
         super().reset_parameters()
         if (delayed := self.__dict__.get("delayed")) is not None:
             delayed.reset()
             refill(self.weight)
 
     def delayed_states(self, input: Tensor, weight: Tensor) -> DelayedStates | None:
-        """The states that the casts of a call read and update; None if tensors are scaled by their own amaxes.
-
-        Under delayed scaling that happens in passes through which no gradient flows back: they change no state.
-        """
+        """The states that the casts of a call read and update; None if tensors are scaled by their own amaxes."""
+        # Under delayed scaling that happens in passes through which no gradient flows back: they change no state.
         if self.delayed is None:
             return None
         is_traced = torch.compiler.is_compiling()
@@ -217,7 +204,6 @@ class Float8Linear(Float8Layer):
         return self.delayed.of_tensors()
 
     def update_with(self, group: UpdateGroup | None) -> None:
-        """Update the scales together with those of the other layers of `group`."""
         if (old := self.__dict__.get("update_group")) is not None:
             old.layers.pop(id(self), None)
         self.update_group = group
@@ -225,8 +211,8 @@ class Float8Linear(Float8Layer):
             group.add(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """`nn.Module.register_parameter`; also notes that tensor parallelism distributes the weight."""
         super().register_parameter(name, param)
+        # Tensor parallelism distributes the weight.
         if name == "weight" and is_dtensor(param) and (delayed := self.__dict__.get("delayed")) is not None:
             delayed.notes.is_sharded = True
 
@@ -249,20 +235,9 @@ class Float8Linear(Float8Layer):
         if self.delayed is not None and metadata is not None:
             metadata.setdefault(prefix[:-1], {})[_METADATA_KEY] = self.delayed.tensors()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         held = own_parameters(self).get("weight")
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if isinstance(held, Float8Weight) and self.weight is not held:
             written_over(self, held)
         if self.delayed is None:
@@ -282,4 +257,4 @@ class Float8Linear(Float8Layer):
             self.delayed.load(f"load_state_dict: {prefix[:-1] or 'the layer'}", stacked(state))
             refill(self.weight)
         except OperandError as error:
-            error_msgs.append(str(error))
+            rest[-1].append(str(error))  # error_msgs

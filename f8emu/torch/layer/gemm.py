@@ -42,7 +42,12 @@ def gemm(
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=dtype, device=a.codes.device)
     # 1. Pad K and N, and M where scales of rows of 128 are read as vectors [EPI-5].
-    granularity_a, granularity_b = _granularities(spec)
+    granularity_a, granularity_b = spec.a.granularity, spec.b.granularity
+    if Granularity.ROWWISE in (
+        granularity_a,
+        granularity_b,
+    ):  # `scaled_gemm_granularities`, as Dynamo 2.11 can trace it
+        granularity_a = granularity_b = Granularity.ROWWISE
     pad_k, pad_n = _to_multiple(k, CHIP.size_multiple), _to_multiple(n, CHIP.size_multiple)
     pad_m = _to_multiple(m, CHIP.vector_multiple) if granularity_a is Granularity.BLOCKWISE_1X128 else 0
     padded_a, padded_b = _padded(a.codes, pad_m, pad_k), _padded(b.codes, pad_n, pad_k)
@@ -57,14 +62,6 @@ def gemm(
         product = operators.scaled_mm(padded_a, padded_b.t(), *scales, None, *options)
     # 3. Leave the padding out.
     return _first_of(product, m, n)
-
-
-def _granularities(spec: Gemm) -> tuple[Granularity, Granularity]:
-    # `Gemm.scaled_gemm_granularities`, written so that Dynamo 2.11 can trace it.
-    a, b = spec.a.granularity, spec.b.granularity
-    if Granularity.ROWWISE in (a, b):
-        return Granularity.ROWWISE, Granularity.ROWWISE
-    return a, b
 
 
 def _to_multiple(size: int, multiple: int) -> int:
@@ -119,10 +116,8 @@ def add_bias(output: Tensor, bias: Tensor) -> Tensor:
 
 @operator()
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in another dtype.
-
-    A custom operator: a compiler drops an ordinary rounding between two operations that it fuses.
-    """
+    """`x` in another dtype."""
+    # A custom operator: a compiler drops an ordinary rounding between two operations that it fuses.
     return x.to(dtype, copy=True)
 
 
@@ -133,11 +128,9 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operator(tags=(torch.Tag.needs_exact_strides,))
 def sum_of_rows(x: Tensor) -> Tensor:
-    """`x` [M, N] summed to [N], as autograd sums the gradient of what was added to every row.
-
-    A custom operator: a compiler would add in another order, which also depends on what it fuses. aten's order depends
-    on strides, so these must be those of eager code.
-    """
+    """`x` [M, N] summed to [N], as autograd sums the gradient of what was added to every row."""
+    # A custom operator: a compiler would add in another order, which also depends on what it fuses. aten's order
+    # depends on strides, so these must be those of eager code.
     return x.sum(0)
 
 

@@ -38,20 +38,12 @@ def float8_matmul(
     delayed: DelayedStates,
     tap: Tap | None,
 ) -> Tensor:
-    """`input @ weight^T` under a recipe, differentiable.
+    """`input @ weight^T` under a recipe, differentiable; of `input` only the place in the autograd graph counts.
 
     Shapes:
-        input [M, K], weight [N, K] -> [M, N] in the dtype of input.
+        input [M, K], weight [N, K] in its own dtype -> [M, N] in the dtype of input.
 
     Exactness: every code, scale and product equals that of `f8ref.numpy.linear`, on Hopper and emulated.
-
-    Args:
-        input: in high precision; its place in the autograd graph counts.
-        weight: in its own dtype.
-        x: the operands of `input`.
-        plan: recipe and engine.
-        delayed: the state of input, weight and grad_output; None each under dynamic scaling.
-        tap: where observers watch.
     """
     _, of_weight, of_grad_output = delayed
     is_exported = is_exporting()
@@ -78,7 +70,6 @@ def float8_matmul(
 
 
 def _product(x: Operand, w: Operand, plan: LayerPlan, dtype: torch.dtype, tap: Tap | None) -> Tensor:
-    """`output`, summed over ranks where the layout says so."""
     product = gemm(x, w, plan.recipe.output, dtype, plan.engine, plan.recipe.chip)
     show_gemm(tap, "output", x, w, product)
     return product if plan.layout is None else sum_products(product, plan.layout)
@@ -116,7 +107,6 @@ class Float8Backward(Function):
         product: Tensor | None,
         tap: Tap | None,
     ) -> Tensor:
-        """Save what the backward pass needs."""
         own = weight if w_codes is None else None
         ctx.save_for_backward(kept, kept_scale, own, w_amax, w_inv_scale, w_scale, w_codes)
         # Amaxes are written in the backward pass, so they are not saved tensors. Nor is the id of the call: a
@@ -131,37 +121,24 @@ class Float8Backward(Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Cast grad_output and weight, multiply twice."""
-        (grad_output,) = grads
-        saved, settings = ctx.saved_tensors, (ctx.dtype, ctx.needs_input_grad[0], ctx.tap)
-        d_input, d_weight = gradients(grad_output, saved, ctx.plan, ctx.of_weight, ctx.of_grad_output, *settings)
-        return d_input, None if d_weight is None else d_weight.to(ctx.weight_dtype), *(None,) * 11
-
-
-def gradients(
-    grad_output: Tensor,
-    saved: tuple[Tensor | None, ...],
-    plan: LayerPlan,
-    of_weight: Delayed | None,
-    of_grad_output: Delayed | None,
-    dtype: torch.dtype,
-    wants_input: bool,
-    tap: Tap | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """`grad_input` and `grad_weight` of dtype, from what `Float8Backward` saved; None where not wanted."""
-    recipe, engine = plan.recipe, plan.engine
-    kept, kept_scale, weight, *source = saved
-    show_tensor(tap, "grad_output", grad_output, is_delayed=True)
-    g, g_transposed = cast_grad_output(grad_output, plan, of_grad_output, wants_input, kept is not None)
-    d_input = d_weight = None
-    if g is not None:
-        w = cast_weight_again(weight, WeightSource(*source), plan, of_weight, grad_output)
-        d_input = gemm(g, w, recipe.grad_input, dtype, engine, recipe.chip)
-        show_gemm(tap, "grad_input", g, w, d_input)
-        g = w = None  # frees their memory for the other product
-    if g_transposed is not None:
-        assert kept is not None, "the input's operand was saved"
-        kept_operand = Operand(kept, kept_scale)
-        d_weight = gemm(g_transposed, kept_operand, recipe.grad_weight, dtype, engine, recipe.chip)
-        show_gemm(tap, "grad_weight", g_transposed, kept_operand, d_weight)
-    return d_input, d_weight
+        (grad_output,), (kept, kept_scale, weight, *source) = grads, ctx.saved_tensors
+        plan, tap, dtype = ctx.plan, ctx.tap, ctx.dtype
+        recipe, engine, chip = plan.recipe, plan.engine, plan.recipe.chip
+        # 1. Both operands of grad_output.
+        show_tensor(tap, "grad_output", grad_output, is_delayed=True)
+        wanted = ctx.needs_input_grad[0], kept is not None
+        g, g_transposed = cast_grad_output(grad_output, plan, ctx.of_grad_output, *wanted)
+        d_input = d_weight = None
+        # 2. grad_input.
+        if g is not None:
+            w = cast_weight_again(weight, WeightSource(*source), plan, ctx.of_weight, grad_output)
+            d_input = gemm(g, w, recipe.grad_input, dtype, engine, chip)
+            show_gemm(tap, "grad_input", g, w, d_input)
+            g = w = None  # frees their memory for the other product
+        # 3. grad_weight.
+        if g_transposed is not None:
+            x = Operand(kept, kept_scale)
+            d_weight = gemm(g_transposed, x, recipe.grad_weight, dtype, engine, chip)
+            show_gemm(tap, "grad_weight", g_transposed, x, d_weight)
+            d_weight = d_weight.to(ctx.weight_dtype)
+        return d_input, d_weight, *(None,) * 11

@@ -14,7 +14,6 @@ of the same code share their graphs.
 import itertools
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,17 +21,15 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from f8emu.spec.chips import CHIPS
-from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import TRANSPOSED, Gemm, Recipe
-from f8emu.torch.float8_layer import Float8Layer, all_float8_layers
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.gemm.emulation import layer_split_k
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.layer.operands import Operand
 from f8emu.torch.library import fake, operator
 from f8emu.torch.torch_internals import is_in_backward_pass
 
-UNKNOWN_CALL = -1
-"""The id of a forward pass that checkpointing repeated: its first run has another id."""
+UNKNOWN_CALL = -1  # the id of a forward pass that checkpointing repeated: its first run has another id
 
 
 class Tap(NamedTuple):
@@ -43,8 +40,7 @@ class Tap(NamedTuple):
 
     forward: Tensor
     backward: Tensor
-    call: Tensor | None = None
-    """int64 [1] on the CPU: the id of one forward pass, which the backward pass shows again."""
+    call: Tensor | None = None  # int64 [1] on the CPU: the id of one forward pass, which the backward pass shows again
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -57,39 +53,27 @@ class TensorSeen(NamedTuple):
     """A matrix before it is cast."""
 
     layer: str
-    tensor: str
-    """input, weight or grad_output."""
-    value: Tensor
-    """[rows, columns] in high precision; under tensor parallelism that of this rank."""
+    tensor: str  # input, weight or grad_output
+    value: Tensor  # [rows, columns] in high precision; under tensor parallelism that of this rank
     recipe: Recipe
-    is_delayed: bool = False
-    """Whether it is cast by the state of delayed scaling, if the recipe has one for it, and not by its own amax."""
-    call: int = UNKNOWN_CALL
-    """The forward pass of the layer that the matrix belongs to."""
+    is_delayed: bool = False  # cast by the state of delayed scaling, if the recipe has one for it, not by its own amax
+    call: int = UNKNOWN_CALL  # the forward pass of the layer that the matrix belongs to
 
 
 class GemmSeen(NamedTuple):
     """A GEMM that was computed."""
 
     layer: str
-    gemm: str
-    """output, grad_input or grad_weight."""
-    a: Operand
-    """Codes [M, K]; scale of `Granularity.scale_shape`, None in high precision."""
-    b: Operand
-    """Codes [N, K]."""
-    product: Tensor
-    """[M, N], without a bias; under tensor parallelism before it is added to that of other ranks."""
+    gemm: str  # output, grad_input or grad_weight
+    a: Operand  # codes [M, K]; scale of `Granularity.scale_shape`, None in high precision
+    b: Operand  # codes [N, K]
+    product: Tensor  # [M, N], without a bias; under tensor parallelism before it is added to that of other ranks
     spec: Gemm
-    engine: str
-    """hardware or emulated."""
-    split_k: int
-    """S of the plan [PLAN-1], for the GEMM as it ran: zero-padded."""
-    split_source: str
-    """How well the plan knows `split_k`: a value of `f8emu.split_k.plan.Source`."""
+    engine: str  # hardware or emulated
+    split_k: int  # S of the plan [PLAN-1], for the GEMM as it ran: zero-padded
+    split_source: str  # how well the plan knows `split_k`: a value of `f8emu.split_k.plan.Source`
     recipe: Recipe
-    call: int = UNKNOWN_CALL
-    """The forward pass of the layer that the operands belong to."""
+    call: int = UNKNOWN_CALL  # the forward pass of the layer that the operands belong to
 
 
 class Observer(Protocol):
@@ -99,13 +83,11 @@ class Observer(Protocol):
     def gemm(self, seen: GemmSeen) -> None: ...
 
 
-@dataclass(slots=True, kw_only=True)
-class Watched:
+class Watched(NamedTuple):
     """A layer with a tap."""
 
     name: str
-    layer: weakref.ref[Float8Layer]
-    """Not the layer itself: an observer that is never removed goes with it."""
+    layer: weakref.ref[Float8Layer]  # not the layer itself: an observer that is never removed goes with it
     observers: list[Observer]
 
 
@@ -120,18 +102,22 @@ class Observation:
     It keeps neither the model nor its layers, and is removed with the model.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Float8Layer], observer: Observer, hook: Any) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, Float8Layer], observer: Observer, hook: Any = None
+    ) -> None:
         self.layers = weakref.WeakValueDictionary(layers)
-        self.hook = hook
-        """The handle of the hook; None without one, or after it was removed."""
-        self.is_on = False
-        """Whether the layers have taps for the observer."""
+        self.hook = hook  # its handle; None without one, or after it was removed
+        self.is_on = False  # whether the layers have taps for the observer
         self._observer = observer
         self._end = weakref.finalize(model, self.remove)
         self._end.atexit = False
 
     def turn(self, on: bool) -> None:
-        """Show the observer the coming passes, or nothing. A layer without another observer then has no tap."""
+        """Show the observer the coming passes, or nothing. A layer without another observer then has no tap.
+
+        Compiled code of a layer is compiled once more with its tap; without it, it runs as before. An error that an
+        observer raises ends the pass.
+        """
         if on is self.is_on:
             return
         self.is_on = on
@@ -154,39 +140,12 @@ class Observation:
         self._end.detach()
 
 
-def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module] | None = None) -> Observation:
-    """Show `observer` what the layers cast and multiply, from their next forward pass on.
-
-    Compiled code of a layer is compiled once more with its tap; without it, it runs as before.
-
-    Args:
-        model: the model.
-        observer: is called in the middle of a pass; an error that it raises ends the pass. It is kept until it is
-            removed or the model is gone, so it should not keep that itself.
-        layers: name -> `Float8Linear`, of those to watch; None: all of the model. A layer with two names has the first.
-
-    Raises:
-        OperandError: a layer that is no Float8Linear.
-    """
-    names: dict[Float8Layer, str] = {}
-    for name, layer in (all_float8_layers(model) if layers is None else layers).items():
-        if not isinstance(layer, Float8Layer):
-            raise OperandError(
-                f"observe: every layer must be a Float8Linear; got {type(layer).__name__} for {name!r}; convert the "
-                "model first, with convert_to_float8_training"
-            )
-        names.setdefault(layer, name)
-    observation = Observation(model, {name: layer for layer, name in names.items()}, observer, None)
-    observation.turn(True)
-    return observation
-
-
 def _tapped(name: str, layer: Float8Layer) -> Watched:
     if layer.tap is None:
         number = next(_numbers)
         with torch.inference_mode(False):
             layer.tap = Tap(torch.tensor([number, 0]), torch.tensor([number, 0]))
-        _watched[number] = Watched(name=name, layer=weakref.ref(layer), observers=[])
+        _watched[number] = Watched(name, weakref.ref(layer), [])
         weakref.finalize(layer, _watched.pop, number, None).atexit = False
     return _watched[_number(layer.tap)]
 
@@ -212,25 +171,28 @@ def show_tensor(tap: Tap | None, tensor: str, value: Tensor, *, is_delayed: bool
 
 def show_gemm(tap: Tap | None, gemm: str, a: Operand, b: Operand, product: Tensor) -> None:
     """Show a GEMM."""
-    if tap is None:
-        return
+    if tap is not None:
+        token = tap.forward if gemm == "output" else tap.backward
+        of_a, of_b = _in_memory(gemm, a.codes, a.scale, b.codes, b.scale)
+        observe_gemm(token, gemm, of_a, a.scale, of_b, b.scale, product, tap.call)
+
+
+def _in_memory(
+    gemm: str, a: Tensor, scale_a: Tensor | None, b: Tensor, scale_b: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    # An operand in high precision goes as the matrix that it is a transpose of, which is in memory, and is transposed
+    # again where it is shown. With the transpose Inductor placed that matrix elsewhere, and fused the code before it
+    # otherwise: other roundings to bfloat16.
     is_a_transposed, is_b_transposed = TRANSPOSED[gemm]
-    # An operand in high precision goes as the matrix that it is a transpose of, which is in memory. With the transpose
-    # Inductor placed that matrix elsewhere, and fused the code before it otherwise: other roundings to bfloat16.
-    codes_a = a.codes.t() if a.scale is None and is_a_transposed else a.codes
-    codes_b = b.codes.t() if b.scale is None and is_b_transposed else b.codes
-    token = tap.forward if gemm == "output" else tap.backward
-    observe_gemm(token, gemm, codes_a, a.scale, codes_b, b.scale, product, tap.call)
+    return a.t() if scale_a is None and is_a_transposed else a, b.t() if scale_b is None and is_b_transposed else b
 
 
 @operator()
 def next_call(x: Tensor) -> Tensor:
-    """The id of a forward pass with the input `x`, int64 [1] on the CPU.
-
-    It writes to no token: compiled checkpointing computes it again in the backward pass, and would save the token for
-    that, which later forward passes write to. A compiler may merge calls with the same input: of one layer they are
-    equal, and those of other layers are told apart by the layer.
-    """
+    """The id of a forward pass with the input `x`, int64 [1] on the CPU."""
+    # It writes to no token: compiled checkpointing computes it again in the backward pass, and would save the token for
+    # that, which later forward passes write to. A compiler may merge calls with the same input: of one layer they are
+    # equal, and those of other layers are told apart by the layer.
     return torch.full((1,), UNKNOWN_CALL if is_in_backward_pass() else next(_calls), dtype=torch.int64, device="cpu")
 
 
@@ -270,16 +232,13 @@ def observe_gemm(
     product: Tensor,
     call: Tensor | None,
 ) -> None:
-    """Call the observers of the layer to which `token` belongs; `a` and `b` as `show_gemm` gives them."""
+    """Call the observers of the layer to which `token` belongs; `a` and `b` are in memory."""
     watched = _counted(token, gemm == "output", product)
     layer = None if watched is None else watched.layer()
     if watched is None or layer is None:
         return
-    is_a_transposed, is_b_transposed = TRANSPOSED[gemm]
-    a = a.t() if scale_a is None and is_a_transposed else a
-    b = b.t() if scale_b is None and is_b_transposed else b
-    recipe, spec = layer.recipe, layer.recipe.gemms[gemm]
-    chip = CHIPS[recipe.chip]
+    a, b = _in_memory(gemm, a, scale_a, b, scale_b)
+    recipe, spec, chip = layer.recipe, layer.recipe.gemms[gemm], CHIPS[layer.recipe.chip]
     split, source = layer_split_k(spec, a, b, out_dtype=product.dtype, chip=chip)
     seen = GemmSeen(
         layer=watched.name,

@@ -20,14 +20,10 @@ from f8emu.torch.fused.launch import amax_tiles
 from f8emu.torch.library import has_dispatch_mode, is_known
 
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
-_ELEMENTS_OF_A_PROGRAM = 8192
-"""The elements that one program of a cast handles, about."""
-_LONGEST_READ = 8192
-"""Amaxes, by one program: they are in its registers."""
-_MOST_READ_AGAIN = 4 << 20
-"""Amaxes, by all programs of a cast: from the L2 cache, in about 2 us."""
-_MOST_TILES = 16
-"""Along either side: a program of a cast then reads fewer amaxes than elements."""
+_ELEMENTS_OF_A_PROGRAM = 8192  # the elements that one program of a cast handles, about
+_LONGEST_READ = 8192  # amaxes, by one program: they are in its registers
+_MOST_READ_AGAIN = 4 << 20  # amaxes, by all programs of a cast: from the L2 cache, in about 2 us
+_MOST_TILES = 16  # along either side: a program of a cast then reads fewer amaxes than elements
 _SHORT_ROWS = 4096
 """Elements: `python -m benchmarks.casts` has our kernel for the amaxes of rows before the compiler's up to here."""
 _BLOCKWISE = (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
@@ -36,10 +32,11 @@ _BLOCKWISE = (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
 class Operand(NamedTuple):
     """One operand of a GEMM."""
 
-    codes: Tensor
-    """[rows, K], row-major; in high precision bfloat16 of any layout."""
-    scale: Tensor | None
-    """Float32 of `Granularity.scale_shape`; None in high precision."""
+    codes: Tensor  # [rows, K], row-major; in high precision bfloat16 of any layout
+    scale: Tensor | None  # float32 of `Granularity.scale_shape`; None in high precision
+
+
+Both = tuple[Operand | None, Operand | None]  # of rows and columns; None: not requested
 
 
 class ScaleSource(NamedTuple):
@@ -48,27 +45,21 @@ class ScaleSource(NamedTuple):
     None for operands that are high-precision, not requested, or blockwise (amax found in the cast).
     """
 
-    rows: Tensor | None = None
-    """The amax of `x` [1, 1] or [1, any number], or of each of its rows [M, 1] or [tiles, M, 1]: see `cast_pair`."""
-    cols: Tensor | None = None
-    """The amax of `x`, as in `rows`, or of each of its columns [N, 1] or [tiles, N, 1]."""
-    given: Scales | None = None
-    """The scales of both operands, each [1, 1], instead of amaxes: those of another cast of the same matrix."""
+    rows: Tensor | None = None  # the amax of `x`, or of each of its rows, in the shapes that `cast_pair` takes
+    cols: Tensor | None = None  # the amax of `x`, or of each of its columns
+    given: Scales | None = None  # in place of amaxes: the scales, each [1, 1], of another cast of the same matrix
 
 
 class Delayed(NamedTuple):
     """The state of delayed scaling that the casts of one tensor read and write between two updates."""
 
-    inv_scale: Tensor
-    """[1, 1], from earlier passes; `fused.delayed.UNSET` before the first, when a cast scales by its own amax."""
-    amax: Tensor
-    """[1, 1], the maximum over all casts since the last update; each cast updates it in place."""
-    margin: int
-    """The margin of `DelayedScaling`."""
+    inv_scale: Tensor  # [1, 1], of earlier passes; `fused.delayed.UNSET` before the first: a cast uses its own amax
+    amax: Tensor  # [1, 1], the maximum over all casts since the last update; each cast updates it in place
+    margin: int  # the margin of `DelayedScaling`
 
 
+# The states of input, weight and grad_output; None for a tensor with dynamic scales.
 DelayedStates = tuple[Delayed | None, Delayed | None, Delayed | None]
-"""The states of input, weight and grad_output; None for a tensor with dynamic scales."""
 
 
 def find_source(
@@ -100,20 +91,17 @@ def find_source(
 
 
 def _amax_in_compiled_code(x: Tensor, is_stored: bool) -> Tensor:
-    """The amax of `x` [1, 1], or amaxes of which it is the largest [1, M].
-
-    A compiler takes the amaxes of rows along in the kernel that computes them, which it does not do with the amax of
-    all; of a stored matrix with short rows our own kernel is the faster. The largest is found by every program of the
-    cast, where that reads less than a launch would cost. The cast reads amaxes in the dtype of `x` or in float32, where
-    they are those of the rounded values: rounding is monotonic.
-    """
+    # [1, 1], or amaxes of which it is the largest, [1, M]. A compiler takes the amaxes of rows along in the kernel that
+    # computes them, which it does not do with the amax of all; of a stored matrix with short rows our own kernel is
+    # faster. Every program of the cast finds the largest, where that reads less than a launch would cost. The cast
+    # reads amaxes in the dtype of `x` or in float32, where they are those of the rounded values: rounding is monotonic.
     m, n = x.shape
     of_rows = fused.row_amax(x) if is_stored and n <= _SHORT_ROWS else x.abs().amax(dim=1)
     return of_rows.reshape(1, m) if _is_read_again(m, n) else of_rows.max().reshape(1, 1)
 
 
 def _amax_in_eager_code(x: Tensor) -> Tensor:
-    """The amax of `x` [1, 1], or amaxes of which it is the largest [1, M], which no kernel has to set to zero first."""
+    # [1, 1], or amaxes of which it is the largest, [1, M], which no kernel has to set to zero first.
     m, n = x.shape
     if 0 < n <= _SHORT_ROWS and m > 0 and _is_read_again(m, n) and not has_dispatch_mode():
         return fused.row_amax(x).reshape(1, m)
@@ -121,19 +109,13 @@ def _amax_in_eager_code(x: Tensor) -> Tensor:
 
 
 def _is_read_again(m: int, n: int) -> bool:
-    """Whether every program of a cast of [m, n] may read `m` amaxes."""
+    # Every program of a cast of [m, n] may read `m` amaxes.
     return is_known(m <= _LONGEST_READ) and is_known(m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN)
 
 
 def cast_both(
-    x: Tensor,
-    rows: Cast | None,
-    cols: Cast | None,
-    source: ScaleSource,
-    rule: ScaleRule,
-    *,
-    recompute: bool = False,
-) -> tuple[Operand | None, Operand | None]:
+    x: Tensor, rows: Cast | None, cols: Cast | None, source: ScaleSource, rule: ScaleRule, *, recompute: bool = False
+) -> Both:
     """`x` [M, N] under the cast `rows` and `x^T` [N, M] under `cols`; None leaves an operand out.
 
     With `recompute`, compiled code may repeat a tensorwise or rowwise cast in the backward pass.
@@ -189,11 +171,9 @@ def cast_delayed(
 
 
 def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -> tuple[Operand, ScaleSource]:
-    """The operand `rows`, and the source for casting `cols` later.
-
-    If `rows` is rowwise and `cols` is not, amax, scale and codes take a single pass over `x`. A tensorwise amax for
-    `cols` is then the maximum of the row amaxes.
-    """
+    """The operand `rows`, and the source for casting `cols` later."""
+    # If `rows` is rowwise and `cols` is not, amax, scale and codes take a single pass over `x`. A tensorwise amax for
+    # `cols` is then the maximum of the row amaxes.
     col_kind = _granularity(cols)
     if _granularity(rows) is not Granularity.ROWWISE or col_kind is Granularity.ROWWISE:
         source = find_source(x, rows, cols, is_stored=True, tiled=rule.power_of_two)
@@ -230,26 +210,18 @@ def format_name(*casts: Cast | None) -> str | None:
     return None
 
 
-def _high_precision(x: Tensor, rows: Cast | None, cols: Cast | None) -> tuple[Operand | None, Operand | None]:
-    """The operands that stay in high precision."""
+def _high_precision(x: Tensor, rows: Cast | None, cols: Cast | None) -> Both:
     return (
         Operand(x.to(torch.bfloat16), None) if rows is not None and rows.format is None else None,
         Operand(x.t().to(torch.bfloat16), None) if cols is not None and cols.format is None else None,
     )
 
 
-def _with_float8(
-    operands: tuple[Operand | None, Operand | None],
-    wanted: tuple[bool, bool],
-    codes: Sequence[Tensor],
-    scales: Sequence[Tensor],
-) -> tuple[Operand | None, Operand | None]:
-    """The operands of rows and columns, those that are wanted by their codes and scales."""
+def _with_float8(operands: Both, wanted: tuple[bool, bool], codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Both:
     row, col = operands
     row = Operand(codes[0], scales[0]) if wanted[0] else row
     return row, Operand(codes[1], scales[1]) if wanted[1] else col
 
 
 def _granularity(cast: Cast | None) -> Granularity | None:
-    """The granularity of a cast; None if it has no scale."""
     return None if cast is None or cast.format is None else cast.granularity

@@ -31,8 +31,7 @@ from f8emu.torch.fused.kernels.scales import (
     reciprocal,
 )
 
-DTYPES = {E4M3FN.name: tl.float8e4nv, E5M2.name: tl.float8e5}
-"""Format name -> Triton's dtype."""
+DTYPES = {E4M3FN.name: tl.float8e4nv, E5M2.name: tl.float8e5}  # format name -> Triton's dtype
 
 
 @triton.jit
