@@ -107,11 +107,7 @@ def initial_delayed_state(delayed: DelayedScaling, *, device: torch.device | str
 
 
 def update_delayed_state(
-    state: DelayedState,
-    amax: Tensor,
-    format: Format | str | torch.dtype,
-    rule: ScaleRule,
-    delayed: DelayedScaling,
+    state: DelayedState, amax: Tensor, format: Format | str | torch.dtype, rule: ScaleRule, delayed: DelayedScaling
 ) -> DelayedState:
     """The new state after a step whose casts had the maximum `amax`, by the rule of `DelayedScaling`.
 

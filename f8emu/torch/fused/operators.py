@@ -327,8 +327,7 @@ def _rows_outputs(x: Tensor, *rule: Any) -> tuple[Output, ...]:
 
 
 @FusedCast(
-    outputs=_rows_outputs,
-    launch=lambda on, out, x, *rule: on.run(on.plans.cast_rows(*on.shape(x), *rule), x, *out),
+    outputs=_rows_outputs, launch=lambda on, out, x, *rule: on.run(on.plans.cast_rows(*on.shape(x), *rule), x, *out)
 )
 def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Rowwise amax, scale and codes of `x` [M, N], read once: (codes [M, N], scale [M, 1], amax [M, 1])."""

@@ -209,12 +209,7 @@ def rule_constants(fmt: str, power_of_two: bool, amax_floor: float, margin: int 
     if below > amax_floor:
         below = _float32(below - below * 2.0**-24)
     limit = format_by_name(fmt).max * 2.0**-margin
-    return {
-        "QUOTIENT": limit,
-        "FLOOR": below,
-        "AT_FLOOR": _float32(limit / amax_floor),
-        "POWER_OF_TWO": power_of_two,
-    }
+    return {"QUOTIENT": limit, "FLOOR": below, "AT_FLOOR": _float32(limit / amax_floor), "POWER_OF_TWO": power_of_two}
 
 
 def codes_constants(fmt: str) -> dict[str, Any]:

@@ -35,14 +35,7 @@ from f8emu.torch.layer.operands import (
     format_name,
 )
 from f8emu.torch.library import no_gradients
-from f8emu.torch.parallel.sharding import (
-    Gathered,
-    Layout,
-    Shards,
-    cast_sharded,
-    cast_sharded_weight,
-    global_delayed,
-)
+from f8emu.torch.parallel.sharding import Gathered, Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
 from f8emu.torch.torch_internals import top_saved_tensors_hooks
 from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
 

@@ -83,12 +83,7 @@ class Float8Linear(Float8Layer):
 
     @classmethod
     def from_float(
-        cls,
-        module: nn.Linear,
-        *,
-        recipe: RecipeLike = TENSORWISE,
-        engine: str = "auto",
-        recompute_casts: bool = False,
+        cls, module: nn.Linear, *, recipe: RecipeLike = TENSORWISE, engine: str = "auto", recompute_casts: bool = False
     ) -> Self:
         """A layer with the parameters, hooks and mode of `module`, which is not changed."""
         if isinstance(module, Float8Linear) or not issubclass(cls, type(module)):  # float8_subclass has other classes

@@ -31,12 +31,7 @@ from f8emu.torch.torch_internals import Function
 
 
 def float8_matmul(
-    input: Tensor,
-    weight: Tensor,
-    x: InputOperands,
-    plan: LayerPlan,
-    delayed: DelayedStates,
-    tap: Tap | None,
+    input: Tensor, weight: Tensor, x: InputOperands, plan: LayerPlan, delayed: DelayedStates, tap: Tap | None
 ) -> Tensor:
     """`input @ weight^T` under a recipe, differentiable; of `input` only the place in the autograd graph counts.
 

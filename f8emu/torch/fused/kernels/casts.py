@@ -147,44 +147,22 @@ def cast_pair_kernel(
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     cols = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
     # 1. The inverse scales, before the tile is loaded.
-    if ROWS:
-        if ROW_BLOCK == 0:
-            row_inv = _inv_scales_of_vector(
-                row_source,
-                row_scale,
-                rows,
-                M,
-                row_count,
-                tile_n == 0,
-                QUOTIENT,
-                FLOOR,
-                AT_FLOOR,
-                POWER_OF_TWO,
-                ROW_TILED,
-            )[:, None]
-        else:
-            row_inv = _inv_scale_of_all(
-                row_source, row_scale, row_count, ROW_BLOCK, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
-            )
-    if COLS:
-        if COL_BLOCK == 0:
-            col_inv = _inv_scales_of_vector(
-                col_source,
-                col_scale,
-                cols,
-                N,
-                col_count,
-                tile_m == 0,
-                QUOTIENT,
-                FLOOR,
-                AT_FLOOR,
-                POWER_OF_TWO,
-                COL_TILED,
-            )[None, :]
-        else:
-            col_inv = _inv_scale_of_all(
-                col_source, col_scale, col_count, COL_BLOCK, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
-            )
+    if ROWS and ROW_BLOCK == 0:
+        row_inv = _inv_scales_of_vector(
+            row_source, row_scale, rows, M, row_count, tile_n == 0, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, ROW_TILED
+        )[:, None]
+    if ROWS and ROW_BLOCK > 0:
+        row_inv = _inv_scale_of_all(
+            row_source, row_scale, row_count, ROW_BLOCK, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
+        )
+    if COLS and COL_BLOCK == 0:
+        col_inv = _inv_scales_of_vector(
+            col_source, col_scale, cols, N, col_count, tile_m == 0, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, COL_TILED
+        )[None, :]
+    if COLS and COL_BLOCK > 0:
+        col_inv = _inv_scale_of_all(
+            col_source, col_scale, col_count, COL_BLOCK, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
+        )
     # 2. The codes, in two conversions (see above), which the compiler cannot merge: the inverse scales may differ.
     values = load_tile(x, rows, cols, M, N)
     if ROWS:
@@ -325,16 +303,7 @@ def cast_long_rows_kernel(
 
 @triton.jit(do_not_specialize=["tiles_n"])
 def cast_columns_kernel(
-    x,
-    inv_scale,
-    codes,
-    M,
-    N,
-    tiles_n,
-    LIMIT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    x, inv_scale, codes, M, N, tiles_n, LIMIT: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
     """`codes` [M, N] of `x` [M, N], by the `inv_scale` [N] of its columns."""
     tile = from_the_end()
