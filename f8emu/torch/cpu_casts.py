@@ -70,7 +70,7 @@ def _new_floats(x: Tensor, shape: tuple[int, int], granularity: Granularity) -> 
 
 
 def _values(x: Tensor) -> tuple[native.Values, Tensor]:
-    """`x` [rows, K] for the engine, and the tensor whose memory that is."""
+    # `x` [rows, K] for the engine, and the tensor whose memory that is.
     row_stride, k_stride = x.stride()
     if row_stride != 1 and k_stride != 1:
         x = x.contiguous()

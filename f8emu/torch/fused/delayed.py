@@ -28,8 +28,8 @@ from f8emu.torch.scale import reciprocal, scale_from_amax
 
 UNSET = 0.0  # an inv_scale before the first usable amax; others are positive
 UNCALLED = -1.0  # an amax without a cast since the last update; others are at least 0, or NaN
+# The rows of a layer's counts: updates whose amax was zero, without a cast of this tensor alone, infinite or NaN.
 COUNTS = ("zero", "uncalled", "not_finite")
-"""The rows of a layer's counts: updates whose amax was zero, without a cast of this tensor alone, infinite or NaN."""
 
 INV_SCALES = "inv_scale_input", "inv_scale_weight", "inv_scale_grad_output"
 AMAXES = "amax_input", "amax_weight", "amax_grad_output"
@@ -51,10 +51,7 @@ def is_known_set(inv_scale: Tensor) -> bool:
 
 
 def tell_owner(inv_scale: Tensor) -> None:
-    """Tell the owner of `inv_scale` of a cast by it: that is how updates know when a pass begins and ends.
-
-    Every cast does, in eager and in compiled code.
-    """
+    """Tell the owner of `inv_scale` of a cast by it: that is how updates know when a pass begins and ends."""
     number, is_gradient = getattr(inv_scale, OWNER, (0, False))
     owner = owners.get(number)
     if owner is not None:
@@ -92,14 +89,11 @@ def _launch_delayed(
 
 
 def by_state(launch: Callable[..., None], count: int, *rule: Any) -> Callable[..., None]:
-    """`launch` of a cast of `count` elements by a state, whose owner is told: compiled code calls this function too.
-
-    Until the inv_scale is known to be set, it is chosen on the device.
-    """
+    """`launch` of a cast of `count` elements by a state, whose owner is told: compiled code calls this function too."""
 
     def call(x: Tensor, inv_scale: Tensor, *rest: Tensor) -> None:
         tell_owner(inv_scale)
-        if not is_known_set(inv_scale):  # what the device knows would have to be waited for
+        if not is_known_set(inv_scale):  # chosen on the device: what that knows would have to be waited for
             plans = launch_plans()
             assert plans is not None, "there is a launch"
             own = x.new_zeros((1, 1), dtype=torch.float32)
@@ -150,10 +144,7 @@ def chosen_inv_scale(
 
 
 def amaxes_of(states: list[Tensor]) -> Tensor:
-    """The amaxes of `states` (`update_delayed`), one tensor [3 * L] of integers.
-
-    Their order is that of the amaxes: `UNCALLED`, the finite ones, infinity, NaN.
-    """
+    """The amaxes of `states` (`update_delayed`), one tensor [3 * L] of integers, in the order of the amaxes."""
     return torch.cat(_of_tensors(states, AMAXES[0])).flatten().view(torch.int32)
 
 
@@ -214,12 +205,11 @@ def update_delayed(
 
 
 def _of_tensors(states: list[Tensor], first: str) -> list[Tensor]:
-    """The three tensors of `STATE` that begin with `first`, for all layers."""
+    # The three tensors of `STATE` that begin with `first`, for all layers.
     at = STATE.index(first)
     return [x for i in range(at, len(states), len(STATE)) for x in states[i : i + 3]]
 
 
 @lru_cache(maxsize=4096)  # models; what a CUDA graph reads has to stay
 def _addresses(device: torch.device, pointers: tuple[int, ...]) -> Tensor:
-    """The addresses of states on their device, int64."""
     return torch.tensor(pointers, dtype=torch.int64, device=device)

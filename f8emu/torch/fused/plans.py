@@ -18,31 +18,20 @@ from f8emu.torch.fused.kernels import silu as silu_kernels
 from f8emu.torch.fused.launch import AMAX_TILE, LaunchPlan, amax_tiles, blocks, planned
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
-AMAX_BLOCK = 16384
-AMAX_WARPS = 8
-ROW_AMAX_TILE = (4, 1024)
-ROW_AMAX_WARPS = 8
+AMAX_BLOCK, AMAX_WARPS = 16384, 8
+ROW_AMAX_TILE, ROW_AMAX_WARPS = (4, 1024), 8
 ROW_COL_AMAX_WARPS = 4
-SCALES_BLOCK = 256
-SCALES_WARPS = 4
-CAST_TILE = (64, 128)
-CAST_WARPS = 4
-TRANSPOSE_TILE = (128, 128)
-TRANSPOSE_WARPS = 8
-ROWS_ELEMENTS = 8192  # elements that a program of `cast_rows` keeps in registers, unless one row is longer
-ROWS_ELEMENTS_PER_WARP = 1024
-ROWS_LONGEST = 16384  # the longest row that stays in registers
-LONG_ROWS_BLOCK = 8192
-LONG_ROWS_WARPS = 8
-BLOCK = 128
-BLOCKS_STRIP = 64
-VECTORS_WARPS = 4
-SQUARES_WARPS = 8
+SCALES_BLOCK, SCALES_WARPS = 256, 4
+CAST_TILE, CAST_WARPS = (64, 128), 4
+TRANSPOSE_TILE, TRANSPOSE_WARPS = (128, 128), 8
+# What a program of `cast_rows` keeps in registers, unless one row is longer, and the longest row that stays there.
+ROWS_ELEMENTS, ROWS_ELEMENTS_PER_WARP, ROWS_LONGEST = 8192, 1024, 16384
+LONG_ROWS_BLOCK, LONG_ROWS_WARPS = 8192, 8
+BLOCK, BLOCKS_STRIP = 128, 64
+VECTORS_WARPS, SQUARES_WARPS = 4, 8
 # Not measured. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
-HIDDEN_TILE = (16, 256)
-HIDDEN_WARPS = 8
-GRADIENTS_TILE = (64, 64)
-GRADIENTS_WARPS = 8
+HIDDEN_TILE, HIDDEN_WARPS = (16, 256), 8
+GRADIENTS_TILE, GRADIENTS_WARPS = (64, 64), 8
 
 
 @planned

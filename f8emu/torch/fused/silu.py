@@ -10,10 +10,9 @@ Exactness: the codes, scales and amaxes that `operators` computes from the bfloa
     silu    = aten::silu(gate)        grad_up   = grad_hidden * silu
     hidden  = silu * up               grad_gate = aten::silu_backward(grad_hidden * up, gate)
 
-Without kernels, the code below calls these; the kernels repeat the arithmetic of aten's CUDA kernels (see
-`kernels.silu`). CPU and GPU agree on `hidden` and `grad_up`. On `grad_gate` they may rarely differ by one rounding
-to bfloat16, as in eager torch, because their `exp` differs in the last bit of float32. Given the bfloat16 tensors,
-codes and scales are those of `f8ref.numpy`.
+Without kernels, the code below calls these; `kernels.silu` repeats the arithmetic of aten's CUDA kernels. CPU and GPU
+agree on `hidden` and `grad_up`. On `grad_gate` they may rarely differ by one rounding to bfloat16, as in eager torch,
+because their `exp` differs in the last bit of float32.
 
 The kernels run once the host knows that the inv_scales are set; before, plain torch computes the tensors and
 `cast_pair_delayed` casts them.
@@ -33,8 +32,8 @@ from f8emu.torch.fused.delayed import cast_pair_delayed, is_known_set, tell_owne
 from f8emu.torch.fused.fused_cast import FusedCast, Output, check_one_float, codes_of, named_format
 from f8emu.torch.fused.operators import cast_pair_given
 
+# Codes of `grad_gate`, `grad_gate^T`, `grad_up`, `grad_up^T`, `hidden^T`; scales of `grad_gate` and `grad_up`.
 _Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Codes of `grad_gate`, `grad_gate^T`, `grad_up`, `grad_up^T`, `hidden^T`; scales of `grad_gate` and `grad_up`."""
 
 
 def _hidden_outputs(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor, *_: Any) -> tuple[Output, ...]:
@@ -127,18 +126,11 @@ def gradients_delayed(
     amax_floor: float,
     margin: int,
 ) -> _Gradients:
-    """Codes of both gradients and their transposes in `fmt` and of `hidden^T` in `hidden_fmt`, by inv_scales [1, 1].
-
-    If codes of a gradient are requested, its amax is updated to the maximum of itself and that of the gradient.
+    """Codes of both gradients [M, N] and their transposes in `fmt` and of `hidden^T` in `hidden_fmt`: `_Gradients`.
 
     `gate_inv_scale` and `up_inv_scale` are those of the gradients' states, `hidden_inv_scale` is the one that the
-    forward pass used. `rows` requests `grad_gate` and `grad_up`, each of the other three a transpose.
-
-    Shapes:
-        grad_hidden, gate, up [M, N] in bfloat16 -> codes [M, N] and, transposed, [N, M].
-
-    Returns:
-        Codes, empty if not requested, and the scales [1, 1] that were used, empty without codes: see `_Gradients`.
+    forward pass used. `rows` requests `grad_gate` and `grad_up`, each of the other three a transpose; what is not
+    requested is empty. The amax of a gradient of which codes are requested is updated.
     """
     # The tensors that eager torch would make, each cast by its own state.
     activated, rule = silu(gate), (power_of_two, amax_floor, margin)
@@ -160,7 +152,6 @@ def gradients_delayed(
 
 
 def _check(call: str, tensors: dict[str, Tensor], numbers: dict[str, Tensor]) -> None:
-    """Check that the tensors are bfloat16 matrices with the shape and device of `gate`, and the numbers one float32."""
     gate = tensors["gate"]
     for name, x in tensors.items():
         require_values(call, x, ndim=2, name=name)

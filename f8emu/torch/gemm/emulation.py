@@ -138,7 +138,7 @@ def _empty(gemm: GemmCall, a: Tensor) -> Tensor:
 
 
 def _matrix(x: Tensor, scale: Tensor | None, granularity: Granularity | None) -> native.Matrix:
-    """An operand [rows, K], its scales [rows, blocks of K] or one element."""
+    # An operand [rows, K], its scales [rows, blocks of K] or one element.
     if scale is None or granularity is None:
         return native.matrix(x.data_ptr(), x.stride(), name_of(x.dtype))
     strides = (0, 0) if scale.ndim < 2 else scale.stride()

@@ -142,6 +142,6 @@ def _flops(a_shape: list[int], b_shape: list[int], *_: Any, **__: Any) -> int:
 
 
 def _tunes_gemms() -> bool:
-    """Whether Inductor may replace the library's GEMMs by its own kernels, which give other bits."""
+    # Inductor may replace the library's GEMMs by its own kernels, which give other bits.
     config = sys.modules.get("torch._inductor.config")
     return config is not None and (config.max_autotune or config.max_autotune_gemm)

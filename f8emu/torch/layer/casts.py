@@ -232,7 +232,6 @@ def _cast_matrix(
     shards: Shards | None,
     recompute: bool = False,
 ) -> Both:
-    """Both casts of an activation or a gradient."""
     rule = recipe.scale_rule
     if shards is not None:
         return cast_sharded(x, rows, cols, rule, delayed, shards, recompute=recompute)

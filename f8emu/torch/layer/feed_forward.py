@@ -271,7 +271,7 @@ class _FeedForwardBackward(Function):
 def _product(
     x: Tensor, weight: Tensor, of_input: Delayed, of_weight: Delayed, settings: _Settings, layer: int
 ) -> tuple[Tensor, Operand | None, Scales]:
-    """`output` of w1 or w3, the operand of their grad_weight, and the scales of the weight."""
+    # `output` of w1 or w3, the operand of their grad_weight, and the scales of the weight.
     recipe = settings.recipe
     a, kept, _ = _cast(x, recipe.output.a, recipe.grad_weight.b if weight.requires_grad else None, of_input, recipe)
     b, _, used = _cast(weight, recipe.output.b, None, of_weight, recipe)
@@ -281,7 +281,6 @@ def _product(
 def _cast(
     x: Tensor, rows: Cast, cols: Cast | None, state: Delayed, recipe: Recipe
 ) -> tuple[Operand, Operand | None, Scales]:
-    """Both operands of a matrix, and the scales that were used."""
     row, col, source = cast_delayed(x, rows, cols, state, recipe.scale_rule)
     assert row is not None and source.given is not None, "rows were requested"
     return row, col, source.given
@@ -295,7 +294,7 @@ def _cast_gradients(
     of_hidden: Scales,
     settings: _Settings,
 ) -> list[Operand]:
-    """Operands: grad_gate, grad_gate^T, grad_up, grad_up^T, hidden^T; those not `wanted` hold nothing of use."""
+    # grad_gate, grad_gate^T, grad_up, grad_up^T, hidden^T; those not `wanted` hold nothing of use.
     recipe, (of_gate, _, of_up) = settings.recipe, settings.of_gradients
     fmts, rule = (format_name(recipe.grad_weight.a), format_name(recipe.grad_weight.b)), recipe.scale_rule
     inv_scales = (of_gate.inv_scale, of_up.inv_scale, of_hidden.inv_scale)
