@@ -54,7 +54,7 @@ def of_ranks(model: nn.Module) -> list[dict[str, Tensor]]:
 def ranks_with_other_numbers_of_layers() -> None:
     """First, while no number of layers is known; both ranks say so, and neither waits for the other."""
     model = make(32, 16, 16, 16) if dist.get_rank() == 0 else make(32, 16)
-    with pytest.raises(f8.DelayedScalingError, match=r"must have the same delayed layers.*from 1 to 3") as raised:
+    with pytest.raises(f8.DelayedScalingError, match="must have the same delayed layers") as raised:
         model(batch(0)).sum().backward()
     assert f"this rank has {3 if dist.get_rank() == 0 else 1}" in str(raised.value)
 
@@ -65,7 +65,7 @@ def stages_of_a_pipeline() -> None:
     stage = f8.convert_to_float8_training(
         model if dist.get_rank() == 0 else nn.Sequential(model[2], model[3]), config="delayed"
     )
-    with pytest.raises(f8.DelayedScalingError, match="as many, by other names; name the ranks"):
+    with pytest.raises(f8.DelayedScalingError, match="by the same names; this rank has 2"):
         stage(batch(0)).sum().backward()
     f8.set_amax_reduction_group(stage, False)
     stage(batch(0)).sum().backward()

@@ -54,8 +54,7 @@ def convert_to_float8_training(
 
     Shared modules and parameters stay shared. A linear layer that contains others, such as adapters, keeps them, and
     they are converted too. The report is logged at INFO on the logger "f8emu". A module that reads its layers' weights
-    directly computes in high precision, as nn.TransformerEncoderLayer does in evaluation without gradients
-    (`torch.backends.mha.set_fastpath_enabled(False)` turns that off).
+    directly computes in high precision, as nn.TransformerEncoderLayer does in evaluation without gradients.
 
     Args:
         module: the model, or a single linear layer. A single layer is not changed itself: its converted copy is
@@ -68,9 +67,8 @@ def convert_to_float8_training(
         pad: also convert layers whose sizes are not multiples of 16. Their GEMMs are zero-padded: the results are
             bit-identical, the copies cost time.
         recompute_casts: let compiled code repeat tensorwise and rowwise casts of a layer's input in the backward pass
-            if that input is saved anyway or cheap to recompute: less memory, more time (measured, H200: a Hugging Face
-            Llama from 17.7 to 15.8 GiB; a feed-forward block 5 to 8 % slower). The codes are those of the input as
-            the backward pass computes it.
+            if that input is saved anyway or cheap to recompute: less memory, more time. The codes are those of the
+            input as the backward pass computes it.
         subclasses: classes derived from nn.Linear to convert too. Their `forward` may only surround
             `super().forward()`, which then computes in float8; a class that never calls it is left alone. The new layer
             is an instance of both its old class and Float8Linear.

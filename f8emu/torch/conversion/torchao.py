@@ -142,17 +142,15 @@ def filter_small_layers(
 ) -> ModuleFilter:
     """A `module_filter_fn` that excludes layers which are slower in float8 under this recipe than in bfloat16.
 
-    It also excludes layers whose sizes are not multiples of 16, so that they raise no error. The thresholds were
-    measured on one H200 with 8,192 tokens, one layer at a time; with fewer tokens they would be higher. Small layers
-    are bound by the host, unless they run in a CUDA graph (`torch.compile(mode="reduce-overhead")`) or between layers
-    so large that the host runs ahead: use `in_cuda_graph` for both. For a recipe that was not measured, no layer is
-    excluded as too small.
+    The thresholds were measured on one H200 with 8,192 tokens, one layer at a time; with fewer tokens they would be
+    higher. For a recipe that was not measured, no layer is excluded as too small.
 
     Args:
         config: the recipe, or its name.
         filter_fqns: excludes every layer whose name contains one of these, as torchao's argument does.
-        in_cuda_graph: count GPU time only, not host time.
-        pad: as for the conversion: keep layers whose sizes are not multiples of 16.
+        in_cuda_graph: count GPU time only, not host time: for layers in a CUDA graph
+            (`torch.compile(mode="reduce-overhead")`), or between layers so large that the host runs ahead.
+        pad: keep layers whose sizes are not multiples of 16; without, they are excluded, so that they raise no error.
 
     Raises:
         SpecError: an unknown recipe.

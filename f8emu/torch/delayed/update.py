@@ -172,16 +172,15 @@ def _require_same_layers(names: tuple[str, ...], group: Any, device: torch.devic
     known = _checked.setdefault(group, set())
     if names in known or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
-    mine = torch.tensor([len(names), zlib.crc32("\n".join(names).encode())], dtype=torch.int64)
-    both = torch.cat([mine, -mine]).to(device)
+    own = torch.tensor([zlib.crc32("\n".join(names).encode())])
+    both = torch.cat([own, -own]).to(device)
     _reduce_max(both, group)
-    most, largest, least, smallest = internals.to_list(both)
-    if (most, largest) != (-least, -smallest):
-        others = f"from {-least} to {most}" if most != -least else "as many, by other names"
+    largest, smallest = internals.to_list(both)
+    if largest != -smallest:
         raise DelayedScalingError(
-            "delayed scaling: the ranks of a process group must have the same delayed layers; this "
-            f"rank has {len(names)}, beginning with {names[0]!r}, others have {others}; name the ranks that train the "
-            "same layers with f8emu.torch.set_amax_reduction_group(model, group)"
+            "delayed scaling: the ranks of a process group must have the same delayed layers, by the same names; this "
+            f"rank has {len(names)}, beginning with {names[0]!r}; name the ranks that train the same layers with "
+            "f8emu.torch.set_amax_reduction_group(model, group)"
         )
     known.add(names)
 

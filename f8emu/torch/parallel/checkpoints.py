@@ -1,7 +1,6 @@
 """A trained model, sharded or not, as one plain file for other libraries."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from f8emu.spec.errors import MissingExtraError
+from f8emu.torch.torch_internals import named_modules, own_parameters
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 
@@ -40,7 +40,7 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
     # 1. One tensor at a time, so that no rank but the first holds more than one whole tensor.
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     state = get_model_state_dict(model)
-    repeated = _repeated(state)
+    repeated = _repeated(model)
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor) or name in repeated:
@@ -56,17 +56,13 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
         unfinished.replace(path)
 
 
-def _repeated(state: Mapping[str, Any]) -> set[str]:
-    # The names of tensors that have an earlier name too. Rank 0 decides: its shards are never empty.
-    names: dict[Any, list[str]] = {}
-    for name, value in state.items():
-        local = _plain(value.to_local() if isinstance(value, DTensor) else value)
-        if isinstance(local, Tensor) and (place := local.untyped_storage().data_ptr()):
-            names.setdefault((place, local.storage_offset(), tuple(value.shape)), []).append(name)
-    found = [{name for known in names.values() for name in known[1:]}]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+def _repeated(model: nn.Module) -> set[str]:
+    # The names of parameters that have an earlier name too.
+    found: dict[int, list[str]] = {}
+    for prefix, module in named_modules(model, remove_duplicate=False):
+        for name, parameter in own_parameters(module).items():
+            found.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
+    return {name for names in found.values() for name in names[1:]}
 
 
 def _plain(x: Any) -> Any:

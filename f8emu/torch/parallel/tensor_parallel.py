@@ -1,16 +1,10 @@
 """Tensor-parallel styles whose activations and gradients are gathered as float8: one byte an element, and scales.
 
-    parallelize_module(block, mesh, {
-        "attention": PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        "attention.wq": Float8ColwiseParallel(),
-        "attention.wo": Float8RowwiseParallel(output_layouts=Shard(1)),
-    })
-
 They replace the styles of torch.distributed.tensor.parallel, whose names they extend, on the layers of a converted
-model, and shard parameters in the same way. What differs is when activations travel: an input stays with each rank's
-tokens, and the layer casts it under the scales of all and gathers the codes; partial outputs are added by the layer
-itself, so that the gradient comes with each rank's tokens and is gathered as float8 too. Sums over ranks stay in high
-precision. torch's own styles work with every recipe, and gather in high precision.
+model, and shard parameters in the same way. An input stays with each rank's tokens: the layer casts it under the scales
+of all and gathers the codes. Partial outputs are added by the layer itself, so that the gradient comes with each rank's
+tokens and is gathered as float8 too. Sums over ranks stay in high precision. torch's own styles work with every recipe,
+and gather in high precision.
 """
 
 from typing import Any
