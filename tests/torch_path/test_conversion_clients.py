@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -284,45 +284,41 @@ def test_a_sharded_model_is_refused(one_rank: None) -> None:
         f8.dequantize_float8_training(converted)
 
 
-def test_transforms_of_torch_func_are_refused_in_one_sentence() -> None:
+def test_transforms_of_torch_func_and_forward_mode_are_refused_in_one_sentence() -> None:
     model, x = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32))), torch.randn(16, 32)
-    parameters = dict(model.named_parameters())
+    block, parameters = f8.Float8FeedForward(32, 32, recipe="delayed"), dict(model.named_parameters())
+    weights = {name: p.detach() for name, p in parameters.items()}
 
     def loss(parameters: dict[str, Any], x: Tensor) -> Tensor:
         return torch.func.functional_call(model, parameters, (x,)).sum()
 
-    calls = (
-        lambda: torch.func.grad(loss)(parameters, x),
-        lambda: torch.func.vjp(model, x),
-        lambda: torch.func.jvp(model, (x,), (x,)),
-        lambda: torch.func.jacrev(model)(x),
-        lambda: torch.func.vmap(model)(x.view(2, 8, 32)),
-        lambda: torch.compile(torch.func.grad(loss), backend="eager")(parameters, x),
-    )
-    for call in calls:
-        with pytest.raises(UnsupportedError, match=r"Float8Linear: torch.func's transforms .* are not supported"):
+    def forward_mode(module: nn.Module, tangent_of: str) -> None:
+        with forward_ad.dual_level():
+            own = {k: forward_ad.make_dual(w, w) if k == tangent_of else w for k, w in weights.items()}
+            given = forward_ad.make_dual(x, x) if tangent_of == "input" else x
+            torch.func.functional_call(module, own if module is model else {}, (given,))
+
+    assert torch.autograd.grad(loss(parameters, x), list(parameters.values())), "ordinary gradients are not"
+    forward_mode(model, "nothing")  # no tangent, no derivative
+    of_func = "torch.func's transforms .* are not supported"
+    of_tangents = "forward-mode AD .* is not supported .*; got an input or a parameter with a tangent; .*dequant"
+    strategy = {"vectorize": True, "strategy": "forward-mode"}
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: torch.func.grad(loss)(parameters, x), of_func),
+        (lambda: torch.func.vjp(model, x), of_func),
+        (lambda: torch.func.jvp(model, (x,), (x,)), of_func),
+        (lambda: torch.func.jacrev(model)(x), of_func),
+        (lambda: torch.func.vmap(model)(x.view(2, 8, 32)), of_func),
+        (lambda: torch.compile(torch.func.grad(loss), backend="eager")(parameters, x), of_func),
+        *((lambda name=name: forward_mode(model, name), of_tangents) for name in ("input", *weights)),
+        (lambda: torch.autograd.functional.jacobian(model, x, **strategy), of_tangents),
+        (lambda: torch.func.vmap(block)(x.view(2, 8, 32)), of_func),
+        (lambda: forward_mode(block, "input"), of_tangents),
+    ]
+    for number, (call, said) in enumerate(calls):
+        kind = "Float8FeedForward" if number >= len(calls) - 2 else "Float8Linear"
+        with pytest.raises(UnsupportedError, match=f"{kind}: {said}"):
             call()
-    assert torch.autograd.grad(loss(parameters, x), list(parameters.values())), "ordinary gradients are"
-    block = f8.Float8FeedForward(32, 32, recipe="delayed")
-    with pytest.raises(UnsupportedError, match=r"Float8FeedForward: torch.func's transforms"):
-        torch.func.vmap(block)(x.view(2, 8, 32))
-
-
-def test_forward_mode_gradients_are_refused_in_one_sentence() -> None:
-    model, x = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32))), torch.randn(16, 32)
-    block = f8.Float8FeedForward(32, 32, recipe="delayed")
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    said = r": forward-mode AD .* is not supported .*; got an input or a parameter with a tangent; .*dequant"
-    with forward_ad.dual_level():
-        assert torch.equal(torch.func.functional_call(model, weights, (x,)), model(x)), "no tangent, no derivative"
-        dual = forward_ad.make_dual(x, x)
-        duals = [{**weights, name: forward_ad.make_dual(weight, weight)} for name, weight in weights.items()]
-        for module, own, given in ((model, weights, dual), *((model, one, x) for one in duals), (block, {}, dual)):
-            kind = "Float8FeedForward" if module is block else "Float8Linear"
-            with pytest.raises(UnsupportedError, match=kind + said):
-                torch.func.functional_call(module, own, (given,))
-    with pytest.raises(UnsupportedError, match="Float8Linear" + said):
-        torch.autograd.functional.jacobian(model, x, vectorize=True, strategy="forward-mode")
 
 
 def test_torchscript_is_refused_in_one_sentence() -> None:

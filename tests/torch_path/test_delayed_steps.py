@@ -178,9 +178,6 @@ WAYS: dict[str, Way] = {
     "sgd": with_optimizer(SGD),
     "adamw, fused": with_optimizer(AdamW, fused=True),
     "accumulation": with_optimizer(AdamW, passes=2, foreach=True),
-    "compiled": lambda model, update: plain(
-        model, update, run=torch.compile(model, backend="aot_eager", fullgraph=True)
-    ),
     "checkpointing": functools.partial(checkpointed, reentrant=False),
     "reentrant checkpointing": functools.partial(checkpointed, reentrant=True),
     "autograd.grad": by_autograd_grad,

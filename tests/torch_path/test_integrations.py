@@ -1,6 +1,6 @@
-"""Delayed scaling in other libraries: every step updates the scales, with the bits of a plain loop.
+"""Delayed scaling in other libraries: every step updates the scales, and checkpoints keep them.
 
-That resumed runs have the bits of uninterrupted ones is what the examples show, which tests/test_examples.py runs.
+With accelerate and Lightning that is what the examples show, which tests/test_examples.py runs.
 """
 
 import functools
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
-from torch.utils.data import DataLoader
 
 import f8emu.torch as f8
 from f8emu.torch import Outcome
@@ -122,42 +121,6 @@ def test_hugging_face_trainer_with_its_best_model(tmp_path: Path) -> None:
     trainer(model, tmp_path / "all", **best).train()
     assert_updated(model, HALF)
     assert_same_state(state_of(model), state_of(half))
-
-
-def test_accelerate() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    plain, twin, accelerator = make(), make(), accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(plain, AdamW(plain.parameters(), lr=0.01))
-    for x in batches():
-        accelerator.backward(model(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    train(twin)
-    assert_updated(model, STEPS)
-    assert_same_state(state_of(model), state_of(twin))
-
-
-def test_lightning() -> None:
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make()
-
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
-            return self.net(batch[0]).square().mean()
-
-        def configure_optimizers(self) -> AdamW:
-            return AdamW(self.parameters(), lr=0.01)
-
-    model, twin = Module(), make()
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **dict.fromkeys(quiet, False))
-    trainer.fit(model, DataLoader(batches(), batch_size=1))  # type: ignore[arg-type]
-    train(twin)
-    assert_updated(model, STEPS)
-    assert_same_state(state_of(model.net), state_of(twin))
 
 
 def test_peft(tmp_path: Path) -> None:
