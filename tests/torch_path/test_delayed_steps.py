@@ -407,22 +407,3 @@ def test_steps_that_a_grad_scaler_skips() -> None:
         is_skipped = all(torch.equal(old, new) for old, new in zip(weights, model.parameters(), strict=True))
         assert is_skipped == (step == 2)
     assert updates_of(model) == [[STEPS, STEPS, STEPS], [STEPS, STEPS, STEPS - 1]]
-
-
-def test_the_update_compiles_into_one_graph() -> None:
-    """With the step of an optimizer of one's own; it has nothing left to do."""
-    model, eager = make(), make()
-
-    @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-    def update_and_step(grads: list[Tensor]) -> None:
-        sync(model)
-        for parameter, grad in zip(model.parameters(), grads, strict=True):
-            parameter.data.sub_(grad, alpha=0.01)
-
-    for step in range(STEPS):
-        loss_of(model, step).backward()
-        update_and_step([parameter.grad for parameter in model.parameters()])
-        model.zero_grad()
-        loss_of(eager, step).backward()
-        write_data(eager)
-        assert_same(model, eager)
