@@ -15,7 +15,7 @@ ENGINE := $(VENV)/.f8emu-engine
 QUICK := tests/spec tests/architecture/test_contracts.py tests/architecture/test_public_surface.py \
 	$(addprefix tests/oracle/test_,[as]c*.py casts.py exact_vs_numpy.py golden.py numpy_linear.py) \
 	$(addprefix tests/conformance/test_,arrays.py cases.py doctor.py golden.py verify.py) \
-	$(addprefix tests/torch_path/test_,values.py operands.py) \
+	$(addprefix tests/torch_path/test_,values.py gemms.py) \
 	$(addprefix tests/test_examples.py::test_,gemm_bits train_tiny own_kernel)
 
 .DEFAULT_GOAL := help

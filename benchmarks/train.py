@@ -1,6 +1,6 @@
 """A small byte-level Llama, trained on Python's standard library under every recipe, beside three seeds of bfloat16.
 
-    python -m benchmarks.train --json OUT --plot OUT.png    300 steps of each on a GPU
+    python -m benchmarks.train --json OUT    300 steps of each on a GPU
     python -m benchmarks.train --device cpu --steps 20 --tiny    the same code, emulated, under a minute
 
 Parameters are float32, matrix multiplications run under autocast to bfloat16, and every linear layer but the head is
@@ -11,13 +11,10 @@ mean shift from bfloat16 of the same seed, and the shift of every seed in the re
 """
 
 import argparse
-import importlib
-import importlib.util
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -146,31 +143,6 @@ def rows_of(verdict: dict[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def plot(path: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """Curves, each the mean of ten steps: bfloat16 seeds grey, recipes in colour, the mean of their seeds.
-
-    Below, all of them minus the mean of the bfloat16 seeds.
-    """
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 8))
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    curves: dict[str, list[list[float]]] = {}
-    for run in runs:
-        losses = run["losses"]
-        smooth = [fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
-        curves.setdefault(run["name"], []).append(smooth)
-    means = {name: [fmean(losses) for losses in zip(*of, strict=True)] for name, of in curves.items()}
-    lines = [(f"{BASELINE}, seed {i}", curve, {"color": "0.6"}) for i, curve in enumerate(curves[BASELINE])]
-    lines += [(name, curve, {"linewidth": 1}) for name, curve in means.items() if name != BASELINE]
-    for label, curve, style in lines:
-        above.plot(curve, label=label, **style)
-        below.plot([a - b for a, b in zip(curve, means[BASELINE], strict=True)], **style)
-    above.set_ylabel("loss, mean of ten steps")
-    below.set(xlabel="step", ylabel="minus the mean of bf16")
-    above.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 BENCH = Bench(
     "benchmarks.train",
     __doc__,
@@ -179,7 +151,6 @@ BENCH = Bench(
     option("seeds", 3, "of bfloat16 and of every recipe"),
     option("lr", 1e-3),
     option("tiny", False, "two layers of 128, for a CPU"),
-    option("plot", Path, "where to draw the curves, a PNG; needs matplotlib"),
     DEVICE,
 )
 
@@ -203,11 +174,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = f"mean of {arguments.seeds} seeds; training: the last {min(LAST, arguments.steps)}"
     columns = ("recipe", "loss", "bf16 seeds", "in range", "shift from bf16")
     draw(f"loss after {arguments.steps} steps, {what}", columns, rows)
-    if arguments.plot:
-        if importlib.util.find_spec("matplotlib") is None:
-            say("no plot: matplotlib is not installed")
-        else:
-            plot(arguments.plot, runs)
     return int(not all(verdict["passes"] for verdict in verdicts))
 
 

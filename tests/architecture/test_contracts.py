@@ -1,11 +1,10 @@
 """The import contracts and the import rules of ruff, each shown to break on a planted violation."""
 
+import json
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -78,6 +77,36 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
 }
 
 
+# (file, line that breaks it, rule of ruff).
+BANNED = [
+    ("f8emu/conformance/compare.py", "import torch", "TID253"),
+    ("f8emu/conformance/run/subject.py", "import f8ref.jax", "TID253"),
+    ("f8emu/interop/arrays.py", "from jax import numpy", "TID253"),
+    ("f8emu/cli/verify.py", "from f8emu.torch import cast", "TID253"),
+    ("f8emu/conformance/layers/trained.py", "import f8emu.jax", "TID253"),
+    ("reference/f8ref/numpy/cast.py", "import jax", "TID253"),
+    ("f8emu/torch/cast.py", "from . import scale", "TID252"),
+]
+
+# Plants each line at the end of its file, alone, and tells how import-linter ends; first of all without any.
+PROBE = """
+import contextlib, io, json, pathlib, sys
+sys.path[:0] = [".", "reference"]  # not the installed packages
+from importlinter.cli import lint_imports
+found = []
+for contracts, file, line in [((), None, ""), *json.load(sys.stdin)]:
+    path = pathlib.Path(file or "pyproject.toml")
+    before = path.read_text() if path.exists() else None
+    if file:
+        path.write_text((before or "") + chr(10) + line + chr(10))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        status = lint_imports(limit_to_contracts=tuple(contracts), cache_dir=None, no_cache=True)
+    path.unlink() if before is None else path.write_text(before)
+    found.append((status, said.getvalue()))
+print(json.dumps(found))
+"""
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packages and their configuration, to plant violations in."""
@@ -89,68 +118,30 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def planted(folder: Path, file: str, line: str) -> Iterator[None]:
-    """With the line at the end of the file."""
-    path = folder / file
-    before = path.read_text() if path.exists() else None
-    path.write_text(f"{before or ''}\n{line}\n")
-    try:
-        yield
-    finally:
-        path.unlink() if before is None else path.write_text(before)
-
-
-def lint_imports(folder: Path, *contracts: str) -> subprocess.CompletedProcess[str]:
-    """import-linter over the copy, which must not find the installed packages."""
+def test_every_contract_is_kept_and_breaks_on_its_violations(copy: Path) -> None:
     pytest.importorskip("importlinter")
-    code = (
-        "import sys; sys.path[:0] = sys.argv[1:3]; from importlinter.cli import lint_imports;"
-        "sys.exit(lint_imports(limit_to_contracts=tuple(sys.argv[3:]), cache_dir=None, no_cache=True))"
-    )
-    command = [sys.executable, "-c", code, str(folder), str(folder / "reference"), *contracts]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-
-
-def test_every_contract_has_a_planted_violation() -> None:
     assert [contract["id"] for contract in CONTRACTS] == list(PLANTS)
+    plants = [((contract,), *plant) for contract, of in PLANTS.items() for plant in of]
+    given = json.dumps(plants)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], cwd=copy, input=given, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    (status, said), *found = json.loads(done.stdout)
+    assert status == 0 and f"{len(CONTRACTS)} kept, 0 broken" in said, said
+    for plant, (status, said) in zip(plants, found, strict=True):
+        assert status == 1 and "0 kept, 1 broken" in said, f"{plant}: {said}"
 
 
-def test_every_contract_is_kept(copy: Path) -> None:
-    result = lint_imports(copy)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f"{len(CONTRACTS)} kept, 0 broken" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("contract", "file", "line"),
-    [(contract, file, line) for contract, plants in PLANTS.items() for file, line in plants],
-)
-def test_planted_violation_breaks_its_contract(copy: Path, contract: str, file: str, line: str) -> None:
-    with planted(copy, file, line):
-        result = lint_imports(copy, contract)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "0 kept, 1 broken" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("file", "line", "rule"),
-    [
-        ("f8emu/conformance/compare.py", "import torch", "TID253"),
-        ("f8emu/conformance/run/subject.py", "import f8ref.jax", "TID253"),
-        ("f8emu/interop/arrays.py", "from jax import numpy", "TID253"),
-        ("f8emu/cli/verify.py", "from f8emu.torch import cast", "TID253"),
-        ("f8emu/conformance/layers/trained.py", "import f8emu.jax", "TID253"),
-        ("reference/f8ref/numpy/cast.py", "import jax", "TID253"),
-        ("f8emu/torch/cast.py", "from . import scale", "TID252"),
-    ],
-)
-def test_planted_import_breaks_the_rule(copy: Path, file: str, line: str, rule: str) -> None:
+def test_planted_imports_break_the_rules_of_ruff(copy: Path) -> None:
     pytest.importorskip("ruff")
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=TID", "--output-format=concise", file]
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=TID", "--output-format=concise"]
+    command += [file for file, _, _ in BANNED]
     clean = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
     assert clean.returncode == 0, clean.stdout + clean.stderr
-    with planted(copy, file, line):
-        found = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
-    assert found.returncode == 1
-    assert f" {rule} " in found.stdout
+    for file, line, _ in BANNED:
+        with (copy / file).open("a") as end:
+            end.write(f"\n{line}\n")
+    found = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
+    broken = {(one.split(":")[0], rule) for one in found.stdout.splitlines() for rule in one.split() if "TID" in rule}
+    assert found.returncode == 1 and broken == {(file, rule) for file, _, rule in BANNED}

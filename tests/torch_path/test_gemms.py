@@ -1,0 +1,278 @@
+"""The emulated GEMMs of f8emu.torch: the oracle's values, in any layout, without aliasing; and what is refused.
+
+Bad input is a clear error that names the remedy, for both engines.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+import f8emu.torch as f8
+from f8emu.conformance import load_subject, verify
+from f8emu.spec import E4M3FN, HOPPER, Format, Granularity, OperandError, SpecError, UnsupportedError
+
+E4M3, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+M, N, K = 48, 32, 288  # two full promotion intervals of 128 and a quarter
+PAIRS = pytest.mark.parametrize("pair", HOPPER.granularity_pairs, ids=lambda p: f"{p[0].value}-{p[1].value}")
+TENSORWISE_PAIR, ROWWISE_PAIR = HOPPER.granularity_pairs[:2]
+
+
+def random_codes(seed: int, rows: int, k: int, format: Format = E4M3FN) -> torch.Tensor:
+    """Finite codes [rows, k] in which each element has its own magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-9, 6, (rows, k), generator=generator)
+    return f8.cast(torch.randn(rows, k, generator=generator) * torch.exp2(exponents), format)
+
+
+def random_scale(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Every entry of another magnitude, so that equal scales cannot hide an index error."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator) * torch.exp2(torch.randint(-8, 8, shape, generator=generator))
+
+
+def operands(pair: tuple[Granularity, Granularity], m: int = M, n: int = N, k: int = K) -> tuple[torch.Tensor, ...]:
+    """A call's a, b, scale_a and scale_b at these granularities."""
+    scale_a = random_scale(3, pair[0].scale_shape(m, k))
+    scale_b = random_scale(4, pair[1].scale_shape(n, k)).t()
+    return random_codes(1, m, k), random_codes(2, n, k).t(), scale_a, scale_b.contiguous()
+
+
+def test_gemms_equal_the_oracle() -> None:
+    """Recorded and generated ones: granularities, formats, chaining, split-K, specials, scales, biases, groups."""
+    (found,) = verify([load_subject("torch")], stages=["golden", "gemms"]).subjects
+    assert found.is_equal and [stage.cases_total > 150 for stage in found.stages] == [True, True]
+
+
+@PAIRS
+def test_granularities_follow_from_the_shapes(pair: tuple[Granularity, Granularity], assert_same_bits: Any) -> None:
+    args = operands(pair)
+    out = f8.scaled_mm(*args, out_dtype=F32)
+    assert out.is_contiguous()
+    assert_same_bits(out, f8.scaled_mm(*args, out_dtype=F32, granularity_a=pair[0], granularity_b=pair[1].value))
+
+
+def test_layouts_of_scales_and_biases(assert_same_bits: Any) -> None:
+    a, b, *scales = operands(TENSORWISE_PAIR)
+    bias = random_scale(7, (2 * N,)).bfloat16()
+    expected = f8.scaled_mm(a, b, *scales, out_dtype=BF16, bias=bias[::2].contiguous())
+    for shape in ((), (1,), (1, 1)):
+        given = (x.reshape(shape) for x in scales)
+        assert_same_bits(f8.scaled_mm(a, b, *given, out_dtype=BF16, bias=bias[::2]), expected)
+    a, b, *scales = operands((Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128))
+    expected = f8.scaled_mm(a, b, *scales, out_dtype=F32)
+    assert_same_bits(f8.scaled_mm(a, b, *(s.t().contiguous().t() for s in scales), out_dtype=F32), expected)
+
+
+@PAIRS
+def test_one_row(pair, expect, assert_same_bits) -> None:
+    """The scales of 1x128 and 128x128 have the same shape here, so they are given; 1x128 takes four rows."""
+    args = operands(pair, m=4 if pair[0] is Granularity.BLOCKWISE_1X128 else 1)
+    options = {"granularity_a": pair[0], "granularity_b": pair[1], "out_dtype": F32}
+    assert_same_bits(f8.scaled_mm(*args, **options), expect("scaled_mm", *args, **options))
+
+
+def test_one_row_of_block_scales_is_read_as_1x128() -> None:
+    """It fits 128x128 as well, which has to be named: 1x128 takes no single row."""
+    args = operands((Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128), m=1)
+    with pytest.raises(OperandError, match="with 1x128 scales of a, M must be a multiple of 4; got 1"):
+        f8.scaled_mm(*args, out_dtype=F32)
+
+
+def test_a_short_k_is_rowwise_unless_named(expect, assert_same_bits) -> None:
+    args = operands((Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128), m=4, k=128)
+    for named in (None, Granularity.ROWWISE, Granularity.BLOCKWISE_1X128):
+        options = {"granularity_a": named or Granularity.ROWWISE, "granularity_b": named or Granularity.ROWWISE}
+        expected = expect("scaled_mm", *args, **options, out_dtype=F32)
+        out = f8.scaled_mm(*args, granularity_a=named, granularity_b=named, out_dtype=F32)
+        assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("layout", ["padded rows", "misaligned", "every other row"])
+def test_layouts_that_are_copied(layout, assert_same_bits) -> None:
+    a, b, *scales = operands(ROWWISE_PAIR)
+
+    def laid_out(x: torch.Tensor) -> torch.Tensor:
+        rows, k = x.shape
+        match layout:
+            case "padded rows":
+                place = torch.zeros(rows, k + 16, dtype=torch.uint8).view(x.dtype)[:, :k]
+            case "misaligned":
+                place = torch.zeros(rows * k + 1, dtype=torch.uint8).view(x.dtype)[1:].view(rows, k)
+            case _:
+                place = torch.zeros(2 * rows, k, dtype=torch.uint8).view(x.dtype)[::2]
+        return place.copy_(x)
+
+    out = f8.scaled_mm(laid_out(a), laid_out(b.t()).t(), *scales, out_dtype=F32)
+    assert_same_bits(out, f8.scaled_mm(a, b, *scales, out_dtype=F32))
+
+
+def test_nothing_is_shared_with_a_result(assert_same_bits) -> None:
+    """A result is the caller's: writing to it, or to an operand afterwards, changes nothing else."""
+    args = operands(ROWWISE_PAIR)
+    kept = [x.clone() for x in args]
+    first = f8.scaled_mm(*args, out_dtype=F32)
+    expected = first.clone()
+    second = f8.scaled_mm(*args, out_dtype=F32)
+    first.fill_(7)
+    assert_same_bits(second, expected)
+    for x, before in zip(args, kept, strict=True):
+        assert_same_bits(x, before)
+        x.copy_(torch.zeros_like(before))
+    assert_same_bits(second, expected)
+
+
+@pytest.mark.parametrize("use_fast_accum", [False, True])
+def test_grouped_equals_the_oracle(use_fast_accum, expect, assert_same_bits) -> None:
+    """Groups of unequal size, one of them empty, each with its own matrix and scales."""
+    a = random_codes(1, 52, K)
+    b = torch.stack([random_codes(s, N, K) for s in (2, 3, 4, 5)]).mT
+    args = (a, b, random_scale(6, (52,)), random_scale(7, (4, N)), torch.tensor([16, 16, 49, 52], dtype=torch.int32))
+    out = f8.scaled_grouped_mm(*args, use_fast_accum=use_fast_accum)
+    expected = expect("scaled_grouped_mm", *args, use_fast_accum=use_fast_accum, out_dtype=torch.bfloat16)
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("layout", ["row, column", "column, row"])
+def test_bfloat16_mm_equals_the_oracle(layout: str, expect: Any, assert_same_bits: Any) -> None:
+    a, b = (random_scale(seed, (rows, K)).bfloat16() for seed, rows in ((8, M), (9, N)))
+    a, b = (a, b.t()) if layout == "row, column" else (a.t().contiguous().t(), b.t().contiguous())
+    for split_k in (None, 3):
+        out = f8.mm(a, b, out_dtype=F32, split_k=split_k)
+        assert_same_bits(out, expect("mm", a, b, out_dtype=F32, split_k=split_k or 1))
+
+
+# What is refused
+
+
+def zeros(rows: int, k: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return torch.zeros(rows, k, dtype=dtype)
+
+
+GOOD: dict[str, Any] = {
+    "a": zeros(32, 64),
+    "b": zeros(48, 64).t(),
+    "scale_a": torch.ones(()),
+    "scale_b": torch.ones(()),
+    "out_dtype": BF16,
+}
+
+
+def call(**changes: Any) -> torch.Tensor:
+    """The good tensorwise call with some arguments changed."""
+    return f8.scaled_mm(**(GOOD | changes))
+
+
+ROWWISE: dict[str, Any] = {"scale_a": torch.ones(32, 1), "scale_b": torch.ones(1, 48)}
+BLOCKWISE: dict[str, Any] = {
+    "a": zeros(32, 256),
+    "b": zeros(48, 256).t(),
+    "scale_a": torch.ones(32, 2),
+    "scale_b": torch.ones(2, 1),
+}
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    # What f8emu.spec.gemm_call refuses (tests/spec/test_gemm_call.py) reaches it: one of each kind.
+    "float32 operand": ({"a": zeros(32, 64, torch.float32)}, OperandError, "a must be float8.*got float32"),
+    "weight not transposed": ({"b": zeros(48, 64)}, OperandError, r"got shapes \[32, 64\] and \[48, 64\]"),
+    "scales of another granularity": (
+        ROWWISE | {"granularity_a": "tensorwise"},
+        OperandError,
+        r"\[1, 1\] and \[1, 1\] for tensorwise x tensorwise; got \[32, 1\]",
+    ),
+    "N not a multiple": ({"b": zeros(40, 64).t()}, OperandError, "multiples of 16; got K = 64, N = 40; pad"),
+    "blockwise, fast": (BLOCKWISE | {"use_fast_accum": True}, UnsupportedError, "use_fast_accum"),
+    "bias of another size": ({"bias": torch.zeros(32, dtype=BF16)}, OperandError, r"shape \[N\] = \[48\]"),
+    "split_k 0": ({"split_k": 0}, SpecError, "split_k must be a static integer of at least 1"),
+    # What torch alone knows: tensors, strides, devices, engines.
+    "an array": ({"a": [1.0]}, OperandError, r"scaled_mm: a must be a torch.Tensor; got list.*interop.to_torch"),
+    "raw codes": ({"a": zeros(32, 64, torch.uint8)}, OperandError, "a must be float8.*got uint8"),
+    "a column-major": ({"a": zeros(64, 32).t()}, OperandError, r"a must be row-major.*\[1, 32\].*a.contiguous\(\)"),
+    "a strided": ({"a": zeros(32, 128)[:, ::2]}, OperandError, r"a must be row-major.*strides \[128, 2\]"),
+    "a expanded": ({"a": zeros(1, 64).expand(32, 64)}, OperandError, r"a must be row-major.*strides \[0, 1\]"),
+    "b row-major": ({"b": zeros(64, 48)}, OperandError, r"b must be column-major.*b.t\(\).contiguous\(\).t\(\)"),
+    "strided rowwise scales": (
+        ROWWISE | {"scale_b": torch.ones(1, 96)[:, ::2]},
+        OperandError,
+        r"rowwise scales must be contiguous; call scale.contiguous\(\)",
+    ),
+    "no out_dtype": ({"out_dtype": None}, UnsupportedError, "out_dtype=None asks for float8.*pass out_dtype=torch.bf"),
+    "float8 out": ({"out_dtype": E4M3}, UnsupportedError, "out_dtype must be.*got torch.float8_e4m3fn; quantize"),
+    "float64 out": ({"out_dtype": torch.float64}, UnsupportedError, "out_dtype must be.*got torch.float64"),
+    "unknown out": ({"out_dtype": "float33"}, SpecError, "unknown format 'float33'"),
+    "odd out": ({"out_dtype": 32}, OperandError, "out_dtype must be a torch.dtype, a Format or its name; got 32"),
+    "unknown engine": ({"engine": "gpu"}, OperandError, "engine must be one of auto, hardware, emulated; got 'gpu'"),
+    "another device": ({"scale_a": torch.ones((), device="meta")}, OperandError, "one device; a is on cpu and scale_a"),
+    "a bias elsewhere": (
+        {"bias": torch.zeros(48, dtype=BF16, device="meta")},
+        OperandError,
+        "a is on cpu and bias on meta; move",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_scaled_mm_refuses(name) -> None:
+    changes, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+@pytest.mark.parametrize("verb", ["scaled_mm", "mm", "scaled_grouped_mm", "engine_of"])
+def test_hardware_is_refused_where_there_is_none(verb) -> None:
+    """No silent fallback: what was asked for by name runs or fails."""
+    codes, high = zeros(32, 64), zeros(32, 64, BF16)
+    calls = {
+        "scaled_mm": lambda: call(engine="hardware"),
+        "mm": lambda: f8.mm(high, high.t(), engine="hardware"),
+        "scaled_grouped_mm": lambda: f8.scaled_grouped_mm(
+            codes,
+            codes[None].mT,
+            torch.ones(32),
+            torch.ones(1, 32),
+            torch.tensor([32], dtype=torch.int32),
+            engine="hardware",
+        ),
+        "engine_of": lambda: f8.engine_of("cpu", "hardware"),
+    }
+    message = f"{verb}: engine='hardware' needs tensors on a CUDA device.*9.0, Hopper; got cpu; .*engine='emulated'"
+    with pytest.raises(UnsupportedError, match=message):
+        calls[verb]()
+
+
+GOOD_GROUPED: dict[str, Any] = {
+    "a": zeros(32, 64),
+    "b": zeros(2 * 16, 64).view(2, 16, 64).mT,
+    "scale_a": torch.ones(32),
+    "scale_b": torch.ones(2, 16),
+    "offs": torch.tensor([16, 32], dtype=torch.int32),
+}
+GROUPED = f8.scaled_grouped_mm
+GOOD_MM = {"a": zeros(32, 64, BF16), "b": zeros(32, 64, BF16).t()}
+BAD_OTHERS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "2-d b": (GROUPED, {"b": zeros(16, 64).t()}, OperandError, "a b of two dimensions has no groups"),
+    "no groups": (GROUPED, {"b": GOOD_GROUPED["b"][:0]}, OperandError, "groups"),
+    "b row-major": (GROUPED, {"b": zeros(2 * 64, 16).view(2, 64, 16)}, OperandError, "b must be column-major"),
+    "strided scale": (GROUPED, {"scale_a": torch.ones(64)[::2]}, OperandError, "scales must be contiguous"),
+    "rows left over": (GROUPED, {"offs": torch.tensor([8, 16]).int()}, OperandError, r"got \[8, 16\]"),
+    "ends that fall": (GROUPED, {"offs": torch.tensor([40, 32]).int()}, OperandError, r"got \[40, 32\]"),
+    "mm, N": (f8.mm, {"b": zeros(64, 8, BF16)}, OperandError, "K and N must be multiples of 16; got K = 64, N = 8"),
+    "mm, out": (f8.mm, {"out_dtype": torch.float64}, UnsupportedError, "mm: out_dtype must be"),
+    "mm, None": (f8.mm, {"a": None}, OperandError, "mm: a must be a torch.Tensor; got NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OTHERS)
+def test_other_gemms_refuse(name) -> None:
+    verb, changes, error, message = BAD_OTHERS[name]
+    with pytest.raises(error, match=message):
+        verb(**((GOOD_MM if verb is f8.mm else GOOD_GROUPED) | changes))
+
+
+def test_the_good_calls_are_good() -> None:
+    """What the calls above change one thing of: nothing is refused without the change."""
+    for changes in ({}, ROWWISE, BLOCKWISE):
+        on_meta = {k: v.to("meta") for k, v in changes.items()}
+        rest = {k: v.to("meta") for k, v in GOOD.items() if isinstance(v, torch.Tensor)}
+        assert call(**(rest | on_meta)).shape == (32, 48)
+    assert f8.scaled_grouped_mm(**{k: v.to("meta") for k, v in GOOD_GROUPED.items()}).shape == (32, 16)
