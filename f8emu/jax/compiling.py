@@ -74,6 +74,14 @@ def jit(fun: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     return _Jitted(fun, options)
 
 
+def _with_options(name: str) -> Callable[..., Any]:
+    def method(self: "_Jitted", *args: Any, **kwargs: Any) -> Any:
+        with _options(self._known):
+            return getattr(self._outermost, name)(*args, **kwargs)
+
+    return method
+
+
 class _Jitted:
     """A function of `jit`. Its methods are those of its class: what wraps it must not take them over as its own."""
 
@@ -93,18 +101,7 @@ class _Jitted:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`lower` of `jax.jit`; the other methods likewise."""
-        with _options(self._known):
-            return self._outermost.lower(*args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        with _options(self._known):
-            return self._outermost.trace(*args, **kwargs)
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        with _options(self._known):
-            return self._outermost.eval_shape(*args, **kwargs)
+    lower, trace, eval_shape = map(_with_options, ("lower", "trace", "eval_shape"))
 
     def clear_cache(self) -> None:
         self._outermost.clear_cache()

@@ -101,13 +101,7 @@ def cast_pair(
 
 
 def cast_pair_amax(
-    x: jax.Array,
-    inv_scale: jax.Array,
-    *,
-    format: Format,
-    rows: bool,
-    cols: bool,
-    launch: Launch = CAST_PAIR_AMAX,
+    x: jax.Array, inv_scale: jax.Array, *, format: Format, rows: bool, cols: bool, launch: Launch = CAST_PAIR_AMAX
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
     """Codes of `x` and of `x^T` under one inv_scale, and the amax of `x`: the kernel stores one for each tile."""
     sides = ("rows",) * rows + ("cols",) * cols

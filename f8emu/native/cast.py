@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from f8emu.native import library
 from f8emu.native.gemm import FORMATS
+from f8emu.native.library import fields
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
 
@@ -47,12 +48,7 @@ class _Target(ctypes.Structure):
     """`f8_target` of engine.h."""
 
     _fields_ = (
-        ("fraction_bits", ctypes.c_uint32),
-        ("nan_code", ctypes.c_uint32),
-        ("zero_sign", ctypes.c_uint32),
-        ("max_bits", ctypes.c_uint32),
-        ("min_normal_bits", ctypes.c_uint32),
-        ("exponent_offset", ctypes.c_uint32),
+        *fields(ctypes.c_uint32, "fraction_bits nan_code zero_sign max_bits min_normal_bits exponent_offset"),
         ("subnormal", ctypes.c_float),
     )
 
@@ -68,24 +64,14 @@ class _Cast(ctypes.Structure):
 
     _fields_ = (
         ("x", ctypes.c_void_p),
-        ("line_stride", ctypes.c_int64),
-        ("lines", ctypes.c_int64),
-        ("positions", ctypes.c_int64),
-        ("line_block", ctypes.c_int64),
-        ("position_block", ctypes.c_int64),
-        ("amax", ctypes.c_void_p),
-        ("inv_scale", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("scale_line_stride", ctypes.c_int64),
-        ("scale_position_stride", ctypes.c_int64),
+        *fields(ctypes.c_int64, "line_stride lines positions line_block position_block"),
+        *fields(ctypes.c_void_p, "amax inv_scale scale"),
+        *fields(ctypes.c_int64, "scale_line_stride scale_position_stride"),
         ("codes", ctypes.c_void_p),
-        ("code_line_stride", ctypes.c_int64),
-        ("code_position_stride", ctypes.c_int64),
+        *fields(ctypes.c_int64, "code_line_stride code_position_stride"),
         ("target", _Target),
         ("rule", _Rule),
-        ("format", ctypes.c_int32),
-        ("stages", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
+        *fields(ctypes.c_int32, "format stages threads"),
     )
 
 

@@ -5,6 +5,7 @@ import functools
 from typing import NamedTuple
 
 from f8emu.native import library
+from f8emu.native.library import fields
 from f8emu.spec.chip import AccumulationModel, Rounding
 from f8emu.spec.formats import FLOAT16, FLOAT32
 from f8emu.spec.gemm_call import GemmCall
@@ -27,18 +28,10 @@ class Model(ctypes.Structure):
     """`f8_model` of engine.h."""
 
     _fields_ = (
-        ("step_k", ctypes.c_int32),
-        ("aligned_fraction_bits", ctypes.c_int32),
-        ("result_fraction_bits", ctypes.c_int32),
-        ("promote_k", ctypes.c_int32),
-        ("nearest_even", ctypes.c_int32),
-        ("converts", ctypes.c_int32),
+        *fields(ctypes.c_int32, "step_k aligned_fraction_bits result_fraction_bits promote_k nearest_even converts"),
         ("order_length", ctypes.c_int32),
         ("order", ctypes.c_int32 * _LONGEST_ORDER),
-        ("interleaved", ctypes.c_int32),
-        ("fraction_bits", ctypes.c_int32),
-        ("accumulator_fraction_bits", ctypes.c_int32),
-        ("accumulator_reach", ctypes.c_int32),
+        *fields(ctypes.c_int32, "interleaved fraction_bits accumulator_fraction_bits accumulator_reach"),
     )
 
 
@@ -62,13 +55,10 @@ class Matrix(ctypes.Structure):
 
     _fields_ = (
         ("codes", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64),
-        ("k_stride", ctypes.c_int64),
-        ("format", ctypes.c_int32),
-        ("rows_per_scale", ctypes.c_int32),
+        *fields(ctypes.c_int64, "row_stride k_stride"),
+        *fields(ctypes.c_int32, "format rows_per_scale"),
         ("scale", ctypes.c_void_p),
-        ("scale_row_stride", ctypes.c_int64),
-        ("scale_block_stride", ctypes.c_int64),
+        *fields(ctypes.c_int64, "scale_row_stride scale_block_stride"),
     )
 
 
@@ -76,20 +66,13 @@ class Gemm(ctypes.Structure):
     """`f8_gemm` of engine.h."""
 
     _fields_ = (
-        ("m", ctypes.c_int64),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("a", Matrix),
-        ("b", Matrix),
+        *fields(ctypes.c_int64, "m n k"),
+        *fields(Matrix, "a b"),
         ("out", ctypes.c_void_p),
-        ("out_row_stride", ctypes.c_int64),
-        ("out_column_stride", ctypes.c_int64),
+        *fields(ctypes.c_int64, "out_row_stride out_column_stride"),
         ("bias", ctypes.c_void_p),
         ("bias_stride", ctypes.c_int64),
-        ("out_format", ctypes.c_int32),
-        ("bias_format", ctypes.c_int32),
-        ("scaling", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
+        *fields(ctypes.c_int32, "out_format bias_format scaling threads"),
         ("slice_k", ctypes.c_int64),
         ("model", ctypes.POINTER(Model)),
     )

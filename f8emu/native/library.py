@@ -6,6 +6,7 @@ import os
 import platform
 import warnings
 from importlib import resources
+from typing import Any
 
 NAME = "_engine.abi3.so"
 """The file beside this module. It is no extension module: `ctypes` loads it, for every version of Python."""
@@ -46,6 +47,11 @@ def _load() -> ctypes.CDLL | str:
         why = f"the engine does not load on {machine}, its file is damaged or of another machine: {problem}"
         return f"{why}; install gcc or clang, then {_REINSTALL}"
     return library
+
+
+def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of one type in a struct of engine.h."""
+    return tuple((name, kind) for name in names.split())
 
 
 def library() -> ctypes.CDLL | None:

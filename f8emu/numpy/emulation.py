@@ -49,7 +49,7 @@ def product(gemm: Gemm, *, width: str | None = None) -> Array:
 
 
 def scaled_mm(*operands: ArrayLike, width: str | None = None, **options: Any) -> Array:
-    """`f8ref.numpy.scaled_mm`."""
+    """`f8ref.numpy.scaled_mm`; the other verbs likewise."""
     return product(checked_scaled_mm(*operands, **options), width=width)
 
 

@@ -38,14 +38,9 @@ class _Options(ctypes.Structure):
     """`xla_options` of xla.c."""
 
     _fields_ = (
-        ("size", ctypes.c_int32),
-        ("width", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("scaling", ctypes.c_int32),
-        ("granularity_a", ctypes.c_int32),
-        ("granularity_b", ctypes.c_int32),
-        ("is_transposed", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        *library.fields(
+            ctypes.c_int32, "size width threads scaling granularity_a granularity_b is_transposed reserved"
+        ),
         ("slice_k", ctypes.c_int64),
         ("model", engine.Model),
     )

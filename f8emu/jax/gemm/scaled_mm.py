@@ -35,7 +35,7 @@ def scaled_mm(
 ) -> jax.Array:
     """The float8 GEMM of a chip's tensor core, Hopper's by default: `out = round(accumulate(a @ b) * scales + bias)`.
 
-    Arguments, shapes and defaults are those of `f8emu.numpy.scaled_mm`, with arrays of JAX, and `engine`.
+    Granularities that are not given are inferred from the shapes of the scales, as by `f8emu.numpy.scaled_mm`.
 
     Shapes:
         a [M, K], b [K, N], float8, of any extents; float32 scales, of `a`: one element, [M, 1], [M, ceil(K / 128)] or
@@ -45,21 +45,9 @@ def scaled_mm(
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy`, eagerly and
     traced. `engine="hardware"`: the bits of the device.
 
-    Args:
-        a: left operand.
-        b: right operand.
-        scale_a: factors that decode `a`.
-        scale_b: factors that decode `b`.
-        bias: added in float32 after scaling [EPI-3].
-        out_dtype: float32, bfloat16 or float16: a Format, its name or a dtype.
-        use_fast_accum: one chain over all of K [CHAIN-1] instead of promotion every 128 [CHAIN-2].
-        engine: "auto" (the hardware on a CUDA device that is the chip, else the emulation), "hardware" or "emulated".
-        granularity_a: the granularity of `scale_a`, if its shape is ambiguous.
-        granularity_b: the granularity of `scale_b`, if its shape is ambiguous.
-        split_k: the number of slices of K that the emulation accumulates separately [CHAIN-3]. None, the only value
-            that the hardware accepts, takes the library's on a GPU that is the chip (a trace: if JAX's default device
-            is one), else the plan's.
-        chip: the chip to emulate: a profile of `f8emu.spec.CHIPS` or its name.
+    Args: as for `f8emu.numpy.scaled_mm`, and `engine`: "auto" (the hardware on a CUDA device that is the chip, else the
+    emulation), "hardware" or "emulated". A `split_k` of None, the only one that the hardware accepts, takes the
+    library's on a GPU that is the chip (a trace: if JAX's default device is one), else the plan's.
 
     Raises:
         OperandError: wrong dtype, shape or scales.

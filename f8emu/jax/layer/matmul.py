@@ -194,13 +194,7 @@ def keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
 
 
 def _product(
-    name: str,
-    spec: recipes.Gemm,
-    a: Side,
-    b: Side,
-    out_dtype: Format,
-    plan: Plan,
-    transposed: bool = False,
+    name: str, spec: recipes.Gemm, a: Side, b: Side, out_dtype: Format, plan: Plan, transposed: bool = False
 ) -> jax.Array:
     """`a @ b^T` as one GEMM of the recipe, or its transpose."""
     assert isinstance(a, Operand) and isinstance(b, Operand), "they were cast for it"

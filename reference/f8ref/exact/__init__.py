@@ -14,13 +14,8 @@ float32 codes. The rule ids are those of `reference/NUMERICS.md`; `reference/REA
 H200 cases behind each.
 """
 
-from f8ref.exact.accumulate import Product as Product
 from f8ref.exact.accumulate import accumulate as accumulate
-from f8ref.exact.accumulate import accumulate_split as accumulate_split
-from f8ref.exact.accumulate import chain as chain
 from f8ref.exact.accumulate import product as product
-from f8ref.exact.accumulate import products_of as products_of
-from f8ref.exact.accumulate import promote as promote
 from f8ref.exact.accumulate import raw_exponent as raw_exponent
 from f8ref.exact.accumulate import tensor_core_step as tensor_core_step
 from f8ref.exact.cast import amax as amax
@@ -28,10 +23,8 @@ from f8ref.exact.cast import cast as cast
 from f8ref.exact.cast import decode as decode
 from f8ref.exact.cast import dequantize as dequantize
 from f8ref.exact.cast import encode as encode
-from f8ref.exact.cast import float32 as float32
 from f8ref.exact.cast import initial_delayed_state as initial_delayed_state
 from f8ref.exact.cast import quantize as quantize
-from f8ref.exact.cast import round_to as round_to
 from f8ref.exact.cast import scale_from_amax as scale_from_amax
 from f8ref.exact.cast import update_delayed_state as update_delayed_state
 from f8ref.exact.number import NAN as NAN
@@ -43,12 +36,7 @@ from f8ref.exact.number import exponent_of as exponent_of
 from f8ref.exact.number import finite as finite
 from f8ref.exact.number import infinity as infinity
 from f8ref.exact.number import multiply as multiply
-from f8ref.exact.number import power_of_two as power_of_two
-from f8ref.exact.scaled_mm import blockwise as blockwise
 from f8ref.exact.scaled_mm import group_of_row as group_of_row
 from f8ref.exact.scaled_mm import mm_dot as mm_dot
 from f8ref.exact.scaled_mm import mma as mma
-from f8ref.exact.scaled_mm import output_code as output_code
-from f8ref.exact.scaled_mm import rowwise as rowwise
 from f8ref.exact.scaled_mm import scaled_dot as scaled_dot
-from f8ref.exact.scaled_mm import tensorwise as tensorwise

@@ -20,18 +20,7 @@ from f8emu.spec.chip import AccumulationModel, FlooredSum, Rounding
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import Format
 from f8ref.exact.cast import decode, encode, float32, round_to
-from f8ref.exact.number import (
-    NAN,
-    ZERO,
-    Kind,
-    Number,
-    add,
-    exponent_of,
-    finite,
-    infinity,
-    multiply,
-    power_of_two,
-)
+from f8ref.exact.number import NAN, ZERO, Kind, Number, add, exponent_of, finite, infinity, multiply, power_of_two
 
 
 class Product(NamedTuple):
@@ -231,11 +220,7 @@ def accumulate_split(products: Sequence[Product], model: AccumulationModel, spli
 
 
 def k_slices(products: Sequence[Product], model: AccumulationModel, split_k: int) -> list[Sequence[Product]]:
-    """[CHAIN-3] The slices of K that are not empty, in order; all of K if `split_k` is 1.
-
-    Raises:
-        SpecError: `split_k` below 1.
-    """
+    """[CHAIN-3] The slices of K that are not empty, in order; all of K if `split_k` is 1; SpecError if it is below."""
     if split_k < 1:
         raise SpecError(f"k_slices: split_k must be at least 1 (no split); got {split_k}")
     length = -(-len(products) // split_k)

@@ -109,11 +109,7 @@ def blockwise(
     *,
     both_vectors: bool,
 ) -> Number:
-    """[EPI-5] In slices [CHAIN-3]: each slice has its own float32 total, and the totals are added in float32, in order.
-
-    Raises:
-        SpecError: `split_k` below 1.
-    """
+    """[EPI-5] In slices [CHAIN-3]: each has its own float32 total, and the totals are added in float32, in order."""
     totals: list[Number] = []
     first = 0
     for part in k_slices(products, model, split_k):

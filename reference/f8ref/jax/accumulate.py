@@ -79,10 +79,7 @@ def _fields(code: jax.Array, format: Format, exponent_of_zero: int) -> tuple[jax
     """Integer significands without sign (uint32) and raw exponents (int32); 0 for what is not finite."""
     is_term = is_finite(code, format) & ((code & format.magnitude_mask) != 0)
     sig = (code & format.fraction_mask) | _hidden_bit(code, format)
-    return (
-        jnp.where(is_term, sig, jnp.uint32(0)),
-        jnp.where(is_term, _raw_exponent(code, format), exponent_of_zero),
-    )
+    return (jnp.where(is_term, sig, jnp.uint32(0)), jnp.where(is_term, _raw_exponent(code, format), exponent_of_zero))
 
 
 def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b: Operand) -> jax.Array:

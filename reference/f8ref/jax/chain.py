@@ -158,10 +158,7 @@ def multiply_add(chain: Chain, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.
 
 
 def blockwise_sum(
-    chain: Chain,
-    a: jax.Array,
-    b: jax.Array,
-    promote: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    chain: Chain, a: jax.Array, b: jax.Array, promote: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
     """[EPI-5] The total of one tile over blocks of 128, or the sum of those of its slices, as float32 bit patterns.
 

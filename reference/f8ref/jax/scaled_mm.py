@@ -89,12 +89,7 @@ def scaled_grouped_mm(
 
 
 def mm(
-    a: jax.Array,
-    b: jax.Array,
-    *,
-    out_dtype: Format | str = "bfloat16",
-    split_k: int = 1,
-    chip: Chip = HOPPER,
+    a: jax.Array, b: jax.Array, *, out_dtype: Format | str = "bfloat16", split_k: int = 1, chip: Chip = HOPPER
 ) -> jax.Array:
     """`f8ref.numpy.mm`, traceable [BF16-1], [BF16-2].
 
@@ -131,12 +126,7 @@ def _shaped(*arrays: jax.Array) -> list[Shaped]:
 
 @functools.partial(jax.jit, static_argnames=("out", "adds_zero"))
 def finish(
-    total: jax.Array,
-    factors: tuple[jax.Array, ...],
-    bias: jax.Array | None,
-    out: Format,
-    *,
-    adds_zero: bool = False,
+    total: jax.Array, factors: tuple[jax.Array, ...], bias: jax.Array | None, out: Format, *, adds_zero: bool = False
 ) -> jax.Array:
     """`((total * factors[0]) * ...) + bias`, each operation rounded to float32, then rounded to `out` [EPI-4].
 

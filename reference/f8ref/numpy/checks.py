@@ -11,14 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from f8emu.spec import Granularity
-from f8emu.spec.gemm_call import (
-    GemmCall,
-    Shaped,
-    check_group_ends,
-    mm_call,
-    scaled_grouped_mm_call,
-    scaled_mm_call,
-)
+from f8emu.spec.gemm_call import GemmCall, Shaped, check_group_ends, mm_call, scaled_grouped_mm_call, scaled_mm_call
 from f8ref.numpy.codec import Array, as_float32
 
 

@@ -107,12 +107,7 @@ def scaled_grouped_mm(
 
 
 def mm(
-    a: ArrayLike,
-    b: ArrayLike,
-    *,
-    out_dtype: Format | str = "bfloat16",
-    split_k: int = 1,
-    chip: Chip = HOPPER,
+    a: ArrayLike, b: ArrayLike, *, out_dtype: Format | str = "bfloat16", split_k: int = 1, chip: Chip = HOPPER
 ) -> Array:
     """The bfloat16 matmul `a @ b` [BF16-1], [BF16-2].
 
@@ -182,11 +177,7 @@ def product(gemm: Gemm) -> Array:
 
 
 def _blockwise(
-    a: Operand,
-    b: Operand,
-    scale_a: NDArray[np.float32],
-    scale_b: NDArray[np.float32],
-    call: GemmCall,
+    a: Operand, b: Operand, scale_a: NDArray[np.float32], scale_b: NDArray[np.float32], call: GemmCall
 ) -> NDArray[np.float32]:
     """The float32 total of a blockwise GEMM [EPI-5], or the sum of those of the slices of K [CHAIN-3]."""
     both_vectors = call.granularities == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
