@@ -1,22 +1,88 @@
-"""Bit patterns of float32, bfloat16, float16 and float8 values, as integers.
+"""Formats in JAX: as dtypes, with the first checks of arguments, and as bit patterns, which are integers.
 
 XLA may keep a bfloat16 value in float32, flush subnormals, and lose NaN in a maximum (NUMERICS 6); integers it computes
 as they are. So what decides a bit goes through here: values are read as the bits that are stored, magnitudes are
-compared as integers, and every NaN is replaced by one.
+compared as integers, and every NaN is replaced by one. The checks raise OperandError for a wrong array, SpecError for
+an unknown format.
 """
+
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.spec.formats import BFLOAT16, FLOAT16, FLOAT32, Format, Specials
+from f8emu.spec import formats
+from f8emu.spec.chips import HOPPER
+from f8emu.spec.errors import F8Error, OperandError, SpecError, UnsupportedError
+from f8emu.spec.formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, FORMATS, HIGH_PRECISION, Format, Specials
 
+CHIP = HOPPER
+"""The chip whose GEMMs run or are emulated where no other is named."""
+FLOAT8_NAMES: tuple[str, ...] = tuple(format.name for format in FLOAT8)
+HIGH_PRECISION_NAMES: tuple[str, ...] = tuple(format.name for format in HIGH_PRECISION)
 NAN = 0x7FFFFFFF
 """The one float32 NaN that f8emu emits [SPEC-1]."""
 INFINITY = 0x7F800000
 MAGNITUDE = 0x7FFFFFFF
 FRACTION = 0x007FFFFF
 HIDDEN = 0x00800000
+
+
+def _named(format: Any) -> Any:
+    """A format, or the name of one that is given as a dtype or a scalar type of jax.numpy."""
+    if isinstance(format, Format | str):
+        return format
+    try:
+        return jnp.dtype(format).name
+    except TypeError:
+        return format
+
+
+def float8_format(call: str, format: Any) -> Format:
+    """The float8 format that `call` casts to; `format` is a Format, its name or its dtype."""
+    return formats.float8_format(call, _named(format))
+
+
+def output_format(
+    call: str, out_dtype: Any, *, name: str = "out_dtype", refusal: type[F8Error] = UnsupportedError
+) -> Format:
+    """The format of an output, given as the argument `name`; raises `refusal` for one that no GEMM gives."""
+    known, found = ", ".join(HIGH_PRECISION_NAMES), _named(out_dtype)
+    if isinstance(found, str):
+        if found not in FORMATS:
+            raise SpecError(f"{call}: {name} must be one of {known}; got {found}; convert the result")
+        found = FORMATS[found]
+    if not isinstance(found, Format):
+        raise OperandError(f"{call}: {name} must be a dtype, a Format or its name; got {out_dtype!r}")
+    if found not in HIGH_PRECISION:
+        raise refusal(
+            f"{call}: {name} must be one of {known}; got {found}; quantize the result: float8 output is not modelled"
+        )
+    return found
+
+
+def format_of(call: str, name: str, x: Any, allowed: tuple[str, ...] = HIGH_PRECISION_NAMES) -> Format:
+    """The format of an array of JAX or numpy, one of `allowed`."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not hasattr(x, "shape"):
+        raise OperandError(
+            f"{call}: {name} must be a JAX array; got {type(x).__name__}; convert it first: jnp.asarray({name})"
+        )
+    if str(dtype) not in allowed:
+        raise OperandError(f"{call}: {name} must be one of {', '.join(allowed)}; got {dtype}; convert it first")
+    return FORMATS[str(dtype)]
+
+
+def rows_of(call: str, x: Any, *, name: str = "x") -> tuple[int, int]:
+    """Rows and K of `x` [..., K]: all leading dimensions count as rows."""
+    if len(x.shape) < 2:
+        raise OperandError(
+            f"{call}: {name} must have 2 dimensions or more, [..., K]; got shape {list(x.shape)}; "
+            f"one row is {name}.reshape(1, -1)"
+        )
+    return math.prod(x.shape[:-1]), x.shape[-1]
 
 
 def bits_of(x: jax.Array) -> jax.Array:

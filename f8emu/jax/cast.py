@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from f8emu.jax import bits
-from f8emu.jax.dtypes import FLOAT8_NAMES, float8_format, format_of, output_format
+from f8emu.jax.bits import FLOAT8_NAMES, float8_format, format_of, output_format
 from f8emu.jax.lowering import without_gradient
 from f8emu.jax.scale import Block, checked_scales, spread
 from f8emu.spec.errors import OperandError

@@ -10,7 +10,7 @@ import functools
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +22,17 @@ TRITON_GEMM = "xla_gpu_enable_triton_gemm"
 EXCESS_PRECISION = "xla_allow_excess_precision"
 
 
-class Options(NamedTuple):
-    """What is known of the compiler options of the program that is traced: it has no Triton GEMMs."""
-
-    excess_precision: bool
-    """Whether XLA surely keeps excess precision, which folds a scale into a bfloat16 GEMM (`gemm.hardware`)."""
+_excess = jax.make_user_context(default_value=None)
 
 
-_options = jax.make_user_context(default_value=None)
+def known_excess_precision() -> bool | None:
+    """Whether XLA surely keeps excess precision in the program that is traced; None: it may have Triton GEMMs.
 
-
-def known_options() -> Options | None:
-    """The options of the program that is traced; None if nothing says that it has no Triton GEMMs."""
-    found: Options | None = _options.value
+    Excess precision folds a scale into a bfloat16 GEMM (`gemm.hardware`).
+    """
+    found: bool | None = _excess.value
     if found is None and _is_false(_flags().get(TRITON_GEMM)):
-        return Options(excess_precision=False)  # its own options, which are not known, may say otherwise
+        return False  # its own options, which are not known, may say otherwise
     return found
 
 
@@ -76,7 +72,7 @@ def jit(fun: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
 def _with_options(name: str) -> Callable[..., Any]:
     def method(self: "_Jitted", *args: Any, **kwargs: Any) -> Any:
-        with _options(self._known):
+        with _excess(self._known):
             return getattr(self._outermost, name)(*args, **kwargs)
 
     return method
@@ -87,7 +83,7 @@ class _Jitted:
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
         given = compiler_options(options.pop("compiler_options", None))
-        self._known = Options(excess_precision=given[EXCESS_PRECISION])
+        self._known: bool = given[EXCESS_PRECISION]
         self._outermost: Any = jax.jit(fun, compiler_options=given, **options)
         self._inner: Any = jax.jit(fun, **options)
         functools.update_wrapper(self, fun, updated=())
@@ -95,7 +91,7 @@ class _Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_eager(jax.tree.leaves((args, kwargs))):
             return self._inner(*args, **kwargs)
-        with _options(self._known):
+        with _excess(self._known):
             return self._outermost(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -106,11 +102,6 @@ class _Jitted:
     def clear_cache(self) -> None:
         self._outermost.clear_cache()
         self._inner.clear_cache()
-
-
-def eager_options() -> Options:
-    """What is known of the programs that eager calls compile for themselves."""
-    return Options(excess_precision=compiler_options()[EXCESS_PRECISION])
 
 
 def is_eager(arrays: Iterable[Any]) -> bool:

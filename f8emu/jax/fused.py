@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from f8emu.jax import kernels
+from f8emu.jax.bits import CHIP
 from f8emu.jax.cast import quantize_blocks
-from f8emu.jax.dtypes import CHIP
 from f8emu.jax.kernels import Cast
 from f8emu.jax.lowering import kernel_or_plain
 from f8emu.jax.scale import Block, group_amax, scales_of

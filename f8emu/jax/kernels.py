@@ -122,8 +122,9 @@ def row_col_amax(x: jax.Array, *, launch: Launch = ROW_COL_AMAX) -> tuple[jax.Ar
 
     def body(values: jax.Array) -> Outputs:
         found = _magnitudes(values)
-        yield "row_amax", jnp.max(found, axis=1)
-        yield "col_amax", jnp.max(found, axis=0)
+        rows, cols = jnp.max(found, axis=1), jnp.max(found, axis=0)
+        yield "row_amax", rows
+        yield "col_amax", cols
 
     found = _run("row_col_amax", x, body, launch, ("row_amax", "col_amax"))
     rows, cols = (jnp.max(of_tiles, axis=0) for of_tiles in found.values())
@@ -170,8 +171,8 @@ def cast_blocks(
                 axis = int(side == "rows")
                 largest = jnp.max(found, axis=axis)
                 largest = jnp.max(largest, axis=0) if kinds[side] is _SQUARE else largest
-                yield amax, largest
                 inv_scale = _own(largest, format, rule)
+                yield amax, largest
                 factor = inv_scale if kinds[side] is _SQUARE else jnp.expand_dims(inv_scale, axis)
                 codes = _encoded(values * factor, format, launch, is_within=True)
             yield side, codes

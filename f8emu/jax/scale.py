@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from f8emu.jax import bits
-from f8emu.jax.dtypes import float8_format, format_of, rows_of
+from f8emu.jax.bits import float8_format, format_of, rows_of
 from f8emu.jax.lowering import without_gradient
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import FLOAT32, Format

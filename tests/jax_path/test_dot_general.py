@@ -328,7 +328,7 @@ def test_a_program_without_the_options_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_foo=1 --xla_gpu_enable_triton_gemm=false")
     assert "f8E4M3FN" in lowered(TENSORWISE, jax.jit, "cuda")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
-    assert compiling.known_options() is None
+    assert compiling.known_excess_precision() is None
 
 
 def test_excess_precision_off_changes_the_form(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ import pytest
 import f8emu.jax as f8
 import f8ref.jax
 import f8ref.numpy as reference
-from f8emu.jax.compiling import Options
 from f8emu.jax.gemm import engine, hardware
 from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.gemm.hardware import Form, form_of
@@ -35,11 +34,10 @@ from f8emu.spec import (
 )
 from tests.jax_path.layers import assert_same_bits, draw
 
-TENSOR, ROW, VECTOR, SQUARE = Granularity
+TENSOR, ROW = Granularity.TENSORWISE, Granularity.ROWWISE
 POWERS = ScaleRule(power_of_two=True)
 M, N, K = 20, 24, 300
 scaled_mm: Any = f8.scaled_mm  # takes arrays of numpy too
-scaled_grouped_mm: Any = f8.scaled_grouped_mm
 
 
 def codes(rows: int, k: int, seed: int, format: Format = E4M3FN) -> np.ndarray:
@@ -70,15 +68,13 @@ def test_traced_and_mapped() -> None:
     assert_same_bits(found[1], doubled)
 
 
-def test_grouped() -> None:
+def test_grouped_on_hardware() -> None:
+    """The emulation's are in `tests/native/test_jax_call`."""
     a, b = codes(40, 64, 1), np.stack([codes(24, 64, 2 + i).T for i in range(3)])
     scale_a, scale_b = scales(ROW, 40, 64, 6)[:, 0], np.stack([scales(ROW, 24, 64, 7 + i)[:, 0] for i in range(3)])
-    offs = np.array([8, 8, 40], np.int32)
-    wanted = reference.scaled_grouped_mm(a, b, scale_a, scale_b, offs)
-    assert_same_bits(scaled_grouped_mm(a, b, scale_a, scale_b, offs), wanted)
-    assert_same_bits(
-        hardware_on_cpu(Gemm("scaled_grouped_mm", BFLOAT16, HOPPER, (ROW, ROW)), (a, b, scale_a, scale_b, offs)), wanted
-    )
+    arrays = a, b, scale_a, scale_b, np.array([8, 8, 40], np.int32)
+    found = hardware_on_cpu(Gemm("scaled_grouped_mm", BFLOAT16, HOPPER, (ROW, ROW)), arrays)
+    assert_same_bits(found, reference.scaled_grouped_mm(*arrays))
 
 
 def emulated_dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any) -> jax.Array:
@@ -91,27 +87,17 @@ def hardware_on_cpu(gemm: Gemm, arrays: tuple[Any, ...]) -> Any:
     """A product of `gemm.hardware` with the tensor core's dot emulated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "_dot", emulated_dot)
-        return hardware._product(tuple(map(jnp.asarray, arrays)), gemm, Options(excess_precision=True))
+        return hardware._product(tuple(map(jnp.asarray, arrays)), gemm, True)
 
 
-@pytest.mark.parametrize(
-    ("pair", "out", "split_k"),
-    [
-        ((TENSOR, TENSOR), FLOAT32, 1),
-        ((ROW, ROW), BFLOAT16, 1),
-        ((VECTOR, VECTOR), BFLOAT16, 2),
-        ((VECTOR, SQUARE), FLOAT16, 1),
-    ],
-    ids=["tensor", "row", "vector", "square"],
-)
-def test_what_surrounds_the_dot_on_hardware(pair: tuple[Granularity, Granularity], out: Format, split_k: int) -> None:
-    """Scales in their order, blocks of K and slices, one rounding: the oracle's bits around the same accumulators."""
+@pytest.mark.parametrize(("pair", "out"), [((TENSOR, TENSOR), FLOAT32), ((ROW, ROW), BFLOAT16)], ids=["tensor", "row"])
+def test_what_surrounds_the_dot_on_hardware(pair: tuple[Granularity, Granularity], out: Format) -> None:
+    """Scales in their order, one rounding: the oracle's bits around the same accumulators."""
     arrays = operands(pair)
-    fast = not pair[0].is_blockwise
-    options = {"out_dtype": out, "use_fast_accum": fast, "split_k": split_k if pair[0].is_blockwise else 1}
-    wanted = reference.scaled_mm(*arrays, granularity_a=pair[0], granularity_b=pair[1], **options)
+    options = {"granularity_a": pair[0], "granularity_b": pair[1], "out_dtype": out, "use_fast_accum": True}
+    wanted = reference.scaled_mm(*arrays, **options)
     for transposed in (False, True):
-        gemm = Gemm("scaled_mm", out, HOPPER, pair, fast, split_k, is_transposed=transposed)
+        gemm = Gemm("scaled_mm", out, HOPPER, pair, True, is_transposed=transposed)
         assert_same_bits(hardware_on_cpu(gemm, arrays), wanted.T if transposed else wanted)
 
 
@@ -123,7 +109,7 @@ def test_forms() -> None:
         pair: str, out: Format = BFLOAT16, *, bias: bool = False, powers: bool = True, excess: bool = True
     ) -> Form:
         gemm = Gemm("scaled_mm", out, granularities=pairs[pair], powers_of_two=powers)
-        return form_of(gemm, has_bias=bias, options=Options(excess_precision=excess))
+        return form_of(gemm, has_bias=bias, excess_precision=excess)
 
     assert form("tensor") is Form.FOLDED and form("row") is Form.BFLOAT16
     others = [form("tensor", excess=False), form("row", powers=False)]

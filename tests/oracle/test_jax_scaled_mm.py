@@ -1,4 +1,4 @@
-"""f8ref.jax GEMMs: tiles, empty operands, memory of the compiled program; the same bits in every mode of JAX."""
+"""f8ref.jax GEMMs: rows, empty operands, memory of the compiled program; the same bits in every mode of JAX."""
 
 import functools
 from collections.abc import Callable
@@ -24,51 +24,36 @@ def drawn(rng: np.random.Generator, shape: tuple[int, ...], dtype: str = "float8
     return jnp.asarray(rng.standard_normal(shape).astype(dtype))
 
 
-def test_tiles_are_put_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_put_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last ones overlap their neighbours."""
     m, n = 53, 96
-    matrix = np.arange(m * n, dtype=np.uint32).reshape(m, n)
-
-    def tile(m_0: gemm.Index, n_0: gemm.Index, rows: int, columns: int) -> jax.Array:
-        return gemm._window(jnp.asarray(matrix), m_0, n_0, rows, columns)
-
-    # The last row and column of tiles overlap their neighbours.
-    for limit, shape in ((400, (18, 20)), (1200, (27, 32)), (5100, (53, 96))):
+    matrix = jnp.arange(m * n, dtype=jnp.uint32).reshape(m, n)
+    for limit, count in ((1, 1), (400, 4), (2000, 18), (5100, 53)):
         monkeypatch.setattr(gemm, "LIMIT", limit)
-        assert gemm.tile_shape(m, n) == shape
-        assert_same_bits(jax.jit(functools.partial(gemm.tiled, m, n, tile))(), matrix)
+        counts: list[int] = []
+
+        def some_rows(m_0: gemm.Index, rows: int) -> jax.Array:
+            counts.append(rows)  # noqa: B023
+            return jax.lax.dynamic_slice_in_dim(matrix, m_0, rows, 0)
+
+        assert_same_bits(jax.jit(functools.partial(gemm.by_rows, m, n, some_rows))(), np.asarray(matrix))
+        assert counts == [count]
 
 
-def test_tile_extents() -> None:
-    rng = np.random.default_rng(61)
-    for m, n in (2.0 ** rng.uniform(0, 15, (500, 2))).astype(int).tolist():
-        rows, columns = gemm.tile_shape(m, n)
-        assert 1 <= rows <= m and 1 <= columns <= n
-        assert min(m * n, gemm.LIMIT) / 4 <= rows * columns <= gemm.LIMIT
-
-
-def test_tiled_gemms_have_the_bits_of_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scaled by blocks, and of groups that share tiles; the whole ones are those of f8ref.numpy."""
+def test_gemms_by_rows_have_the_bits_of_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled by blocks, and of groups whose rows are computed together; the whole ones are those of f8ref.numpy."""
     rng = np.random.default_rng(63)
     a, b = (np.asarray(drawn(rng, shape)) for shape in ((37, 300), (300, 45)))
     scale_a, scale_b = (rng.uniform(0.5, 2, shape).astype(np.float32) for shape in ((37, 3), (3, 1)))
     pair: Any = {"granularity_a": Granularity.BLOCKWISE_1X128, "granularity_b": Granularity.BLOCKWISE_128X128}
     scales = np.ones(37, np.float32), np.ones((2, 45), np.float32), np.asarray([20, 33], np.int32)
-    tile_shapes: list[tuple[int, int]] = []
-    true_shape = gemm.tile_shape
-
-    def tile_shape(m: int, n: int) -> tuple[int, int]:
-        tile_shapes.append(true_shape(m, n))
-        return tile_shapes[-1]
-
     monkeypatch.setattr(gemm, "LIMIT", 400)
-    monkeypatch.setattr(gemm, "tile_shape", tile_shape)
     blockwise = scaled_mm(a, b, scale_a, scale_b, **pair)  # pyright: ignore[reportArgumentType]
     assert_same_bits(blockwise, f8ref.numpy.scaled_mm(a, b, scale_a, scale_b, **pair))
     groups = np.stack([b, -b])
     grouped = scaled_grouped_mm(a, groups, *scales)  # pyright: ignore[reportArgumentType]
     of_groups = f8ref.numpy.scaled_grouped_mm(a[:33], groups, scales[0][:33], *scales[1:])
     assert_same_bits(grouped, np.concatenate([of_groups, np.zeros((4, 45), of_groups.dtype)]))
-    assert len(tile_shapes) == 2 and all(rows < 37 and columns < 45 for rows, columns in tile_shapes)
 
 
 def test_extents_of_a_chain() -> None:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 
-from f8emu.jax.compiling import Options, compiler_options, eager_options, is_eager
+from f8emu.jax.compiling import EXCESS_PRECISION, compiler_options, is_eager, known_excess_precision
 from f8emu.jax.gemm import emulation, hardware, partition
 from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.lowering import FLOAT8_CAPABILITY, capability_of, cuda_devices, is_device_of, refuse_lowering
@@ -55,17 +55,11 @@ def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HO
     return found if chip == HOPPER else f"{chip} {found}"
 
 
-def multiply(gemm: Gemm, operands: tuple[Any, ...], options: Options | None) -> jax.Array:
-    """The product by the engine of the device, or of the backend that the trace is lowered for.
-
-    `options` are those of the program that is traced.
-    """
+def multiply(gemm: Gemm, operands: tuple[Any, ...]) -> jax.Array:
+    """The product by the engine of the device, or of the backend that the trace is lowered for."""
     check_engine(gemm.call, gemm.engine)
     if not is_eager(operands):
-
-        def traced(*operands: Any) -> jax.Array:
-            return _traced(gemm, options, *operands)
-
+        traced = functools.partial(_traced, gemm, known_excess_precision())
         return (sequential_vmap(traced) if any(isinstance(x, Tracer) for x in operands) else traced)(*operands)
     operands = tuple(map(jnp.asarray, operands))  # numpy's, kept for a backward pass
     if any(len(x.devices()) > 1 for x in operands):
@@ -74,7 +68,7 @@ def multiply(gemm: Gemm, operands: tuple[Any, ...], options: Options | None) -> 
     if gemm.engine != EMULATED and is_device_of(gemm.chip, device):
         if _has_own_split(gemm):
             raise UnsupportedError(_own_split(gemm))
-        return hardware.multiply(gemm, *operands, options=options)
+        return hardware.multiply(gemm, *operands)
     if gemm.engine == HARDWARE:
         raise UnsupportedError(_no_hardware(gemm.call, str(device), gemm.chip))
     if gemm.engine == AUTO and capability_of(device) >= FLOAT8_CAPABILITY:
@@ -85,11 +79,11 @@ def multiply(gemm: Gemm, operands: tuple[Any, ...], options: Options | None) -> 
 @functools.cache
 def _program(gemm: Gemm) -> Callable[..., jax.Array]:
     """The program of an eager call with arrays on several devices, each of which computes a part."""
-    traced = functools.partial(_traced, gemm, eager_options())
-    return jax.jit(traced, compiler_options=compiler_options())
+    options = compiler_options()
+    return jax.jit(functools.partial(_traced, gemm, options[EXCESS_PRECISION]), compiler_options=options)
 
 
-def _traced(gemm: Gemm, options: Options | None, *operands: Any) -> jax.Array:
+def _traced(gemm: Gemm, excess_precision: bool | None, *operands: Any) -> jax.Array:
     """Both engines, of which JAX lowers one."""
 
     def emulated(*operands: Any) -> jax.Array:
@@ -103,12 +97,10 @@ def _traced(gemm: Gemm, options: Options | None, *operands: Any) -> jax.Array:
             return elsewhere(*operands)
         if _has_own_split(gemm):
             operands = (refuse_lowering(operands[0], _own_split(gemm)), *operands[1:])
-        if options is None:
+        if excess_precision is None:
             operands = hardware.refuse_unknown_options(gemm.call, operands)
-        known = options or Options(excess_precision=False)
-        return partition.in_parts(
-            functools.partial(hardware.multiply, options=known), gemm, operands, is_emulated=False
-        )
+        multiply = functools.partial(hardware.multiply, excess_precision=bool(excess_precision))
+        return partition.in_parts(multiply, gemm, operands, is_emulated=False)
 
     def elsewhere(*operands: Any) -> jax.Array:
         if gemm.engine == HARDWARE:

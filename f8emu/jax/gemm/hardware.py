@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from f8emu.jax.compiling import TRITON_GEMM, Options, compiler_options, eager_options, is_eager
-from f8emu.jax.dtypes import CHIP
+from f8emu.jax.bits import CHIP
+from f8emu.jax.compiling import EXCESS_PRECISION, TRITON_GEMM, compiler_options, is_eager
 from f8emu.jax.gemm import block_kernel, emulation
 from f8emu.jax.gemm.call import Gemm, split_k_of
 from f8emu.jax.lowering import are_hopper, kernel_or_plain, refuse_lowering
@@ -43,7 +43,7 @@ class Form(Enum):
     output travels once more, and as float32."""
 
 
-def form_of(gemm: Gemm, *, has_bias: bool, options: Options) -> Form:
+def form_of(gemm: Gemm, *, has_bias: bool, excess_precision: bool) -> Form:
     """How the scales of a GEMM, which are not of blocks, are applied: the fastest form that is exact.
 
     `powers_of_two`: all scales are powers of two, by the recipe's rule, from amaxes of their operands. Multiplying by
@@ -58,11 +58,11 @@ def form_of(gemm: Gemm, *, has_bias: bool, options: Options) -> Form:
     if gemm.out_dtype != BFLOAT16 or has_bias:
         return Form.FLOAT32
     if gemm.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
-        return Form.FOLDED if options.excess_precision else Form.FLOAT32
+        return Form.FOLDED if excess_precision else Form.FLOAT32
     return Form.BFLOAT16 if gemm.powers_of_two else Form.FLOAT32
 
 
-def multiply(gemm: Gemm, *operands: jax.Array, options: Options | None) -> jax.Array:
+def multiply(gemm: Gemm, *operands: jax.Array, excess_precision: bool | None = None) -> jax.Array:
     """A checked GEMM of any extents, which are zero-padded; [N, M] if it is transposed, which costs nothing here.
 
     S is asked for block scales only: in other GEMMs the library chooses it. XLA measures which kernel of a bfloat16
@@ -71,16 +71,16 @@ def multiply(gemm: Gemm, *operands: jax.Array, options: Options | None) -> jax.A
     if gemm.is_blockwise:
         gemm = gemm._replace(split_k=split_k_of(gemm, *operands[:2]))
     if is_eager(operands):
-        return _program()(operands, gemm, eager_options())
-    assert options is not None, "what is not known was refused"
-    return _product(operands, gemm, options)
+        return _program()(operands, gemm, compiler_options()[EXCESS_PRECISION])
+    assert excess_precision is not None, "what is not known was refused"
+    return _product(operands, gemm, excess_precision)
 
 
-def _product(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) -> jax.Array:
+def _product(operands: tuple[jax.Array, ...], gemm: Gemm, excess_precision: bool) -> jax.Array:
     if gemm.is_blockwise:
         return _block_scaled(gemm, *operands)
     if gemm.call == "scaled_mm":
-        return _scaled_mm(gemm, options, *operands)
+        return _scaled_mm(gemm, excess_precision, *operands)
     return (_mm if gemm.call == "mm" else _scaled_grouped_mm)(gemm, *operands)
 
 
@@ -101,10 +101,10 @@ def _program() -> Callable[..., jax.Array]:
     return jax.jit(_product, static_argnums=(1, 2), compiler_options=compiler_options())
 
 
-def _scaled_mm(gemm: Gemm, options: Options, *operands: jax.Array) -> jax.Array:
+def _scaled_mm(gemm: Gemm, excess_precision: bool, *operands: jax.Array) -> jax.Array:
     a, b, scale_a, scale_b, *bias = operands
     transposed = gemm.is_transposed
-    form = form_of(gemm, has_bias=bool(bias), options=options)
+    form = form_of(gemm, has_bias=bool(bias), excess_precision=excess_precision)
     # 1. The left operand of the dot, and the factors of its rows and of its columns in the order of [EPI-2].
     b, scale_b = b.T, scale_b.T
     left, right = (b, a) if transposed else (a, b)

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from f8emu.jax.compiling import known_options
-from f8emu.jax.dtypes import output_format
+from f8emu.jax.bits import output_format
 from f8emu.jax.gemm import engine as engines
 from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.lowering import without_gradient
@@ -130,7 +129,7 @@ def _product(
     if 0 in found.sizes and "bias" not in arrays:
         return jnp.zeros((found.sizes[0], found.sizes[1]), out.name)
     gemm = Gemm(call, out, found.chip, found.granularities, found.use_fast_accum, options.get("split_k"), engine)
-    return engines.multiply(gemm, without_gradient(call, tuple(arrays.values())), known_options())
+    return engines.multiply(gemm, without_gradient(call, tuple(arrays.values())))
 
 
 def _shaped(call: str, name: str, x: Any) -> Shaped:

@@ -31,11 +31,8 @@ class OverwriteWithGradient(nnx.Variable):
 class Float8DotGeneral(nnx.Module):
     """`delayed_dot_general(recipe)` with the state of its layer; every layer needs one of its own.
 
-    A state serves one call per step: JAX sums the gradients of several calls, and a sum of amaxes is not an amax. A
-    summed state, of a layer that is called twice for example, is refused in the next pass; under a jit it gives NaN.
-
-    A layer that gets no gradient in a step (not called, or behind `jax.lax.stop_gradient`) has the gradient zero, and
-    `nnx.update` makes it start anew. Models with such layers need `overwrites=False`. An empty batch keeps the scales.
+    A state serves one call per step, and starts anew where its layer gets no gradient, as `flax_linen.Float8DotGeneral`
+    says; under `nnx.update` models with such layers need `overwrites=False`.
 
     Args:
         recipe: a recipe with delayed scaling.

@@ -41,8 +41,6 @@ def linear_delayed_state(recipe: Recipe | str = "delayed") -> Float8State:
     Shapes:
         for each tensor with delayed scales amax_history [history_length], inv_scale [], initialized [], all float32.
 
-    Exactness: no arithmetic.
-
     Raises:
         SpecError: a recipe without delayed scaling.
     """
@@ -106,9 +104,6 @@ def _updated(state: Float8State, amaxes: Float8State, recipe: Recipe) -> Any:
 def linear_delayed_maximum(a: Float8State, b: Float8State) -> Float8State:
     """The larger amaxes of two gradients of a state, for the passes of a step that accumulates gradients.
 
-    Shapes:
-        any, the same for both.
-
     Exactness: a maximum of integers, which keeps NaN.
 
     Raises:
@@ -130,9 +125,6 @@ def linear_delayed_settled(state: Float8State) -> Float8State:
 
     Use it in a loop after the first steps; a function that takes the result is traced anew. A state that overwrites
     itself keeps the flag (`overwrite_with_gradient`).
-
-    Shapes:
-        any, as those of the state.
 
     Exactness: casts have the same bits as with the flag.
 
@@ -202,9 +194,6 @@ def overwrite_with_gradient(state: Float8State, recipe: Recipe | str = "delayed"
     A layer that gets no gradient in a step (not called, or behind `jax.lax.stop_gradient`) has a next state of zeros,
     and starts anew: in the next step its scales come from the tensors themselves. `linear_delayed_update` keeps the
     scales.
-
-    Shapes:
-        those of `linear_delayed_state`.
 
     Exactness: as for `linear_delayed_update`.
 

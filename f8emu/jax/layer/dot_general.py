@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.jax.dtypes import format_of, output_format
+from f8emu.jax.bits import format_of, output_format
 from f8emu.jax.gemm.engine import check_engine
 from f8emu.jax.gemm.partition import SUM, check_sharded_k
 from f8emu.jax.layer.matmul import Plan, Tap, float8_matmul

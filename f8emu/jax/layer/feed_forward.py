@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.jax.dtypes import format_of
+from f8emu.jax.bits import format_of
 from f8emu.jax.gemm.partition import SUM
 from f8emu.jax.layer.dot_general import DelayedDotGeneral, DotGeneral, checked_settings
 from f8emu.jax.layer.sharding import vary_alike

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from f8emu.jax.compiling import known_options
 from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.gemm.engine import multiply
 from f8emu.jax.layer.operands import Deferred, Operand, Side, cast_matrix
@@ -215,7 +214,7 @@ def _product(
         sharded_k=plan.sharded_k,
         powers_of_two=_has_safe_powers_of_two(plan.recipe, spec),
     )
-    product = multiply(call, (a.codes, b.codes.T, *scales), known_options())
+    product = multiply(call, (a.codes, b.codes.T, *scales))
     if plan.tap is not None:
         plan.tap.gemm(name, a, b, product.T if transposed else product, plan)
     return product

@@ -5,7 +5,6 @@ unpacking of float8 codes, after which the sums of all pairs of formats are one 
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -17,10 +16,7 @@ from f8ref.jax import softfloat
 from f8ref.jax.chain import Chain, Index, blockwise_sum, chained_sum, multiply_add, operand
 
 LIMIT = 1 << 24
-"""The most accumulators of a tile: 4096 x 4096, since a GPU wants every output in flight."""
-
-TileFunction = Callable[[Index, Index, int, int], jax.Array]
-"""(first row, first column, rows, columns) -> the accumulators of that tile, uint32."""
+"""About the most accumulators computed at once: a GPU wants every output in flight, and has to hold them."""
 
 
 def accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
@@ -37,11 +33,7 @@ def _accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
     if 0 in (m, n):
         return jnp.zeros((m, n), jnp.uint32)
     a, b = _padded(a, m, chain.padded_k), _padded(b, chain.padded_k, n)
-
-    def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
-        return chained_sum(chain, *_windows(chain, a, b, m_0, n_0, rows, columns))
-
-    return tiled(m, n, tile)
+    return by_rows(m, n, lambda m_0, rows: chained_sum(chain, _rows(a, m_0, rows), b))
 
 
 @functools.partial(jax.jit, static_argnames=("chain", "pair"))
@@ -66,21 +58,20 @@ def blockwise_totals(
     factor_a, factor_b = _of_rows(scale_a, pair[0], m), _of_rows(scale_b.T, pair[1], n).T
     is_vector_pair = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
 
-    # 2. Tile by tile; each block's partial is fused into the total with its scales, in the order of its pair.
-    def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
-        f_a = _window(factor_a, m_0, 0, rows, chain.blocks)
-        f_b = _window(factor_b, 0, n_0, chain.blocks, columns)
+    # 2. Each block's partial is fused into the total with its scales, in the order of its pair.
+    def some_rows(m_0: Index, rows: int) -> jax.Array:
+        f_a = _rows(factor_a, m_0, rows)
 
         def promote(i: jax.Array, partial: jax.Array, total: jax.Array) -> jax.Array:
             s_a = lax.dynamic_slice_in_dim(f_a, i, 1, 1)
-            s_b = lax.dynamic_slice_in_dim(f_b, i, 1, 0)
+            s_b = lax.dynamic_slice_in_dim(factor_b, i, 1, 0)
             if is_vector_pair:
                 return softfloat.fused_multiply_add(softfloat.multiply(partial, s_a), s_b, total)
             return softfloat.fused_multiply_add(partial, softfloat.multiply(s_a, s_b), total)
 
-        return blockwise_sum(chain, *_windows(chain, a, b, m_0, n_0, rows, columns), promote)
+        return blockwise_sum(chain, _rows(a, m_0, rows), b, promote)
 
-    return tiled(m, n, tile)
+    return by_rows(m, n, some_rows)
 
 
 @functools.partial(jax.jit, static_argnames="chain")
@@ -97,25 +88,22 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
     a_codes = _padded(operand(chain.step, a, chain.a_format), m, chain.padded_k)
     b_codes = operand(chain.step, b, chain.b_format)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
-    # 2. A loop over groups, within it over the tiles of their rows, since their sizes are not static.
-    rows, columns = tile_shape(m, n)
-    across = -(-n // columns)
+    # 2. A loop over groups, within it over some of their rows at a time, since their sizes are not static.
+    rows = _row_count(m, n)
 
     def one_group(g: jax.Array, out: jax.Array) -> jax.Array:
         start, end = starts[g], jnp.minimum(ends[g], m)
         b_g = _padded(lax.dynamic_index_in_dim(b_codes, g, 0, keepdims=False), chain.padded_k, n)
 
         def put(i: jax.Array, out: jax.Array) -> jax.Array:
-            # A tile may reach into other groups' rows; those keep what they have.
-            m_0 = jnp.minimum(start + i // across * rows, m - rows)
-            n_0 = jnp.minimum(i % across * columns, n - columns)
-            totals = chained_sum(chain, *_windows(chain, a_codes, b_g, m_0, n_0, rows, columns))
+            # They may reach into other groups' rows; those keep what they have.
+            m_0 = jnp.minimum(start + i * rows, m - rows)
+            totals = chained_sum(chain, _rows(a_codes, m_0, rows), b_g)
             row = m_0 + jnp.arange(rows)[:, None]
-            old = lax.dynamic_slice(out, (m_0, n_0), (rows, columns))
-            totals = jnp.where((row >= start) & (row < end), totals, old)
-            return lax.dynamic_update_slice(out, totals, (m_0, n_0))
+            totals = jnp.where((row >= start) & (row < end), totals, _rows(out, m_0, rows))
+            return lax.dynamic_update_slice_in_dim(out, totals, m_0, 0)
 
-        return lax.fori_loop(0, -(-(end - start) // rows) * across, put, out)
+        return lax.fori_loop(0, -(-(end - start) // rows), put, out)
 
     return lax.fori_loop(0, groups, one_group, jnp.zeros((m, n), jnp.uint32))
 
@@ -140,46 +128,32 @@ def _of_rows(scale: jax.Array, granularity: Granularity, rows: int) -> jax.Array
     return jnp.repeat(softfloat.bits(scale), granularity.block[0] or rows, axis=0)[:rows]
 
 
-def _windows(
-    chain: Chain, a: jax.Array, b: jax.Array, m_0: Index, n_0: Index, rows: int, columns: int
-) -> tuple[jax.Array, jax.Array]:
-    """The operands of one tile: rows of a and columns of b."""
-    return _window(a, m_0, 0, rows, chain.padded_k), _window(b, 0, n_0, chain.padded_k, columns)
+def by_rows(m: int, n: int, some_rows: Callable[[Index, int], jax.Array]) -> jax.Array:
+    """The accumulators [m, n] put together from `some_rows(first row, rows)`.
 
-
-def tile_shape(m: int, n: int) -> tuple[int, int]:
-    """Extents of the tiles of a product [m, n], as equal as can be and near to squares."""
-    columns = _share(n, max(math.isqrt(LIMIT), LIMIT // m))
-    return _share(m, LIMIT // columns), columns
-
-
-def tiled(m: int, n: int, tile: TileFunction) -> jax.Array:
-    """The accumulators [m, n] put together from tiles.
-
-    A last tile that would stick out starts earlier instead, and computes some of them again.
+    The last ones start earlier where they would stick out, and compute some rows again.
     """
-    # One tile needs no loop.
-    rows, columns = tile_shape(m, n)
-    if (rows, columns) == (m, n):
-        return tile(0, 0, m, n)
-    across = math.ceil(n / columns)
+    rows = _row_count(m, n)
+    if rows == m:
+        return some_rows(0, m)
 
     def put(i: jax.Array, out: jax.Array) -> jax.Array:
-        m_0 = jnp.minimum(i // across * rows, m - rows)
-        n_0 = jnp.minimum(i % across * columns, n - columns)
-        return lax.dynamic_update_slice(out, tile(m_0, n_0, rows, columns), (m_0, n_0))
+        m_0 = jnp.minimum(i * rows, m - rows)
+        return lax.dynamic_update_slice_in_dim(out, some_rows(m_0, rows), m_0, 0)
 
-    return lax.fori_loop(0, math.ceil(m / rows) * across, put, jnp.zeros((m, n), jnp.uint32))
+    return lax.fori_loop(0, -(-m // rows), put, jnp.zeros((m, n), jnp.uint32))
+
+
+def _row_count(m: int, n: int) -> int:
+    """How many rows of a product [m, n] are computed at once: an equal share."""
+    parts = -(-m // max(LIMIT // n, 1))
+    return -(-m // parts)
+
+
+def _rows(x: jax.Array, m_0: Index, rows: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, m_0, rows, 0)
 
 
 def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """A matrix of codes with zeros below and to the right."""
     return jnp.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])))
-
-
-def _window(x: jax.Array, m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
-    return lax.dynamic_slice(x, (m_0, n_0), (rows, columns))
-
-
-def _share(extent: int, limit: int) -> int:
-    """An equal share of an extent, `limit` at most."""
-    return math.ceil(extent / math.ceil(extent / limit))
