@@ -23,9 +23,7 @@ from f8emu.jax.hosts.einsum import einsum
 from f8emu.jax.hosts.equinox import Float8Linear, convert_linears
 from f8emu.jax.hosts.qwix import Float8Provider, Float8Rule
 from f8emu.spec import Float8State, OperandError, SpecError, UnsupportedError
-
-WEIGHT_LAST = (((1,), (0,)), ((), ()))
-"""`x [M, K] @ kernel [K, N]`."""
+from tests.jax_path.layers import KERNEL, assert_same_bits
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
@@ -35,9 +33,7 @@ def draw(*shape: int, seed: int = 0) -> jax.Array:
 def same(a: Any, b: Any) -> None:
     """The same leaves, bit for bit."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    jax.tree.map(assert_same_bits, a, b)
 
 
 @functools.cache
@@ -46,7 +42,7 @@ def wanted(recipe: str) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     product = f8.dot_general(recipe)
 
     def loss(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = product(x, kernel, WEIGHT_LAST)
+        y = product(x, kernel, KERNEL)
         return (y * y).sum(), y
 
     (_, y), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(draw(32, 32), draw(32, 32, seed=1))
@@ -109,8 +105,8 @@ class Mlp(linen.Module):
 def explicit(params: Any, states: Any, x: jax.Array) -> jax.Array:
     """`Mlp` under delayed scaling, without flax; states name -> state."""
     product = f8.delayed_dot_general("delayed")
-    x = jnp.tanh(product(x, params["up"]["kernel"], states["up"], WEIGHT_LAST))
-    return product(x, params["down"]["kernel"], states["down"], WEIGHT_LAST)
+    x = jnp.tanh(product(x, params["up"]["kernel"], states["up"], KERNEL))
+    return product(x, params["down"]["kernel"], states["down"], KERNEL)
 
 
 DELAYED = functools.partial(flax_linen.Float8DotGeneral, recipe="delayed")
@@ -186,7 +182,7 @@ def test_delayed_scaling_below_scan_and_remat() -> None:
     def loss(states: Any, kernels: Any) -> jax.Array:
         x = draw(32, 32)
         for kernel, state in zip(kernels, states, strict=True):
-            x = f8.delayed_dot_general()(x, kernel, f8.overwrite_with_gradient(state), WEIGHT_LAST)
+            x = f8.delayed_dot_general()(x, kernel, f8.overwrite_with_gradient(state), KERNEL)
         return (x**2).sum()
 
     kernels = list(variables["params"]["dense"]["kernel"])
@@ -273,7 +269,7 @@ def test_delayed_scaling_in_equinox() -> None:
     product = f8.delayed_dot_general()
 
     def loss(state: Float8State, kernel: jax.Array) -> jax.Array:
-        return (product(x.reshape(32, 32), kernel, state, WEIGHT_LAST) ** 2).sum()
+        return (product(x.reshape(32, 32), kernel, state, KERNEL) ** 2).sum()
 
     amaxes, of_kernel = jax.grad(loss, argnums=(0, 1))(layer.state, linear.weight.T)
     same(grads.state, f8.linear_delayed_update(layer.state, amaxes))
@@ -298,7 +294,7 @@ def test_equinox_modules_map_their_layers_themselves() -> None:
     assert type(converted.output_proj) is eqx.nn.Linear
     x = draw(16, 32)
     y = jax.vmap(converted.query_proj)(x)
-    same(y, f8.dot_general("tensorwise")(x, attention.query_proj.weight.T, WEIGHT_LAST))
+    same(y, f8.dot_general("tensorwise")(x, attention.query_proj.weight.T, KERNEL))
     assert eqx.filter_jit(lambda layer, x: layer(x, x, x))(converted, x).shape == (16, 32)
 
 
@@ -328,7 +324,7 @@ def test_einsum_knows_the_weight() -> None:
     x, w = draw(32, 128), draw(128, 32, seed=1)
     product = f8.dot_general("blockwise")
     turned = einsum("md,dh->hm", x, w, dot_general=product)
-    same(turned, product(x, w, WEIGHT_LAST).T)
+    same(turned, product(x, w, KERNEL).T)
     assert (np.asarray(turned) != np.asarray(jnp.einsum("md,dh->hm", x, w, _dot_general=product))).any()
 
 
@@ -396,4 +392,4 @@ def test_attention_of_flax_takes_recipes() -> None:
     y: Any = layer.apply(variables, x)
     assert y.shape == x.shape
     heads = variables["params"]["query"]["kernel"]
-    same(seen[0].reshape(32, 32), product(x.reshape(32, 32), heads.reshape(32, 32), WEIGHT_LAST))
+    same(seen[0].reshape(32, 32), product(x.reshape(32, 32), heads.reshape(32, 32), KERNEL))

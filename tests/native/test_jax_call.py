@@ -16,6 +16,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax import export  # noqa: E402
 
 import f8emu.jax as f8  # noqa: E402
+from tests.jax_path.layers import assert_same_bits  # noqa: E402
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
@@ -34,12 +35,6 @@ def scales(*shape: int, seed: int) -> np.ndarray:
 
 def is_called(function: Any, *operands: Any) -> bool:
     return 'custom_call_target="f8emu_gemm"' in str(jax.jit(function).lower(*operands).compile().as_text())
-
-
-def assert_same_bits(found: Any, expected: Any) -> None:
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
 
 
 @pytest.mark.parametrize(("pair", "bias", "split_k"), [

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 import f8ref.jax
+from f8emu.conformance.cases.distributions import draw as values
+from f8emu.conformance.cases.distributions import draw_codes
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, Format, Granularity
 from tests.oracle import together
-from tests.oracle.exactly import assert_same_bits, typed
-from tests.oracle.test_exact_vs_numpy import FORMAT_PAIRS, GRANULARITIES, draw_operand, draw_scales
+from tests.oracle.exactly import assert_same_bits
+from tests.oracle.test_exact_vs_numpy import EXPONENTS, FORMAT_PAIRS, GRANULARITIES, draw_bfloat16, draw_scales
 
 M, K, N = 13, 300, 21
-KINDS = ("near", "wide", "small", "sparse", "special")
+KINDS = ("normal", "bits", "subnormals", "cancellation", "specials")
 ONE = np.ones((1, 1), np.float32)
 TENSORWISE, ROWWISE = Granularity.TENSORWISE, Granularity.ROWWISE
 EPILOGUES: list[tuple[Granularity, str | None, str]] = [
@@ -27,10 +29,6 @@ EPILOGUES: list[tuple[Granularity, str | None, str]] = [
     (TENSORWISE, "bfloat16", "bfloat16"),
 ]
 """Scales, bias, output; half of them beside each kind of accumulation."""
-
-
-def drawn(draw: np.random.Generator, kind: str, shape: tuple[int, int], format: Format) -> np.ndarray:
-    return typed(draw_operand(draw, kind, *shape, format), format)
 
 
 def scales(draw: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
@@ -51,8 +49,8 @@ def test_scaled_mm(formats: tuple[Format, Format], use_fast_accum: bool) -> None
         granularity, bias, out_dtype = EPILOGUES[i // 2 % 2 + 2 * use_fast_accum]
         assert_agree(
             "scaled_mm",
-            drawn(draw, kinds[0], (M, K), formats[0]),
-            drawn(draw, kinds[1], (N, K), formats[1]).T,
+            draw_codes(kinds[0], (M, K), formats[0], "a"),
+            draw_codes(kinds[1], (N, K), formats[1], "b").T,
             scales(draw, granularity.scale_shape(M, K)),
             scales(draw, granularity.scale_shape(N, K)).T,
             granularity_a=granularity,
@@ -73,7 +71,7 @@ def test_blockwise(pair: tuple[Granularity, Granularity], split_k: int, is_split
     draw = np.random.default_rng(81)
     m, n, k = (5, 150, 1700) if is_split else (140, 150, K)
     for kind in KINDS:
-        a, b = drawn(draw, kind, (m, k), E4M3FN), drawn(draw, kind, (n, k), E4M3FN)
+        a, b = draw_codes(kind, (m, k), E4M3FN, "a"), draw_codes(kind, (n, k), E4M3FN, "b")
         scale_a, scale_b = (scales(draw, g.scale_shape(rows, k)) for g, rows in zip(pair, (m, n), strict=True))
         options: dict[str, Any] = {"granularity_a": pair[0], "granularity_b": pair[1], "out_dtype": "float32"}
         assert_agree("scaled_mm", a, b.T, scale_a, scale_b.T, split_k=split_k if is_split else 1, **options)
@@ -81,14 +79,13 @@ def test_blockwise(pair: tuple[Granularity, Granularity], split_k: int, is_split
 
 @pytest.mark.parametrize("split_k", [2, 3, 7])
 def test_split_k(split_k: int) -> None:
-    draw = np.random.default_rng(82)
-    a, b = drawn(draw, "special", (M, 1000), E5M2), drawn(draw, "wide", (N, 1000), E4M3FN)
+    a, b = draw_codes("specials", (M, 1000), E5M2, "a"), draw_codes("bits", (N, 1000), E4M3FN, "b")
     assert_agree("scaled_mm", a, b.T, ONE, ONE, out_dtype="float32", use_fast_accum=True, split_k=split_k)
 
 
 def test_grouped() -> None:
     draw = np.random.default_rng(83)
-    a, b = drawn(draw, "wide", (M, K), E4M3FN), drawn(draw, "wide", (3 * N, K), E4M3FN).reshape(3, N, K)
+    a, b = draw_codes("bits", (M, K), E4M3FN, "a"), draw_codes("bits", (3 * N, K), E4M3FN, "b").reshape(3, N, K)
     for ends in ([5, 5, M], [0, 1, M], [M, M, M]):
         factors = scales(draw, (1, M))[0], scales(draw, (3, N))
         offs = np.array(ends, np.int32)
@@ -97,13 +94,9 @@ def test_grouped() -> None:
 
 @pytest.mark.parametrize("split_k", [1, 3])
 def test_bfloat16_mm(split_k: int) -> None:
-    """Exponent fields of the operands: anything; ordinary; results in and below the subnormal range; overflow."""
     draw = np.random.default_rng(84)
-    for low, high in ((0, 255), (120, 132), (0, 3), (1, 40), (40, 80), (55, 66), (60, 68), (180, 255), (188, 193)):
-        a, b = (
-            typed(draw.integers(low << 7, high << 7, shape) | draw.integers(0, 2, shape) << 15, BFLOAT16)
-            for shape in ((M, K), (N, K))
-        )
+    for exponents in EXPONENTS:
+        a, b = (draw_bfloat16(draw, exponents, shape) for shape in ((M, K), (N, K)))
         assert_agree("mm", a, b.T, out_dtype="float32", split_k=split_k)
-    a, b = (drawn(draw, "special", shape, BFLOAT16) for shape in ((M, K), (N, K)))
+    a, b = (values("specials", shape, BFLOAT16, split_k) for shape in ((M, K), (N, K)))
     assert_agree("mm", a, b.T, out_dtype="float16", split_k=split_k)
