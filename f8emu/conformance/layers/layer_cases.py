@@ -36,42 +36,28 @@ DELAYED_MOST_RECENT = replace(
 )
 """The fields of delayed scaling that no named recipe sets."""
 
-_TENSOR, _ROW, _VECTOR, _SQUARE = (Cast(format=E4M3FN, granularity=granularity) for granularity in Granularity)
-_HIGH = Gemm(a=Cast(format=None), b=Cast(format=None))
+_CASTS = {kind: Cast(format=E4M3FN, granularity=one) for kind, one in zip("trvs", Granularity, strict=True)}
+_CASTS["-"] = Cast(format=None)
+
+
+def _mixed(name: str, *gemms: str, fast_output: bool = False, delayed: DelayedScaling | None = None) -> Recipe:
+    """`gemms` name the casts of a and b: by tensor, row, vector or square, or none."""
+    output, grad_input, grad_weight = (Gemm(a=_CASTS[a], b=_CASTS[b]) for a, b in gemms)
+    output = replace(output, use_fast_accum=fast_output)
+    return Recipe(name=name, output=output, grad_input=grad_input, grad_weight=grad_weight, delayed=delayed)
+
+
 MIXED = (
-    Recipe(
-        name="mixed tensor row",
-        output=Gemm(a=_TENSOR, b=_ROW),
-        grad_input=Gemm(a=_ROW, b=_TENSOR),
-        grad_weight=Gemm(a=_ROW, b=_ROW),
-    ),
-    Recipe(
-        name="mixed block tensor high",
-        output=Gemm(a=_VECTOR, b=_SQUARE),
-        grad_input=Gemm(a=_TENSOR, b=_TENSOR),
-        grad_weight=_HIGH,
-    ),
-    Recipe(name="mixed high high tensor", output=_HIGH, grad_input=_HIGH, grad_weight=Gemm(a=_TENSOR, b=_ROW)),
-    Recipe(
-        name="mixed square high block",
-        output=Gemm(a=_SQUARE, b=_VECTOR),
-        grad_input=_HIGH,
-        grad_weight=Gemm(a=_VECTOR, b=_VECTOR),
-    ),
-    Recipe(
-        name="mixed delayed row",
-        output=Gemm(a=_TENSOR, b=_TENSOR, use_fast_accum=True),
-        grad_input=Gemm(a=_ROW, b=_TENSOR),
-        grad_weight=Gemm(a=_ROW, b=_TENSOR),
+    _mixed("mixed tensor row", "tr", "rt", "rr"),
+    _mixed("mixed block tensor high", "vs", "tt", "--"),
+    _mixed("mixed high high tensor", "--", "--", "tr"),
+    _mixed("mixed square high block", "sv", "--", "vv"),
+    _mixed(
+        *("mixed delayed row", "tt", "rt", "rt"),
+        fast_output=True,
         delayed=DelayedScaling(margin=1, tensors=("input", "weight")),
     ),
-    Recipe(
-        name="mixed delayed high",
-        output=_HIGH,
-        grad_input=Gemm(a=_TENSOR, b=_TENSOR),
-        grad_weight=_HIGH,
-        delayed=DelayedScaling(tensors=("weight",)),
-    ),
+    _mixed("mixed delayed high", "--", "tt", "--", delayed=DelayedScaling(tensors=("weight",))),
 )
 """What no named recipe does: a matrix in two granularities, in float8 in one GEMM only, delayed beside dynamic."""
 
@@ -98,8 +84,14 @@ COMPILED: tuple[dict[str, Any], ...] = (
 @cache
 def layer_cases(*, full_size: bool = False) -> tuple[LayerCase, ...]:
     """All layers in all modes; on hardware (`full_size`) more of them compiled."""
-    found = [replace(case, mode=mode) for case in _both() for mode in (LayerMode.TRACE, LayerMode.EAGER)]
-    found += [*_eager(), *_compiled()]
+    eager, compiled = LayerMode.EAGER, LayerMode.COMPILED
+    found = [replace(case, mode=mode) for case in _both() for mode in (LayerMode.TRACE, eager)]
+    situations = [fields for name, fields in SITUATIONS.items() if name != "long"]
+    found += [_case(recipe, eager, **fields) for recipe, fields in product(ALL_RECIPES, situations)]
+    found += [_case(recipe, eager, **SHARED) for recipe in (TENSORWISE, ROWWISE_WITH_GW_HP, DELAYED)]
+    found += [_case(recipe, eager, shape=ONE_ROW) for recipe in (TENSORWISE, ROWWISE, DELAYED, BLOCKWISE)]
+    found += [_case(recipe, compiled, **fields) for recipe, fields in product(RECIPES.values(), COMPILED)]
+    found += [_case(TENSORWISE, compiled, **SHARED)]
     return (*found, *_full_size()) if full_size else tuple(found)
 
 
@@ -130,22 +122,6 @@ def _both() -> Iterator[LayerCase]:
         yield _case(recipe, LayerMode.TRACE, **SITUATIONS["long"])
     for recipe in MIXED:
         yield _case(recipe, LayerMode.TRACE, steps=2 if recipe.delayed else 1)
-
-
-def _eager() -> Iterator[LayerCase]:
-    for recipe, (name, fields) in product(ALL_RECIPES, SITUATIONS.items()):
-        if name != "long":
-            yield _case(recipe, LayerMode.EAGER, **fields)
-    for recipe in (TENSORWISE, ROWWISE_WITH_GW_HP, DELAYED):
-        yield _case(recipe, LayerMode.EAGER, **SHARED)
-    for recipe in (TENSORWISE, ROWWISE, DELAYED, BLOCKWISE):
-        yield _case(recipe, LayerMode.EAGER, shape=ONE_ROW)
-
-
-def _compiled() -> Iterator[LayerCase]:
-    for recipe, fields in product(RECIPES.values(), COMPILED):
-        yield _case(recipe, LayerMode.COMPILED, **fields)
-    yield _case(TENSORWISE, LayerMode.COMPILED, **SHARED)
 
 
 def _full_size() -> Iterator[LayerCase]:
