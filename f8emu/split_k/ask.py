@@ -25,14 +25,14 @@ from f8emu.split_k.plan import LIBRARY, is_planned, split_k
 
 _FLOAT8 = ("tensorwise", *BLOCKWISE_GEMMS)
 WORKSPACE_BYTES = {**dict.fromkeys(_FLOAT8, 1 << 20), "bfloat16": 32 << 20}  # torch's: [PLAN-4]
+# cublasLtMatmulMatrixScale_t
 _SCALE_MODES = {Granularity.BLOCKWISE_128X128: 5, Granularity.BLOCKWISE_1X128: 4, Granularity.TENSORWISE: 0}
-"""cublasLtMatmulMatrixScale_t."""
 _CUDA = {"float32": 0, "float16": 2, "bfloat16": 14, E4M3FN.name: 28, E5M2.name: 29}  # cudaDataType_t
 _COMPUTE_32F, _SPLIT_K, _WORKSPACE = 68, 2, 1
+# cublasLtMatmulDescAttributes_t
 _TRANS_A, _TRANS_B, _SCALE_A, _SCALE_B, _FAST, _MODE_A, _MODE_B = 3, 4, 17, 18, 25, 31, 32
-"""cublasLtMatmulDescAttributes_t."""
+# Of each attribute, whose bytes are those of a little-endian integer
 _BYTES = {**dict.fromkeys((_TRANS_A, _TRANS_B, _MODE_A, _MODE_B), 4), _SCALE_A: 8, _SCALE_B: 8, _FAST: 1}
-"""Of each attribute, whose bytes are those of a little-endian integer."""
 
 
 class Question(NamedTuple):

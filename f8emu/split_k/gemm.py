@@ -12,18 +12,18 @@ from f8emu.spec.gemm_call import GemmCall
 from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
 
+# Float8 GEMMs with block scales: the name holds the granularity of a, then the one of b
 BLOCKWISE_GEMMS = {
     "blockwise_1x128_1x128": (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128),
     "blockwise_1x128_128x128": (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128),
     "blockwise_128x128_1x128": (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128),
 }
-"""Float8 GEMMs with block scales: the name holds the granularity of a, then the one of b."""
+# What multiplies: float8 with scales of some kind, or bfloat16
 GEMMS = ("tensorwise", "rowwise", *BLOCKWISE_GEMMS, "bfloat16")
-"""What multiplies: float8 with scales of some kind, or bfloat16."""
+# [CHAIN-1] and [CHAIN-2]; a bfloat16 GEMM has only one accumulation, without a name
 ACCUMULATIONS = ("fast", "promoted")
-"""[CHAIN-1] and [CHAIN-2]; a bfloat16 GEMM has only one accumulation, without a name."""
+# The names of cuBLAS, whose first operand is `b`: t if K is contiguous in `b`, then n if K is contiguous in `a`
 LAYOUTS = ("tn", "nt", "nn", "tt")
-"""The names of cuBLAS, whose first operand is `b`: t if K is contiguous in `b`, then n if K is contiguous in `a`."""
 _OPERANDS = (E4M3FN.name, E5M2.name)
 _OUTPUTS = tuple(fmt.name for fmt in HIGH_PRECISION)
 _ALIGNED = 8  # the number of bfloat16 in 16 bytes

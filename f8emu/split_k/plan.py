@@ -31,8 +31,8 @@ from f8emu.split_k.trees import LEAF, PLAIN_FEATURES, Feature, FittedTree, Plan,
 
 LIBRARY = "cuBLAS 13.1.0.3"
 CHIP = HOPPER.plan
+# GPU -> the name of its file
 PLANS = {HOPPER.plan: "h200_cublas_13_1_0_3_split_k", H100.plan: "h100_cublas_13_1_0_3_split_k"}
-"""GPU -> the name of its file."""
 
 
 def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> Split:
@@ -210,8 +210,8 @@ def _tree(codes: str, limits: str, features: int, file: str) -> Tree:
         return Tree(nodes, to_come[:-1], array("i", map(next, map(by_feature.__getitem__, inner))))
 
 
+# How many more nodes follow a node, by its code, as a signed byte: +1 for an inner node, -1 for a leaf
 _MORE_TO_COME = bytes([1] * LEAF + [255] * (256 - LEAF))
-"""How many more nodes follow a node, by its code, as a signed byte: +1 for an inner node, -1 for a leaf."""
 
 
 def _unpacked(text: str) -> bytes:

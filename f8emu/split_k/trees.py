@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 from f8emu.split_k.gemm import UNKNOWN, PlannedGemm, Source, Split
 
+# [PLAN-4] The range of the shapes on which the trees were fitted
 MAX_M, MAX_N, MAX_K = 8192, 32768, 32768
-"""[PLAN-4] The range of the shapes on which the trees were fitted."""
 
 
+# A power of two is the largest one, up to 128, that divides a size: so rows lie in memory. Slices by K are the most
+# that [PLAN-2] leaves, slices the most that [PLAN-2] and [PLAN-4] leave.
 PLAIN_FEATURES = (
     *("m", "n", "k", "m n", "power of two in m", "power of two in n", "power of two in k"),
     *("slices by k", "slices"),
 )
-"""A power of two is the largest one, up to 128, that divides a size: so rows lie in memory. Slices by K are the most
-that [PLAN-2] leaves, slices the most that [PLAN-2] and [PLAN-4] leave."""
+# A question of a tree about a GEMM: one of `PLAIN_FEATURES`; (n, m): of how many tiles of n by m the output consists;
+# (n, m, "at least", blocks): the fewest slices with so many tiles; (n, m, "at most", blocks): the most slices with no
+# more tiles. Neither is above slices.
 Feature = str | tuple[int, int] | tuple[int, int, str, int]
-"""A question of a tree about a GEMM: one of `PLAIN_FEATURES`; (n, m): of how many tiles of n by m the output consists;
-(n, m, "at least", blocks): the fewest slices with so many tiles; (n, m, "at most", blocks): the most slices with no
-more tiles. Neither is above slices."""
 LEAF = 128
 
 

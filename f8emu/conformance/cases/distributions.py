@@ -99,8 +99,8 @@ def _specials(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
 
 
 _VALUES = (_normal, _outlier, _gradient, _blocks, _cancellation, _subnormals, _integers, _specials)
+# Distributions of values by name
 VALUES = {draw.__name__.removeprefix("_"): draw for draw in _VALUES}
-"""Distributions of values by name."""
 
 
 def _code_bits(shape: tuple[int, int], fmt: Format, r: np.random.Generator) -> np.ndarray:
@@ -156,8 +156,8 @@ def _code_specials(shape: tuple[int, int], fmt: Format, r: np.random.Generator) 
 
 
 _CODES = (_code_bits, _code_normal, _code_same, _code_cancellation, _code_subnormals, _code_specials)
+# Distributions of float8 codes by name
 CODES = {draw.__name__.removeprefix("_code_"): draw for draw in _CODES}
-"""Distributions of float8 codes by name."""
 
 
 # GEMMs

@@ -20,8 +20,8 @@ Shape = tuple[int, int, int]  # M, N, K
 Pair = tuple[Granularity, Granularity]  # of the scales of a and b
 
 
+# Type of the output, and whether there is a bias
 OUTPUTS = ((FLOAT32, False), (BFLOAT16, False), (BFLOAT16, True), (FLOAT16, False), (FLOAT16, True))
-"""Type of the output, and whether there is a bias."""
 
 
 class Combination(NamedTuple):
@@ -54,6 +54,7 @@ BLOCKS = tuple(
 
 # Sizes. Tiles of kernels have 64, 128 or 256 rows or columns, and their launches change at larger powers of two.
 
+# Shapes that every combination meets
 ALL_MEET: dict[Family, tuple[Shape, ...]] = {
     Family.ROW: ((1, 48, 144),),
     Family.ROWS: ((300, 16, 48), (4112, 16, 16)),
@@ -62,7 +63,6 @@ ALL_MEET: dict[Family, tuple[Shape, ...]] = {
     Family.K: ((16, 16, 16), (16, 16, 528), (16, 16, 8240)),
     Family.TWO_SIZES: ((80, 80, 2064),),
 }
-"""Shapes that every combination meets."""
 ROWS = (
     *range(2, 18), 24, 31, 33, 40, 48, 63, 64, 65, 80, 100, 127, 128, 129, 160, 192, 224, 255, 256, 257, 384, 511, 512,
     513, 700, 768, 1000, 1024, 1025, 1536, 2048, 2049, 3000, 4096, 4099, 8192, 8209, 16400,
@@ -75,6 +75,7 @@ LENGTHS = (
     1, 7, 17, 32, 33, 48, 64, 80, 96, 112, 128, 144, 160, 192, 240, 256, 272, 320, 384, 400, 512, 640, 768, 1024, 1040,
     1536, 2048, 2064, 3072, 4096, 4208, 6144, 8192, 12288, 16384, 16400, 32768,
 )  # fmt: skip
+# Shapes that tensorwise and rowwise scales, fast and promoted, meet, each with the next pair of formats
 SOME_MEET: dict[Family, tuple[Shape, ...]] = {
     Family.ROW: ((1, 1, 16), (1, 16, 8240), (1, 528, 80), (1, 2064, 48), (1, 65, 33), (3, 48, 144), (5, 272, 528)),
     Family.ROWS: (*((m, 48 if i % 2 else 16, 48) for i, m in enumerate(ROWS)), (65553, 16, 16), (1040, 16, 1040)),
@@ -89,7 +90,7 @@ SOME_MEET: dict[Family, tuple[Shape, ...]] = {
         (528, 48, 1040), (48, 528, 1040), (1, 528, 8208), (4112, 80, 80),
     ),
 }  # fmt: skip
-"""Shapes that tensorwise and rowwise scales, fast and promoted, meet, each with the next pair of formats."""
+# Shapes that every pair of block scales meets
 BLOCK_SHAPES: dict[Family, tuple[Shape, ...]] = {
     Family.ROW: ((1, 48, 256), (1, 272, 144), (3, 16, 1040)),
     Family.ROWS: tuple((m, 16, 128) for m in (17, 127, 129, 255, 257, 385, 520, 1041, 4112)),
@@ -98,12 +99,12 @@ BLOCK_SHAPES: dict[Family, tuple[Shape, ...]] = {
     Family.K: tuple((16, 16, k) for k in (16, 128, 144, 255, 384, 640, 1040, 2048, 4096, 8320, 16384)),
     Family.TWO_SIZES: ((144, 144, 2064), (1, 1040, 1040), (1040, 272, 128)),
 }
-"""Shapes that every pair of block scales meets."""
 
 # Values
 
 SUBNORMAL = 1.3 * 2.0**-130
 HUGE = 1.7 * 2.0**120
+# Tensorwise scales of a and b. What is very small or large is met by its opposite, so that a result is of any size.
 SCALES: tuple[tuple[float, float], ...] = (
     (0.0, 1.5), (1.5, 0.0), (-0.0, 1.5), (1.5, -0.0), (-1.5, 0.75), (0.75, -1.5), (-1.5, -0.75),
     (SUBNORMAL, 2.0**110), (2.0**110, SUBNORMAL), (SUBNORMAL, 1.0), (1.0, SUBNORMAL), (2.0**-149, 2.0**120),
@@ -111,19 +112,18 @@ SCALES: tuple[tuple[float, float], ...] = (
     (2.0**-80, 2.0**-80), (np.inf, 1.0), (1.0, np.inf), (-np.inf, 1.0), (1.0, -np.inf), (np.inf, 0.0), (0.0, np.inf),
     (np.nan, 1.0), (1.0, np.nan),
 )  # fmt: skip
-"""Tensorwise scales of a and b. What is very small or large is met by its opposite, so that a result is of any size."""
+# Scales of rows and columns, in another order: each row meets each column, so each value meets each value
 VECTOR_SCALES = (
     0.0, -0.0, -1.5, 1.0, SUBNORMAL, -SUBNORMAL, 2.0**-149, HUGE, -HUGE, 1 / HUGE, 2.0**110, np.inf, -np.inf, np.nan,
     0.75, -(2.0**-60),
 )  # fmt: skip
-"""Scales of rows and columns, in another order: each row meets each column, so each value meets each value."""
 BIASES = (-0.0, 0.0, -1.0, np.inf, -np.inf, np.nan, 0.5, -0.0)  # and subnormals, and the largest of the type
+# The shapes of the distributions: for a compiler another shape would be another program
 VALUE_SHAPES: dict[tuple[Format, Format], Shape] = {
     HOPPER.format_pairs[0]: (16, 48, 544),
     HOPPER.format_pairs[1]: (48, 16, 176),
     HOPPER.format_pairs[2]: (16, 32, 80),
 }
-"""The shapes of the distributions: for a compiler another shape would be another program."""
 
 
 def value_cases() -> Iterator[GemmCase]:

@@ -40,8 +40,8 @@ from f8emu.spec.scaling import MAX_MARGIN, AmaxHistoryReduction, DelayedScaling,
 
 DECODED: tuple[Format, ...] = (*FLOAT8, E8M0FNU, BFLOAT16, FLOAT16)  # formats of which every code is decoded
 
+# (source, float8 format, overflow policy)
 CASTS: tuple[tuple[Format, Format, Overflow], ...] = tuple(product(HIGH_PRECISION, FLOAT8, Overflow))
-"""(source, float8 format, overflow policy)."""
 
 
 @cache
@@ -86,17 +86,17 @@ def _neighbours(points: list[float], reach: int, most: int) -> np.ndarray:
 # 2 Scales
 
 VALUE_DISTRIBUTIONS = ("normal", "outlier", "gradient", "blocks", "cancellation", "subnormals", "specials")
+# [rows, K]: tails of a block along K, and more than 4096 elements (NUMERICS 6: XLA's max loses NaN)
 MATRIX_SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (3, 130), (20, 260))
-"""[rows, K]: tails of a block along K, and more than 4096 elements (NUMERICS 6: XLA's max loses NaN)."""
 SQUARE_SHAPE = (130, 140)  # tails of a 128x128 block in both directions
 
+# (rule, margin)
 SCALE_RULES: tuple[tuple[ScaleRule, int], ...] = (
     (ScaleRule(), 0),
     (ScaleRule(), MAX_MARGIN),
     (ScaleRule(power_of_two=True), 0),
     (ScaleRule(amax_floor=2.0**-20), 0),
 )
-"""(rule, margin)."""
 
 
 @cache
@@ -142,25 +142,26 @@ def inv_scales(x: np.ndarray, granularity: Granularity, fmt: Format) -> np.ndarr
     return (fmt.max / np.maximum(magnitude, 1e-30) * r.uniform(0.4, 1.6, magnitude.shape)).astype(np.float32)
 
 
+# (rule, scale rule, format) of the states that are updated with every amax of DELAYED_AMAXES in turn
 DELAYED_TRACES: tuple[tuple[DelayedScaling, ScaleRule, Format], ...] = tuple(
     (DelayedScaling(history_length=length, reduction=reduction, margin=margin), rule, fmt)
     for (length, margin), reduction, (rule, fmt) in product(
         ((1, 0), (3, 0), (16, 2)), AmaxHistoryReduction, ((ScaleRule(), E4M3FN), (ScaleRule(power_of_two=True), E5M2))
     )
 )
-"""(rule, scale rule, format) of the states that are updated with every amax of DELAYED_AMAXES in turn."""
 
+# Rises and falls, so that the order of the history shows; unusable first, so that the initial state shows
 DELAYED_AMAXES: tuple[float, ...] = (
     0.0, float("nan"), 3.0, 5.0, 0.75, float("inf"), 0.5, 0.0, 1e-13, 700.3,
     2.0, 1.1, 1.3, 0.9, 2.0**-140, 1.7, 1.9, 0.3, 40.0,
 )  # fmt: skip
-"""Rises and falls, so that the order of the history shows; unusable first, so that the initial state shows."""
 
 
 # 3 Layers of real models
 
 
 TOKENS = 8192
+# Name -> (features in, features out)
 LAYERS: dict[str, tuple[int, int]] = {
     "llama3-8b wq wo": (4096, 4096),
     "llama3-8b wk wv": (4096, 1024),
@@ -171,7 +172,6 @@ LAYERS: dict[str, tuple[int, int]] = {
     "llama3-70b w1 w3": (8192, 28672),
     "llama3-70b w2": (28672, 8192),
 }
-"""Name -> (features in, features out)."""
 
 
 def live_cases() -> Iterator[GemmCase]:
@@ -201,18 +201,18 @@ def live_cases() -> Iterator[GemmCase]:
 CODE_DISTRIBUTIONS = ("bits", "normal", "same", "cancellation", "subnormals", "specials")
 BF16_DISTRIBUTIONS = ("normal", "gradient", "blocks", "cancellation", "outlier", "specials")
 
+# M, N, K: tails of a step (32), of a promotion (128), of everything. Few: to a compiler each is a program.
 GEMM_SHAPES: dict[tuple[Format, Format], tuple[tuple[int, int, int], ...]] = {
     formats: (shape, (5, 7, 401)) if formats == HOPPER.format_pairs[0] else (shape,)
     for formats, shape in VALUE_SHAPES.items()
 }
-"""M, N, K: tails of a step (32), of a promotion (128), of everything. Few: to a compiler each is a program."""
 BLOCKWISE_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 384), (131, 37, 330))
+# [CHAIN-3] (slices, K, fast): whole and rounded lengths, a last slice that is shorter, one that is empty
 SPLITS: tuple[tuple[int, int, bool], ...] = ((2, 512, True), (3, 1024, False), (4, 1040, True), (4, 1040, False))
-"""[CHAIN-3] (slices, K, fast): whole and rounded lengths, a last slice that is shorter, one that is empty."""
+# The same of (slices, K) for each pair with block scales, in the order of the chip
 BLOCKWISE_SPLITS: tuple[tuple[int, int], ...] = ((2, 640), (2, 1152), (3, 1664))
-"""The same of (slices, K) for each pair with block scales, in the order of the chip."""
+# M, N, K, slices
 BF16_SHAPES: tuple[tuple[int, int, int, int], ...] = ((16, 32, 208, 1), (5, 7, 77, 1), (16, 16, 528, 3))
-"""M, N, K, slices."""
 ALIGNED = HOPPER.size_multiple  # the library takes multiples of this, blockwise of 128
 
 

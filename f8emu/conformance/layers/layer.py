@@ -17,9 +17,9 @@ from f8emu.spec import FLOAT32, GEMM_NAMES, OPERANDS, TRANSPOSED, Format, Recipe
 
 Parts = dict[str, np.ndarray]
 
+# Magnitudes of input and grad_output, by step. With the scales of earlier steps values saturate or become
+# subnormal; an amax of zero updates nothing.
 MAGNITUDES = (1.0, 4.0, 0.0, 2.0**-6)
-"""Magnitudes of input and grad_output, by step. With the scales of earlier steps values saturate or become
-subnormal; an amax of zero updates nothing."""
 _MORE_OUTPUTS = 16  # what the second layer has beyond the first, so that their GEMMs have different sizes
 
 
@@ -174,8 +174,8 @@ def layer_traits(case: LayerCase) -> dict[str, str]:
 
 # What explains a difference
 
+# Part -> the GEMM whose product it is made of
 _PRODUCTS = {"result": "output", "input.grad": "grad_input", "weight.grad": "grad_weight"}
-"""Part -> the GEMM whose product it is made of."""
 
 
 def describe_layer(case: LayerCase, part: str, index: tuple[int, ...]) -> str:

@@ -20,21 +20,21 @@ REGULAR = (144, 160, 176)  # M, N, K: multiples of 16; tails of 32 and of 128 in
 ODD = (33, 50, 70)  # nothing is a multiple of 16
 BLOCKWISE_ODD = (130, 37, 200)
 ONE_ROW = (1, 16, 32)
+# On hardware, in both modes: a single row, tails of tiles and of 128-blocks, several tiles
 FULL_SIZES = (ONE_ROW, (19, 32, 48), (21, 20, 37), (150, 144, 272), (256, 512, 384))
-"""On hardware, in both modes: a single row, tails of tiles and of 128-blocks, several tiles."""
+# On hardware, in both modes: `output`, `grad_input` or `grad_weight` has a long sum and few outputs, and is cut
+# [PLAN-1] but for rowwise float8.
 LONG = ((16, 32, 8192), (16, 8192, 32), (8192, 32, 64))
-"""On hardware, in both modes: `output`, `grad_input` or `grad_weight` has a long sum and few outputs, and is cut
-[PLAN-1] but for rowwise float8."""
+# On hardware: `output` has many tiles, and how often it is cut depends on how fast the chip's memory is [PLAN-7]
 TILES = (8, 1024, 16384)
-"""On hardware: `output` has many tiles, and how often it is cut depends on how fast the chip's memory is [PLAN-7]."""
 DISTRIBUTIONS = ("blocks", "normal", "outlier", "gradient", "specials", "cancellation", "subnormals")
 
+# The fields of delayed scaling that no named recipe sets
 DELAYED_MOST_RECENT = replace(
     DELAYED,
     name="delayed most_recent",
     delayed=DelayedScaling(history_length=3, reduction=AmaxHistoryReduction.MOST_RECENT, margin=2),
 )
-"""The fields of delayed scaling that no named recipe sets."""
 
 _CASTS = {kind: Cast(format=E4M3FN, granularity=one) for kind, one in zip("trvs", Granularity, strict=True)}
 _CASTS["-"] = Cast(format=None)
@@ -47,6 +47,7 @@ def _mixed(name: str, *gemms: str, fast_output: bool = False, delayed: DelayedSc
     return Recipe(name=name, output=output, grad_input=grad_input, grad_weight=grad_weight, delayed=delayed)
 
 
+# What no named recipe does: a matrix in two granularities, in float8 in one GEMM only, delayed beside dynamic
 MIXED = (
     _mixed("mixed tensor row", "tr", "rt", "rr"),
     _mixed("mixed block tensor high", "vs", "tt", "--"),
@@ -59,10 +60,10 @@ MIXED = (
     ),
     _mixed("mixed delayed high", "--", "tt", "--", delayed=DelayedScaling(tensors=("weight",))),
 )
-"""What no named recipe does: a matrix in two granularities, in float8 in one GEMM only, delayed beside dynamic."""
 
 ALL_RECIPES = (*RECIPES.values(), DELAYED_MOST_RECENT)
 
+# What differs from a bfloat16 layer with a bias, of shape ODD
 SITUATIONS: dict[str, dict[str, Any]] = {
     "batch": {"weight_dtype": FLOAT32, "gradient": "integers", "batch": (3, 11)},
     "autocast": {"weight_dtype": FLOAT32, "is_autocast": True, "with_bias": False},
@@ -72,13 +73,12 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     # Weights change from step to step, and under delayed scaling the scales.
     "long": {"weight_dtype": FLOAT32, "passes": 2, "steps": 4, "gradient": "integers"},
 }
-"""What differs from a bfloat16 layer with a bias, of shape ODD."""
 SHARED: dict[str, Any] = {"layers": 2, "weight_dtype": FLOAT32, "passes": 2, "gradient": "integers"}
+# Under every named recipe
 COMPILED: tuple[dict[str, Any], ...] = (
     {"batch": (3, 11), "weight_dtype": FLOAT32, "passes": 2, "steps": 2, "gradient": "integers"},
     {"shape": REGULAR, "is_autocast": True, "weight_dtype": FLOAT32, "distribution": "blocks"},
 )
-"""Under every named recipe."""
 
 
 @cache

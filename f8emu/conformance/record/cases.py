@@ -27,22 +27,22 @@ from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format,
 
 PAIRS = HOPPER.format_pairs
 REFUSED_PAIR = (E5M2, E5M2)
+# M, N, K. 1040, 16 and 144 end with half a step of 32; 144 ends so after the restart at 128 [ACC-1], [CHAIN-2].
 SHAPES = ((64, 96, 512), (48, 80, 1040), (16, 16, 16), (32, 64, 4096), (32, 16, 144))
-"""M, N, K. 1040, 16 and 144 end with half a step of 32; 144 ends so after the restart at 128 [ACC-1], [CHAIN-2]."""
+# Each pair of formats meets each shape with the next one; the seed says with which they begin
 DISTRIBUTIONS = ("normal", "outlier", "gradient", "same", "bits", "cancellation", "subnormals")
-"""Each pair of formats meets each shape with the next one; the seed says with which they begin."""
 OUTPUTS = (BFLOAT16, FLOAT32, FLOAT16)
+# Small outputs with a long K, which the library may cut into slices [CHAIN-3]; rowwise has not been seen to
 SPLITK_SHAPES = ((64, 64, 8192), (16, 64, 16384), (64, 32, 6144), (32, 64, 12288))
-"""Small outputs with a long K, which the library may cut into slices [CHAIN-3]; rowwise has not been seen to."""
 SPLITK_SAMPLED_SHAPES = ((256, 256, 16384), (16, 1024, 16384))
+# Shapes from transformer layers; 24 rows and columns of each are kept
 LAYER_SHAPES = ((8192, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336), (4096, 8192, 28672))
-"""Shapes from transformer layers; 24 rows and columns of each are kept."""
+# Formats, fast accumulation and distribution, as in a forward and in a backward GEMM
 LAYER_KINDS = (((E4M3FN, E4M3FN), True, "outlier"), ((E5M2, E4M3FN), False, "gradient"))
-"""Formats, fast accumulation and distribution, as in a forward and in a backward GEMM."""
+# 640 = 5 blocks, which the layout of 128x128 scales pads to 8; 144 rows are one block and an eighth
 BLOCKWISE_SHAPES = ((128, 128, 512), (256, 128, 1024), (144, 256, 640))
-"""640 = 5 blocks, which the layout of 128x128 scales pads to 8; 144 rows are one block and an eighth."""
+# Cumulative row ends [EPI-6], N, K. The second has an empty group.
 GROUPS = (((32, 96, 112), 64, 512), ((16, 16, 80, 256), 96, 1040))
-"""Cumulative row ends [EPI-6], N, K. The second has an empty group."""
 BF16_SHAPES = ((64, 96, 512), (48, 80, 1040), (64, 64, 4096), (16, 64, 16384))
 _TENSOR = (Granularity.TENSORWISE, Granularity.TENSORWISE)
 _BY_ROW: dict[str, Any] = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}

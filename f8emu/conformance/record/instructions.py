@@ -37,8 +37,8 @@ FORMATS_IN_FILES: dict[str, Format] = {
     "E4M3FNUZ": E4M3FNUZ,
     "E5M2FNUZ": E5M2FNUZ,
 }
+# Names of chips in files -> their profiles
 PROFILES: dict[str, Chip] = {"H200": HOPPER, "L40S": ADA, "B200": BLACKWELL_MMA, **CHIPS}
-"""Names of chips in files -> their profiles."""
 SUBJECTS = ("f8ref.numpy", "f8ref.jax", "f8ref.exact")
 EXACT_CASES = 100  # so many of each recording are put to f8ref.exact, which computes one scalar at a time
 LONGEST_K = 4096

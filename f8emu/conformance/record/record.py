@@ -22,8 +22,8 @@ from f8emu.spec import F8Error, GoldenFileError
 
 _T = TypeVar("_T")
 
+# The seed of the operands. Another seed records other operands, and other distributions for each shape.
 SEED = 20261122
-"""The seed of the operands. Another seed records other operands, and other distributions for each shape."""
 
 
 class Launcher(Protocol):
