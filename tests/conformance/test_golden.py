@@ -13,9 +13,10 @@ import pytest
 
 from f8emu.conformance import GoldenCase, read_golden, shipped_golden, write_golden
 from f8emu.conformance.cases.container import decode_container, encode_container
+from f8emu.conformance.cases.distributions import scaled_case
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.cases.golden import slices_of_k
-from f8emu.spec import GoldenFileError, Granularity
+from f8emu.spec import HOPPER, GoldenFileError, Granularity
 
 REMEDY = "f8emu record OUT"
 
@@ -36,11 +37,8 @@ def test_shipped_file_is_what_was_recorded() -> None:
 
 def test_split_k_is_read_from_kernels_and_grids() -> None:
     """[CHAIN-3] The table of NUMERICS 3."""
-    found = {
-        (case.gemm.output_shape[0], case.gemm.output_shape[1], case.gemm.k): case.gemm.split_k
-        for case in shipped_golden().cases
-        if case.gemm.split_k > 1
-    }
+    gemms = [case.gemm for case in shipped_golden().cases if case.gemm.split_k > 1]
+    found = {(*gemm.output_shape, gemm.k): gemm.split_k for gemm in gemms}
     assert found == {(64, 64, 8192): 3, (16, 64, 16384): 6, (64, 64, 4096): 3}
 
 
@@ -56,10 +54,7 @@ def test_split_k_is_read_from_kernels_and_grids() -> None:
 )
 def test_slices_of_k(name: str, grid: tuple[int, ...], m: int, n: int, slices: int) -> None:
     assert slices_of_k([(name, grid)], m, n) == slices
-
-
-def test_a_grid_without_whole_tiles_is_refused() -> None:
-    with pytest.raises(ValueError, match="splitK"):
+    with pytest.raises(ValueError, match="splitK"):  # no whole tiles
         slices_of_k([("nvjet_64x32_x_splitK_TNT", (5, 1, 1))], 64, 64)
 
 
@@ -85,20 +80,8 @@ def test_write_and_read_give_the_same_cases(tmp_path: Path) -> None:
 
 def test_odd_block_scales_survive_the_padded_layout(tmp_path: Path) -> None:
     """[EPI-5] K of 5 blocks is stored padded to 8, rows of one block and a bit as 2."""
-    r = np.random.default_rng(1)
     square, vector = Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128
-    a, b = (r.integers(0, 0x7E, (rows, 640)).astype(np.uint8) for rows in (144, 256))
-    dtype = shipped_golden().cases[0].gemm.a.dtype
-    gemm = GemmCase(
-        id="x",
-        mode=Mode.BLOCKWISE,
-        a=a.view(dtype),
-        b=b.view(dtype),
-        scale_a=r.random((2, 5), np.float32),
-        scale_b=r.random((256, 5), np.float32).T,
-        granularity_a=square,
-        granularity_b=vector,
-    )
+    gemm = scaled_case("x", (square, vector), HOPPER.block_scaled_format_pairs[0], (144, 256, 640), "bits")
     out = np.zeros((144, 256), np.float32).astype("bfloat16")
     write_golden(tmp_path / "g", [GoldenCase(name="odd", gemm=gemm, out=out, kernels=())], {})
     back = read_golden(tmp_path / "g").cases[0].gemm

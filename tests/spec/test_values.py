@@ -44,18 +44,10 @@ def test_what_a_repr_leaves_out_still_counts(data: object) -> None:
     assert len(repr(data)) < 130
 
 
-@pytest.mark.parametrize(
-    ("kind", "builtin"),
-    [
-        (SpecError, ValueError),
-        (OperandError, ValueError),
-        (UnsupportedError, NotImplementedError),
-        (GoldenFileError, ValueError),
-        (MissingExtraError, ImportError),
-    ],
-)
-def test_error_is_also_its_builtin_kind(kind: type[F8Error], builtin: type[Exception]) -> None:
-    assert kind.__mro__[1:3] == (F8Error, builtin)
+def test_an_error_is_also_of_its_builtin_kind() -> None:
+    kinds = (SpecError, OperandError, GoldenFileError, UnsupportedError, MissingExtraError)
+    builtin = (ValueError, ValueError, ValueError, NotImplementedError, ImportError)
+    assert [kind.__mro__[1:3] for kind in kinds] == [(F8Error, one) for one in builtin]
 
 
 def test_missing_extra_names_the_remedy() -> None:
