@@ -16,7 +16,7 @@ from f8emu.conformance.cases.container import decode_container, encode_container
 from f8emu.conformance.cases.distributions import scaled_case
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.cases.golden import slices_of_k
-from f8emu.spec import HOPPER, GoldenFileError, Granularity
+from f8emu.spec import BFLOAT16, HOPPER, GoldenFileError, Granularity
 
 REMEDY = "f8emu record OUT"
 
@@ -81,7 +81,9 @@ def test_write_and_read_give_the_same_cases(tmp_path: Path) -> None:
 def test_odd_block_scales_survive_the_padded_layout(tmp_path: Path) -> None:
     """[EPI-5] K of 5 blocks is stored padded to 8, rows of one block and a bit as 2."""
     square, vector = Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128
-    gemm = scaled_case("x", (square, vector), HOPPER.block_scaled_format_pairs[0], (144, 256, 640), "bits")
+    gemm = scaled_case(
+        "x", (square, vector), HOPPER.block_scaled_format_pairs[0], (144, 256, 640), "bits", out_dtype=BFLOAT16
+    )
     out = np.zeros((144, 256), np.float32).astype("bfloat16")
     write_golden(tmp_path / "g", [GoldenCase(name="odd", gemm=gemm, out=out, kernels=())], {})
     back = read_golden(tmp_path / "g").cases[0].gemm
