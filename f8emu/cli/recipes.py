@@ -111,7 +111,7 @@ def _record(out: Path, seed: int | None, check: bool, plans: Path | None) -> int
     elif seed is not None or check:
         raise SpecError("record: --seed and --verify go with a golden file, not with --plans; leave them out")
     else:
-        from f8emu.conformance.record.plans import record_plans
+        from f8emu.conformance.record.record import record_plans
         from f8emu.split_k.plan import gemms_from_json
 
         recording = record_plans(out, [gemm for _, gemm in gemms_from_json(text_of("record", plans), str(plans))])

@@ -21,8 +21,7 @@ from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.cases.golden import read_golden
 from f8emu.conformance.record.cases import DISTRIBUTIONS, PAIRS, PlannedCase, plan
 from f8emu.conformance.record.cuda import CudaLauncher, Launched, Refused, _Call, kernels_in_trace
-from f8emu.conformance.record.plans import COLUMNS, emulated, record_plans
-from f8emu.conformance.record.record import record
+from f8emu.conformance.record.record import COLUMNS, emulated, record, record_plans
 from f8emu.conformance.run.subject import load_subject
 from f8emu.spec import FLOAT32, GoldenFileError, Granularity, MissingExtraError, SpecError, UnsupportedError
 from f8emu.split_k.plan import CHIP, LIBRARY, PlannedGemm, Source, plan_from_json, shipped_plan

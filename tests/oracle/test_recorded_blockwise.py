@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import f8ref.numpy as reference
-from f8emu.conformance.record.plans import COLUMNS, emulated, revealing_operands
+from f8emu.conformance.record.record import COLUMNS, emulated, revealing_operands
 from f8emu.spec import HOPPER, Chip, Granularity
 from f8emu.split_k.gemm import BLOCKWISE_GEMMS
 from f8emu.split_k.plan import CHIP, LIBRARY, PlannedGemm, Source, shipped_plan, split_k

@@ -1,15 +1,27 @@
-"""New golden cases, recorded on a GPU: `f8emu record OUT`.
+"""New evidence, recorded on a GPU: `f8emu record OUT`, and S of more shapes, `f8emu record OUT --plans IN.json`.
 
-Every GEMM of `record.cases` is put to the library. What it gives is stored in the format of `golden`, with the kernels
-that ran and their grids; what it refuses is stored in the metadata as `refused`. No emulation takes part.
+Golden cases: every GEMM of `record.cases` is put to the library. What it gives is stored in the format of `golden`,
+with the kernels that ran and their grids; what it refuses is stored in the metadata as `refused`. No emulation takes
+part.
+
+Plans: the library runs each shape once, and S is one with which `f8ref.numpy` gives the same bits: the predicted one if
+it is among them, otherwise the smallest. Several are if they cut K into slices of the same length. In most GEMMs others
+are too: a bfloat16 output hides almost every difference, and promoted partials of like magnitude are added exactly. So
+the operands are made to show S: the magnitude changes from block to block, and the second half of K takes back the
+first, so that what is left of a sum is what was cut and rounded away on the way.
 """
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 from f8emu import __version__
+from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.cases.golden import GoldenCase, read_golden, write_golden
 from f8emu.conformance.compare import different
@@ -18,7 +30,10 @@ from f8emu.conformance.record.cuda import CudaLauncher, Launched, Refused
 from f8emu.conformance.run.result import StageResult, Status
 from f8emu.conformance.run.subject import load_subject
 from f8emu.conformance.run.verify import verify as run_suite
-from f8emu.spec import F8Error, GoldenFileError
+from f8emu.spec import BFLOAT16, HOPPER, F8Error, GoldenFileError, SpecError, format_by_name
+from f8emu.split_k.gemm import PlannedGemm, Source
+from f8emu.split_k.plan import CHIP, PLANS, plan_from_json, plan_to_json, shipped_plan
+from f8emu.split_k.trees import Plan
 
 _T = TypeVar("_T")
 
@@ -57,10 +72,8 @@ class GoldenRecording(NamedTuple):
         if self.verified is None:
             return [*found, f"not verified; to do so: f8emu verify --golden {self.path}"]
         equal = self.verified
-        found += [
-            f"f8ref.numpy equals {equal.cases_equal} of {self.cases} cases, "
-            f"{equal.outputs_equal} of {self.outputs} outputs"
-        ]
+        outputs = f"{equal.outputs_equal} of {self.outputs} outputs"
+        found += [f"f8ref.numpy equals {equal.cases_equal} of {self.cases} cases, {outputs}"]
         return found + [f"  {mismatch.line()}" for mismatch in equal.mismatches]
 
 
@@ -142,3 +155,146 @@ def tracked(items: Iterable[_T], title: str, total: int) -> Iterable[_T]:
     except ImportError:
         return items
     return track(items, title, total, console=Console(stderr=True), transient=True)
+
+
+# Plans
+
+COLUMNS = 16  # how many columns of b differ; the others repeat them
+_BLOCK = 128
+_MAX_SLICES = 64
+_PLAN_SEED = 20261121
+
+
+class PlanRunner(Protocol):
+    """What runs a planned GEMM; `CudaLauncher` unless a test takes its place."""
+
+    def metadata(self) -> dict[str, str]: ...
+
+    def planned(self, gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray) -> np.ndarray | Refused:
+        """One row of `a @ b^T`, [C]: every row of a is `a_K`, and the columns are those of `b_CK` in turn."""
+        ...
+
+
+class PlanRecording(NamedTuple):
+    """The outcome for the shapes that were requested."""
+
+    path: Path
+    plan: Plan
+    found: int
+    predicted: int  # how many of the shapes found the shipped plan also predicts, if it is of the same library and chip
+    predicted_right: int
+    not_found: dict[str, list[str]]  # reason -> shapes
+
+    def lines(self) -> list[str]:
+        lines = [f"{self.path}: {self.found} shapes recorded on {self.plan.chip}, {self.plan.library}"]
+        if self.predicted:
+            lines += [f"the shipped rule predicts {self.predicted_right} of {self.predicted} of them"]
+        for reason, shapes in self.not_found.items():
+            lines += [f"{len(shapes)} not recorded, first {shapes[0]}: {reason}"]
+        return lines
+
+
+def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRunner | None = None) -> PlanRecording:
+    """Finds S of each GEMM on this machine's GPU and writes a plan file; one that is there already is added to.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        UnsupportedError: no CUDA GPU with float8.
+        SpecError: the file cannot be written, or is that of another library or chip.
+    """
+    # 1. The plan of this library and chip, with what an earlier run recorded.
+    path = writable(path, SpecError)
+    run = CudaLauncher() if runner is None else runner
+    facts = run.metadata()
+    known = Plan(library=f"cuBLAS {facts['cublas']}", chip=facts["device"], torch=facts["torch"], recorded={})
+    if path.exists():
+        old = plan_from_json(path.read_text(encoding="utf-8"), str(path))
+        if (old.library, old.chip) != (known.library, known.chip):
+            raise SpecError(
+                f"record: {path} holds shapes of {old.library} on {old.chip}; this is {known.library} on {known.chip}; "
+                "write to another file"
+            )
+        known = replace(known, recorded=old.recorded)
+    shipped = shipped_plan(known.chip if known.chip in PLANS else CHIP)
+    is_shipped = (known.library, known.chip) == (shipped.library, shipped.chip)
+    # 2. S of each shape; what the shipped plan predicts for the same library is a test of its rules.
+    recorded = dict(known.recorded)
+    not_found: dict[str, list[str]] = {}
+    found, guesses = 0, list[bool]()
+    for gemm in tracked(gemms, "recording", len(gemms)):
+        guess = shipped.predicted(gemm)
+        result = _split_k(gemm, run, guess.split_k)
+        if isinstance(result, Refused):
+            not_found.setdefault(result.reason, []).append(f"{gemm.m} x {gemm.n} x {gemm.k} {gemm.table}")
+            continue
+        found += 1
+        if is_shipped and guess.source is Source.PREDICTED:
+            guesses.append(guess.split_k == result)
+        recorded[gemm.table, gemm.rows, gemm.n, gemm.k] = result
+    known = replace(known, recorded=recorded)
+    path.write_text(plan_to_json(known), encoding="utf-8")
+    return PlanRecording(path, known, found, len(guesses), sum(guesses), not_found)
+
+
+def _split_k(gemm: PlannedGemm, run: PlanRunner, guess: int) -> int | Refused:
+    # One row is compared, which does not depend on M, N and the layout: a list of many shapes has few of them.
+    kind = replace(gemm, m=1, n=COLUMNS, layout="tn")
+    out = run.planned(gemm, *revealing_operands(kind))
+    if isinstance(out, Refused):
+        return out
+    # S that cut K differently, the likeliest first, then ascending.
+    multiple, lengths = HOPPER.accumulation(gemm.granularities).split_k_multiple, set[int]()
+    for split_k in (guess, *range(1, _MAX_SLICES + 1)):
+        length = -(-gemm.k // (split_k * multiple))
+        if length not in lengths and not different(_row(kind, split_k), out).any():
+            return split_k
+        lengths.add(length)
+    return Refused("no split-K gives these bits")
+
+
+@lru_cache(maxsize=4096)
+def _row(kind: PlannedGemm, split_k: int) -> np.ndarray:
+    return emulated(kind, *revealing_operands(kind), split_k)
+
+
+def emulated(gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray, split_k: int) -> np.ndarray:
+    """What `f8ref.numpy` makes of one row, [C]."""
+    import f8ref.numpy as oracle
+
+    out_dtype, pair = format_by_name(gemm.out_dtype), gemm.granularities
+    if pair is None:
+        return oracle.mm(a_K[None], b_CK.T, out_dtype=out_dtype, split_k=split_k)[0]
+    return oracle.scaled_mm(
+        a_K[None],
+        b_CK.T,
+        np.ones(pair[0].scale_shape(1, gemm.k), np.float32),
+        np.ones(pair[1].scale_shape(len(b_CK), gemm.k), np.float32).T,
+        granularity_a=pair[0],
+        granularity_b=pair[1],
+        out_dtype=out_dtype,
+        use_fast_accum=gemm.accumulation == "fast",
+        split_k=split_k,
+    )[0]
+
+
+@lru_cache(maxsize=64)
+def revealing_operands(gemm: PlannedGemm) -> tuple[np.ndarray, np.ndarray]:
+    """A row of a, [K], and `COLUMNS` columns of b, [C, K], whose dot products are zero but for what is rounded away."""
+    rng = np.random.default_rng(_PLAN_SEED)
+    formats = (BFLOAT16, BFLOAT16)
+    if gemm.gemm != "bfloat16":
+        formats = format_by_name(gemm.a_dtype), format_by_name(gemm.b_dtype)
+    half = gemm.k // (2 * _BLOCK) * _BLOCK
+    # 1. Blocks of one magnitude each. Under promotion one product a block, so that what is promoted is exact, and S
+    # shows in the roundings of the float32 total alone.
+    magnitude = np.repeat(np.exp2(rng.integers(-6, 8, size=half // _BLOCK)), _BLOCK)
+    if gemm.accumulation == "promoted" or gemm.is_blockwise:
+        magnitude[np.arange(half) % _BLOCK != 0] = 0
+    first_a = rng.uniform(1, 2, half) * magnitude
+    first_b = rng.uniform(1, 2, (COLUMNS, half)) * magnitude * rng.choice([-1, 1], (COLUMNS, half))
+    # 2. The same blocks again, in another order and with the other sign.
+    order = rng.permutation(half // _BLOCK)[:, None] * _BLOCK + np.arange(_BLOCK)
+    a_K, b_CK = np.zeros(gemm.k), np.zeros((COLUMNS, gemm.k))
+    a_K[: 2 * half] = np.concatenate([first_a, -first_a[order.ravel()]])
+    b_CK[:, : 2 * half] = np.concatenate([first_b, first_b[:, order.ravel()]], axis=1)
+    return a_K.astype(dtype_of(formats[0])), b_CK.astype(dtype_of(formats[1]))
