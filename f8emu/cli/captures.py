@@ -100,12 +100,11 @@ def _run(command: str, paths: list[Path], json_file: Path | None, options: dict[
 def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Path | None) -> int:
     from f8emu.report import inspection
     from f8emu.report.html import render
-    from f8emu.report.inspection_log import MEASURES, read_run
 
-    if by not in MEASURES:
-        raise SpecError(f"inspect: --by must be one of {', '.join(MEASURES)}; got {by!r}")
+    if by not in inspection.MEASURES:
+        raise SpecError(f"inspect: --by must be one of {', '.join(inspection.MEASURES)}; got {by!r}")
     with opened("inspect", json_file) as out, opened("inspect", html_file) as file:
-        run = read_run(log)
+        run = inspection.read_run(log)
         worst = run.worst(by, top)
         page = inspection.page(run, worst, by, log)
         if out is not None:

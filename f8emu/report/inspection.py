@@ -1,67 +1,177 @@
-"""What an inspected run says: its events, its worst places, and those over time; as a page and as plain data."""
+"""What the JSON lines of `f8emu.torch.inspect` say: the events of a run and its worst places, as a page and as data."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from f8emu.report.inspection_log import Place, Run
-from f8emu.report.page import Block, Cell, Facts, Page, Plot, Row, Section, Table, Text
-from f8emu.report.svg import Svg, number, ticks
+from f8emu.report.page import Block, Cell, Facts, Page, Row, Section, Table, Text
+from f8emu.spec import SpecError
+from f8emu.untrusted import open_regular
 
 COMMAND = "f8emu inspect"
+SCHEMA = 1
+"""The newest that this reader knows."""
+MEASURES = (
+    *("sqnr", "underflow", "saturation"),
+    *("error_total", "error_quantisation", "error_accumulation", "nan", "inf"),
+)
+"""The measures by which places can be sorted; of sqnr the lowest is the worst, of all others the highest."""
+_SHOWN = ("sqnr", "underflow", "saturation", "error_total", "nan", "inf")
+_FORMS = {"underflow": ".3%", "saturation": ".3%", "sqnr": ".1f", "nan": ".0f", "inf": ".0f"}
 _FACTS = ("f8emu", "torch", "device", "recipe", "layers", "every")
-_MEASURES = ("sqnr", "underflow", "saturation", "error_total", "nan", "inf")
+_NAMES = ("layer", "gemm", "operand", "tensor")
+_LONGEST = 1 << 20
+"""Bytes of a line; ours have a few hundred, with first values at most a third of this."""
+_LAST_STEP = 2**63 - 1
 _MOST_EVENTS = 20
 """Shown; all are in the JSON."""
-_UNITS = {
-    "sqnr": "signal to noise of the cast, dB",
-    "underflow": "share that underflows",
-    "saturation": "share beyond the largest value",
-}
-_LINES = [(colour, dash) for dash in ("", "7 4") for colour in ("below", "above", "apart")]
-"""Colours and dashes of the places in the figure: more could not be told apart."""
-_MOST_POINTS = 400
-"""Of a curve that is drawn; of a longer one the extremes of each piece."""
+
+
+# 1 The file
+
+
+@dataclass(slots=True)
+class Place:
+    """An operand or product of one GEMM of a layer, over all steps and ranks."""
+
+    layer: str
+    gemm: str
+    operand: str
+    tensor: str
+    cast: str
+    steps: set[int] = field(default_factory=set)
+    worst: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Measure -> its worst value, and the first step that has it; nothing where it was not taken."""
+
+    def add(self, step: int, record: dict[str, Any]) -> None:
+        """The statistics of one step, as `JsonLog` writes them; what is no number was not taken."""
+        self.steps.add(step)
+        for measure in MEASURES:
+            try:
+                value = float("nan" if isinstance(record.get(measure), bool) else record.get(measure, "nan"))
+            except (TypeError, ValueError, OverflowError):
+                continue
+            known = self.worst.get(measure)
+            is_worse = known is None or (value < known[0] if measure == "sqnr" else value > known[0])
+            if is_worse and not math.isnan(value):
+                self.worst[measure] = value, step
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A whole file."""
+
+    headers: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    is_cut: bool = False
+    """Whether the last line is incomplete: the run was ended while it wrote."""
+    skipped: int = 0
+    """Lines within that are no JSON: a crash cut one off, and the next run ended it; more are damage."""
+
+    def worst(self, measure: str, count: int) -> list[Place]:
+        """The places where a measure is worst, the worst first."""
+        found = [place for place in self.places if measure in place.worst]
+        return sorted(found, key=lambda place: place.worst[measure][0], reverse=measure != "sqnr")[:count]
+
+
+def read_run(path: Path) -> Run:
+    """Read a file, line by line.
+
+    Raises:
+        SpecError: a file that cannot be read, is no inspection, or was written by a newer f8emu.
+    """
+    run = Run()
+    places: dict[tuple[str, ...], Place] = {}
+    for number, record in _records(path, run):
+        if not run.headers and "schema" not in record:
+            raise _bad(path, number, "the first line must be the one that f8emu.torch.inspect writes, with its schema")
+        # 1. A header: of the first run, or of one that went on with the file.
+        if "schema" in record:
+            if not isinstance(record["schema"], int) or record["schema"] > SCHEMA:
+                found = f"not {record['schema']!r}: a newer f8emu wrote it"
+                raise _bad(path, number, f"schema must be at most {SCHEMA}, {found}")
+            run.headers.append(record)
+        # 2. An event, or the statistics of one place at one step; casts under other recipes are left out.
+        elif "event" in record:
+            run.events.append(record)
+        elif "recipe" not in record:
+            if missing := [name for name in (*_NAMES, "step") if name not in record]:
+                raise _bad(path, number, f"a record must have {', '.join(_NAMES)} and step, not lack {missing[0]}")
+            step, key = record["step"], tuple(str(record[name]) for name in _NAMES)
+            if type(step) is not int or not 0 <= step <= _LAST_STEP:
+                raise _bad(path, number, f"step must be an integer from 0 to 2^63 - 1, not {step!r:.40}")
+            place = places.setdefault(key, Place(*key, cast=str(record.get("cast", ""))))
+            place.add(step, record)
+    run.places = list(places.values())
+    return run
+
+
+def _records(path: Path, run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
+    # (number, object) of each line; lines that cannot be read are counted in `run`.
+    number = 0
+    try:
+        with open_regular(path) as file:
+            while line := file.readline(_LONGEST):
+                number += 1
+                if not line.endswith(b"\n") and len(line) < _LONGEST:
+                    run.is_cut = True
+                    return
+                # A crash cuts one line off, and the next run goes on behind it; a first line that is no JSON is
+                # another file.
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    if number > 1 and len(line) < _LONGEST:
+                        run.skipped += 1
+                        continue
+                    raise _bad(path, number, f"every line must be a JSON object: {error}") from None
+                if not isinstance(record, dict):
+                    raise _bad(path, number, f"every line must be a JSON object, not a {type(record).__name__}")
+                yield number, record
+    except OSError as error:
+        remedy = "give the path of a file of f8emu.torch.inspect"
+        raise SpecError(f"inspect: cannot read {path}: {error}; {remedy}") from None
+    if number == 0:
+        raise _bad(path, 0, "it is empty")
+
+
+def _bad(path: Path, line: int, what: str) -> SpecError:
+    return SpecError(f"inspect: {path}, line {line}: {what}; give a file that f8emu.torch.inspect wrote")
+
+
+# 2 The page, and the data
 
 
 def page(run: Run, worst: Sequence[Place], by: str, log: Path) -> Page:
     """The whole run."""
     # The measure that sorts is shown, also where it is none of the usual ones.
-    measures = _MEASURES if by in _MEASURES else (*_MEASURES, by)
+    measures = _SHOWN if by in _SHOWN else (*_SHOWN, by)
     columns = ("layer", "GEMM", "operand", "cast", *("sqnr dB" if m == "sqnr" else m for m in measures), "at", "steps")
-    table = Table(
-        caption=f"{log.name}: the worst places by {by}, each value the worst of its steps",
-        columns=columns,
-        rows=[_row(place, by, measures) for place in worst],
-        numeric=frozenset(range(4, len(columns))),
-    )
+    rows: list[Row] = []
+    for place in worst:
+        found = {name: place.worst[name][0] for name in measures if name in place.worst}
+        values = [format(found[name], _FORMS.get(name, ".3g")) if name in found else "" for name in measures]
+        names = (place.layer, place.gemm, f"{place.operand} ({place.tensor})", place.cast)
+        rows.append([*names, *values, str(place.worst[by][1]), str(len(place.steps))])
+    caption = f"{log.name}: the worst places by {by}, each value the worst of its steps"
+    table = Table(caption=caption, columns=columns, rows=rows, numeric=frozenset(range(4, len(columns))))
     head = run.headers[0] if run.headers else {}
     blocks: list[Block] = [Facts(items=[(name, str(head[name])) for name in _FACTS if name in head]), table]
-    if worst:
-        blocks.append(_plot(worst[: len(_LINES)], by))
-    else:
-        remedy = "name it in the statistics of the inspection, or sort by another"
-        blocks.append(Text(points=[f"no record has {by}; {remedy}"]))
-    if faults := run.faults():
-        blocks.append(Text(points=faults))
-    sections = [Section(title=f"Worst by {by}", blocks=blocks)]
+    # What is not there, or could not be read.
+    remedy = "name it in the statistics of the inspection, or sort by another"
+    faults = [f"no record has {by}; {remedy}"] * (not worst)
+    faults += [f"lines skipped because they are not JSON: {run.skipped:,} (a crash leaves one)"] * bool(run.skipped)
+    faults += ["the last line is incomplete: the run was ended while it wrote"] * run.is_cut
+    sections = [Section(title=f"Worst by {by}", blocks=[*blocks, Text(points=faults)] if faults else blocks)]
     if run.events:
         sections.insert(0, Section(title="Events", blocks=[Text(points=list(_events(run.events)))]))
     words = f"{len(run.events)} events" if run.events else "no NaN, no infinity, no overflow"
     verdict = Cell(text=words, tone="bad" if run.events else "good")
     return Page(title=f"Inspection of {log.name}", verdict=verdict, sections=sections)
-
-
-def to_json(run: Run, worst: Sequence[Place]) -> dict[str, Any]:
-    """Headers, events and worst places."""
-    places = []
-    for place in worst:
-        values = {name: found[1] for name in place.curves if (found := place.worst(name)) is not None}
-        plain = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-        names = {name: getattr(place, name) for name in ("layer", "gemm", "operand", "tensor", "cast")}
-        places.append({**names, "steps": len(place.steps), **plain})
-    return {"runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}
 
 
 def _events(events: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -75,64 +185,12 @@ def _events(events: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"and {len(events) - _MOST_EVENTS} more events; all are in the JSON of {COMMAND} --json"
 
 
-def _row(place: Place, by: str, measures: Sequence[str]) -> Row:
-    forms = {"underflow": ".3%", "saturation": ".3%", "sqnr": ".1f", "nan": ".0f", "inf": ".0f"}
-    found = {name: place.worst(name) for name in measures}
-    values = ["" if worst is None else format(worst[1], forms.get(name, ".3g")) for name, worst in found.items()]
-    at = found[by]
-    names = (place.layer, place.gemm, f"{place.operand} ({place.tensor})", place.cast)
-    return [*names, *values, "" if at is None else str(at[0]), str(len(place.steps))]
-
-
-def _plot(places: Sequence[Place], by: str) -> Plot:
-    # The measure over steps, a line for each place; told apart by dashes, not by colour alone.
-    # 1. The range of steps and of values, with a margin.
-    curves = [{s: v for s, v in sorted(place.curves[by].items()) if math.isfinite(v)} for place in places]
-    steps = [step for curve in curves for step in curve] or [0, 1]
-    values = [value for curve in curves for value in curve.values()] or [0.0, 1.0]
-    (x0, x1), (y0, y1) = (min(steps), max(steps)), (min(values), max(values))
-    margin = 0.06 * (y1 - y0) or abs(y1) * 0.1 or 1.0
-    y0, y1 = y0 - margin, y1 + margin
-    left, top, width, height = 62, 26, 460, 250
-    figure = Svg(left + width + 16, top + height + 50 + 20 * len(places))
-
-    def at(step: float, value: float) -> tuple[float, float]:
-        across = (step - x0) / (x1 - x0) if x1 > x0 else 0.5
-        return left + width * across, top + height * (1 - (value - y0) / (y1 - y0))
-
-    # 2. The axes.
-    figure.text(6, 14, _UNITS.get(by, by), kind="quiet")
-    for value in ticks(y0, y1, 5):
-        y = at(x0, value)[1]
-        figure.line(left, y, left + width, y, "grid")
-        figure.text(left - 6, y + 4, f"{value:.4g}", "end", kind="quiet")
-    for step in ticks(x0, x1, 6):
-        if step == int(step):
-            figure.text(at(step, y0)[0], top + height + 16, f"{step:.0f}", "middle", kind="quiet")
-    figure.line(left, top + height, left + width, top + height, "axis")
-    figure.text(left + width / 2, top + height + 32, "step", "middle", kind="quiet")
-    # 3. A line for each place, from a dot at its first step, and its row of the legend.
-    words: list[str] = []
-    for i, (place, curve) in enumerate(zip(places, curves, strict=True)):
-        kind, dash = f"curve {_LINES[i][0]}", f'stroke-dasharray="{_LINES[i][1]}"'
-        name, worst = f"{place.layer} {place.gemm} {place.operand}", place.worst(by)
-        words += [] if worst is None else [f"{name}: worst {worst[1]:.4g} at step {worst[0]}"]
-        points = [f"{number(x)} {number(y)}" for x, y in (at(*point) for point in _thinned(list(curve.items())))]
-        if points:
-            figure.path(f"M{points[0]}m-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z", kind, words[-1])
-            figure.path(f"M{'L'.join(points)}", kind, words[-1], dash)
-        row = top + height + 50 + 20 * i
-        figure.line(left - 50, row, left - 14, row, kind, dash)
-        figure.text(left - 6, row + 4, name)
-    alt = "; ".join(words) + "."
-    return Plot(svg=figure.html(alt), title=f"{by} over the run, of the worst places", alt=alt)
-
-
-def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    # A curve that looks the same with fewer points: of every piece of a long one, its lowest and its highest.
-    size = -(-2 * len(points) // _MOST_POINTS)
-    if len(points) <= _MOST_POINTS:
-        return points
-    pieces = (points[start : start + size] for start in range(0, len(points), size))
-    ends = ({min(piece, key=lambda one: one[1]), max(piece, key=lambda one: one[1])} for piece in pieces)
-    return [point for pair in ends for point in sorted(pair)]
+def to_json(run: Run, worst: Sequence[Place]) -> dict[str, Any]:
+    """Headers, events and worst places."""
+    places: list[dict[str, Any]] = []
+    for place in worst:
+        found = {name: place.worst[name][0] for name in MEASURES if name in place.worst}
+        plain = {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
+        names = {name: getattr(place, name) for name in (*_NAMES, "cast")}
+        places.append({**names, "steps": len(place.steps), **plain})
+    return {"runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}
