@@ -36,10 +36,6 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_version() -> None:
-    assert invoke("--version") == (0, f"f8emu {f8emu.__version__}\n", "")
-
-
 def test_verify_with_json(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/f8emu", "verify", "f8ref.numpy"])
     out_path = tmp_path / "report.json"
@@ -127,7 +123,8 @@ def test_bad_usage_is_a_message_and_status_2(arguments: tuple[str, ...], message
     assert out == ""
 
 
-def test_recipes() -> None:
+def test_version_and_recipes() -> None:
+    assert invoke("--version") == (0, f"f8emu {f8emu.__version__}\n", "")
     status, out, _ = invoke("recipes")
     assert status == 0
     assert all(recipe.name in out for recipe in RECIPES.values()) and "all_axiswise" in out
@@ -275,6 +272,8 @@ def test_plan_writes_the_objects_with_their_splits(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert [(x["split_k"], x["source"]) for x in found] == [(3, "recorded"), (6, "predicted"), (1, "unknown")]
     assert [{key: x[key] for key in shape} for x, shape in zip(found, SHAPES, strict=True)] == SHAPES
+    alone = python(MAIN, "plan", "--shapes", str(shapes), blocked=("jax", "torch", "numpy", "ml_dtypes"))
+    assert alone.returncode == 0 and "predicted" in alone.stdout, alone.stderr
     status, table, _ = invoke("plan", "--shapes", str(shapes))
     assert status == 0 and all(word in table for word in ("recorded", "predicted", "unknown", "NVIDIA H200", "8256"))
     head = {"schema": 2, "library": "cuBLAS 13.1.0.3", "chip": "NVIDIA H200"}
@@ -316,10 +315,3 @@ def test_what_is_no_file_is_refused_at_once(place: str, tmp_path: Path) -> None:
     for command in commands:
         status, out, error = invoke(*command, str(path))
         assert (status, out) == (2, "") and str(path) in error and "Traceback" not in error, command
-
-
-def test_plan_loads_no_framework(tmp_path: Path) -> None:
-    shapes = tmp_path / "in.json"
-    shapes.write_text(json.dumps(SHAPES))
-    result = python(MAIN, "plan", "--shapes", str(shapes), blocked=("jax", "torch", "numpy", "ml_dtypes"))
-    assert result.returncode == 0 and "predicted" in result.stdout, result.stderr

@@ -1,13 +1,11 @@
 """A model trained in torch goes on in JAX, and the other way round: every output, gradient and scale is the same."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 import f8emu.jax
@@ -86,27 +84,18 @@ def raw(x: Any) -> bytes:
     return interop.to_numpy(x).tobytes()
 
 
-def through_a_file(state: dict[str, torch.Tensor], folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    if kind == "safetensors":
-        save_file(state, folder / "file.safetensors")
-        return load_file(folder / "file.safetensors")
-    return through_file(state)
-
-
-@pytest.mark.parametrize(("recipe", "kind"), [("delayed", "safetensors"), ("rowwise_with_gw_hp", "torch.save")])
-def test_training_goes_on_in_the_other_library(recipe: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise_with_gw_hp"])
+def test_training_goes_on_in_the_other_library(recipe: str) -> None:
     """Two steps in torch, two in JAX, two in torch again, beside six in torch: 0 differing bits in every step."""
     is_delayed = RECIPES[recipe].delayed is not None
     alone, moving = torch_model(recipe), torch_model(recipe)
     for step in range(2):
         assert torch_step(moving, step) == torch_step(alone, step)
 
-    weights = through_a_file(dict(moving.state_dict()), tmp_path, kind)
-    params = interop.params_from_state_dict(weights)
+    params = interop.params_from_state_dict(through_file(moving.state_dict()))
     states: Any = None
     if is_delayed:
-        scales = through_a_file(f8.delayed_state_dict(moving), tmp_path, kind)
-        states = interop.float8_states_from_delayed_state_dict(scales, recipe)
+        states = interop.float8_states_from_delayed_state_dict(through_file(f8.delayed_state_dict(moving)), recipe)
     for step in range(2, 4):
         params, states, bits = jax_step(recipe, params, states, step)
         assert bits == torch_step(alone, step)

@@ -139,16 +139,14 @@ def test_casts(granularity, shape, dtype, layout, specials, kernels) -> None:
 @ON_GPU
 def test_delayed_casts(kernels) -> None:
     """Scales that are set and not set, and with which many values saturate."""
-    x = draw((40, 300), torch.bfloat16, SPECIALS[3:])
-    cast = Cast(format=E4M3FN, granularity=Granularity.TENSORWISE)
+    x, cast = draw((40, 300), torch.bfloat16, SPECIALS[3:]), Cast(format=E4M3FN, granularity=Granularity.TENSORWISE)
 
     def statistics(device: str) -> list[dict[str, float]]:
-        found = list[dict[str, float]]()
+        found, matrix = list[dict[str, float]](), Matrix(x.to(device))
+        matrix.values(["amax"])
         for inv_scale, transposed in product((0.0, 0.3, 50.0), (False, True)):
             one = torch.full((1, 1), inv_scale, device=device)
             state = Delayed(inv_scale=one, amax=torch.zeros(1, 1, device=device), margin=2)
-            matrix = Matrix(x.to(device))
-            matrix.values(["amax"])
             found.append(numbers(matrix.cast(cast, transposed, ScaleRule(), CASTS, state)))
         return found
 
