@@ -45,10 +45,6 @@ def f32(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def f64(*values: float) -> np.ndarray:
-    return np.array(values, np.float64)
-
-
 def u8(*values: int) -> np.ndarray:
     return np.array(values, np.uint8)
 
@@ -74,29 +70,27 @@ def test_every_code_differs_from_every_other_but_nan() -> None:
         assert equal.sum() == 256 - nans + nans**2
 
 
-def test_line() -> None:
-    observed, expected = f32(1.0, 0.0).reshape(1, 2), f32(1.0, -0.0).reshape(1, 2)
-    (mismatch,) = mismatches("case 7", "output.product", observed, expected, lambda index: f"a[{index[0]}]=0x38")
-    assert mismatch.index == (0, 1)
-    assert mismatch.line() == "case 7: output.product [0, 1] a[0]=0x38 => 0x00000000 (0)  expected: 0x80000000 (-0)"
+E4M3 = ml_dtypes.float8_e4m3fn
 
 
-def test_line_of_codes_and_of_flags() -> None:
-    (line,) = (m.line() for m in mismatches("c", "", u8(0x7E).view("u1"), u8(0x7F)))
-    assert line == "c [0] => 126  expected: 127"
-    e4m3 = ml_dtypes.float8_e4m3fn
-    (line,) = (m.line() for m in mismatches("c", "", np.array([448.0], e4m3), np.array([np.nan], e4m3)))
-    assert line == "c [0] => 0x7e (448)  expected: 0x7f (nan)"
-    (line,) = (m.line() for m in mismatches("c", "", np.array(True), np.array(False)))
-    assert line == "c => True  expected: False"
+@pytest.mark.parametrize(
+    ("observed", "expected", "line"),
+    [
+        (f32(1.0, 0.0), f32(1.0, -0.0), "c: x [1] in [1] => 0x00000000 (0)  expected: 0x80000000 (-0)"),
+        (u8(0x7E), u8(0x7F), "c: x [0] in [0] => 126  expected: 127"),
+        (np.array([448.0], E4M3), np.array([np.nan], E4M3), "c: x [0] in [0] => 0x7e (448)  expected: 0x7f (nan)"),
+        (np.array(True), np.array(False), "c: x in [] => True  expected: False"),
+    ],
+)
+def test_lines(observed: np.ndarray, expected: np.ndarray, line: str) -> None:
+    (mismatch,) = mismatches("c", "x", observed, expected, lambda index: f"in {list(index)}")
+    assert mismatch.line() == line
 
 
 def test_vectors_are_abbreviated() -> None:
     x = np.arange(300, dtype=np.uint16)
-    assert abbreviated(x, "a", shown=2) == "a=<0000 0001 .. 012b>(300)"
-    assert abbreviated(x[:2], "a") == "a=<0000 0001>(2)"
-    assert abbreviated(x[7:8], "s") == "s=0x0007"
-    assert abbreviated(x[:0], "a") == "a=<>(0)"
+    words = [abbreviated(part, "a", shown=2) for part in (x, x[:2], x[7:8], x[:0])]
+    assert words == ["a=<0000 0001 .. 012b>(300)", "a=<0000 0001>(2)", "a=0x0007", "a=<>(0)"]
 
 
 def test_dtype_and_shape_are_part_of_the_answer() -> None:
@@ -104,48 +98,51 @@ def test_dtype_and_shape_are_part_of_the_answer() -> None:
     assert "float64[2, 3], expected float32[2, 3]" in shape_fault(np.zeros((2, 3)), expected)
     assert "float32[3, 2], expected float32[2, 3]" in shape_fault(np.zeros((3, 2), np.float32), expected)
     assert "gave list, expected an array" in shape_fault([[0.0] * 3] * 2, expected)
-    assert "gave NoneType" in shape_fault(None, expected)
-    assert shape_fault(expected, expected) == ""
+    assert "gave NoneType" in shape_fault(None, expected) and shape_fault(expected, expected) == ""
 
 
-def case(**parts: object) -> Case:
-    return Case(id="c", run=lambda subject: parts)  # type: ignore[arg-type,return-value]
+# A case
 
 
-def result_of(case: Case, expected: Any) -> StageResult:
-    return run_case(case, NOBODY, expected).result
+def result_of(run: Any, expected: Any) -> StageResult:
+    """Of a case that gives these parts, or runs this."""
+    run = run if callable(run) else lambda subject, parts=run: parts
+    return run_case(Case(id="c", run=run, traits={"kind": "planted"}), NOBODY, expected).result
 
 
-def test_outcome_counts_every_output_and_names_the_first_part() -> None:
-    expected = {"amax": f32(1, 2), "codes": u8(1, 2, 3), "product": f32(5)}
-    found = result_of(case(amax=f32(1, 2), codes=u8(9, 2, 8), product=f32(6)), expected)
-    assert (found.outputs_total, found.outputs_equal, found.status) == (6, 3, Status.DIFFERENT)
-    assert found.first_differences == {"codes": 1}
-    (mismatch,) = found.mismatches
-    assert (mismatch.part, mismatch.index) == ("codes", (0,))
-    assert mismatch.line() == "c: codes [0] => 9  expected: 1; 2 of 3 differ"
-
-
-def test_a_missing_part_or_a_wrong_dtype_is_a_difference() -> None:
-    expected = {"a": f32(1), "b": f32(2)}
-    found = result_of(case(a=f32(1)), expected)
-    assert (found.outputs_equal, found.first_differences, found.cases_equal) == (1, {"b": 1}, 0)
-    found = result_of(case(a=f64(1), b=f32(2)), expected)
-    assert (found.outputs_equal, found.first_differences) == (1, {"a": 1})
-    assert "gave float64[1], expected float32[1]" in found.mismatches[0].line()
+def test_every_output_is_counted_and_the_first_part_is_explained() -> None:
+    ones = np.ones((4, 6), np.float32)
+    wrong = ones.copy()
+    wrong[1, 2:4] = 1 + 2.0**-23
+    expected = {"a": ones, "b": ones, "c": ones}
+    found = result_of({"a": ones, "b": wrong, "c": ones[:2]}, expected)
+    assert (found.outputs_total, found.outputs_equal, found.first_differences) == (72, 46, {"b": 1})
+    assert found.ulps["float32"].labelled() == {"+1": 2, NOT_COMPARED: 24}
+    (place,), (mismatch,) = found.places, found.mismatches
+    assert place.part == "b" and np.argwhere(place.differing).tolist() == [[1, 2], [1, 3]]
+    assert mismatch.line() == "c: b [1, 2] => 0x3f800001 (1.00000012)  expected: 0x3f800000 (1); 2 of 24 differ"
+    tally = Tally(cases=1, cases_differing=1, outputs=72, outputs_differing=26)
+    assert found.tallies == {"kind": {"planted": tally}} and found.status is Status.DIFFERENT
+    equal = result_of(expected, expected)
+    assert equal.status is Status.EQUAL and equal.ulps == {} and equal.places == []
+    # a missing part, and another dtype
+    found = result_of({"a": ones, "b": ones}, expected)
+    assert (found.outputs_equal, found.first_differences, found.cases_equal) == (48, {"c": 1}, 0)
+    found = result_of({**expected, "a": ones.astype(np.float64)}, expected)
+    assert (found.outputs_equal, found.first_differences) == (48, {"a": 1})
+    assert "gave float64[4, 6], expected float32[4, 6]" in found.mismatches[0].line()
 
 
 def test_exceptions_are_failures_and_not_offered_is_neither() -> None:
     expected = {"": np.zeros(4, np.float32)}
-    fails = Case(id="c", run=raising(ZeroDivisionError("oh\nsecond line")))
+    fails = raising(ZeroDivisionError("oh\nsecond line"))
     found = result_of(fails, expected)
     assert (found.outputs_total, found.outputs_equal, found.status) == (4, 0, Status.DIFFERENT)
     assert found.mismatches[0].line() == "c => raised ZeroDivisionError: oh"
-
-    found = result_of(Case(id="c", run=raising(NotOffered("no such thing"))), expected)
+    assert found.ulps["float32"].labelled() == {NOT_COMPARED: 4} and found.places == []
+    found = result_of(raising(NotOffered("no such thing")), expected)
     assert (found.reason, found.outputs_total, found.status) == ("no such thing", 0, Status.NOT_OFFERED)
-
-    found = result_of(case(), answer(fails, NOBODY))
+    found = result_of({}, answer(Case(id="c", run=fails), NOBODY))
     assert "the oracle raised ZeroDivisionError" in found.mismatches[0].line() and found.status is Status.DIFFERENT
 
 
@@ -226,31 +223,6 @@ def test_map_of_a_matrix_and_of_larger_outputs() -> None:
         x = np.arange(1000, dtype=np.float32).reshape(shape)
         vector = difference_map("case", "", x, np.zeros(shape, np.float32))
         assert vector.differing.shape == (4, MAX_CELLS) and vector.differing.sum() == 999
-
-
-# A case
-
-
-def _case(expected: dict[str, np.ndarray], given: dict[str, np.ndarray]) -> Case:
-    return Case(id="case", run=lambda s: given, recorded=expected, traits={"kind": "planted"})
-
-
-def test_outcome_keeps_how_far_and_where() -> None:
-    ones = np.ones((4, 6), np.float32)
-    wrong = ones.copy()
-    wrong[1, 2:4] = 1 + 2.0**-23
-    case = _case({"a": ones, "b": ones, "c": ones}, {"a": ones, "b": wrong, "c": ones[:2]})
-    found = result_of(case, answer(case, None))
-    assert (found.outputs_total, found.outputs_equal, found.first_differences) == (72, 46, {"b": 1})
-    assert found.ulps["float32"].labelled() == {"+1": 2, NOT_COMPARED: 24}
-    (place,) = found.places
-    assert place.part == "b" and np.argwhere(place.differing).tolist() == [[1, 2], [1, 3]]
-    tally = Tally(cases=1, cases_differing=1, outputs=72, outputs_differing=26)
-    assert found.mismatches[0].index == (1, 2) and found.tallies == {"kind": {"planted": tally}}
-    failed = result_of(replace(case, run=raising(MemoryError())), answer(case, None))
-    assert failed.ulps["float32"].labelled() == {NOT_COMPARED: 72} and failed.places == []
-    equal = result_of(_case({"": ones}, {"": ones}), {"": ones})
-    assert equal.status is Status.EQUAL and equal.ulps == {} and equal.places == []
 
 
 # A subject

@@ -22,8 +22,8 @@ from f8emu.conformance.kernels.faults import ChangedInput, KernelFault, ProcessE
 from f8emu.conformance.kernels.loaded import IsolatedKernel
 from f8emu.conformance.run import stages
 from f8emu.conformance.run.subject import Subject
-from f8emu.spec import SpecError
-from tests.conformance.command import invoke, stages_in
+from f8emu.spec import BFLOAT16, SpecError
+from tests.conformance.command import ROOT, invoke, stages_in
 
 FAULTS: dict[int, tuple[str, type[Exception], str, bool]] = {
     32: (
@@ -119,10 +119,7 @@ def isolated(subject: Subject) -> Any:
 
 def with_rows(rows: int) -> GemmCase:
     case = next(c for c in gemm_cases() if c.mode.value == "tensorwise" and c.a.shape == (16, 544) and "norm" in c.id)
-    return replace(case, a=np.resize(case.a, (rows, case.k)), out_dtype=NUMPY_OUT, bias=None)
-
-
-NUMPY_OUT = next(c.out_dtype for c in gemm_cases() if c.out_dtype.name == "bfloat16")
+    return replace(case, a=np.resize(case.a, (rows, case.k)), out_dtype=BFLOAT16, bias=None)
 
 
 def process_id(subject: Subject) -> int:
@@ -184,20 +181,12 @@ def test_ctrl_c_ends_the_process(subject: Subject, monkeypatch: pytest.MonkeyPat
 def test_the_process_ends_with_its_parent(module: Path) -> None:
     """Even while the kernel hangs, and the parent is killed."""
     program = (
-        "import tests_case, os, threading, time\n"
-        "from f8emu.conformance import load_subject\n"
+        "from tests.conformance.test_isolation import isolated, load_subject, with_rows\n"
         "subject = load_subject('faulty_kernels:KERNEL', timeout=600)\n"
-        "print(subject.verbs['scaled_mm'].func.__self__._worker.process.pid, flush=True)\n"
-        "subject.gemm(tests_case.CASE)\n"
+        "print(isolated(subject)._worker.process.pid, flush=True)\n"
+        "subject.gemm(with_rows(48))\n"
     )
-    (module / "tests_case.py").write_text(
-        "from dataclasses import replace\nimport numpy as np\n"
-        "from f8emu.conformance.cases.tables import gemm_cases\n"
-        "from f8emu.spec import BFLOAT16\n"
-        "case = next(c for c in gemm_cases() if c.a.shape == (16, 544))\n"
-        "CASE = replace(case, a=np.resize(case.a, (48, 544)), out_dtype=BFLOAT16, bias=None)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*(place for place in sys.path if place), str(ROOT)])}
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
     assert parent.stdout is not None
     with parent.stdout:

@@ -1,4 +1,4 @@
-"""Kernels as data: every known declaration on a stand-in of that very signature, which checks what the library checks.
+"""Kernels as data: every known declaration on a stand-in that takes its arguments, and checks what the library checks.
 
 The stand-ins compute with the oracle, so equal bits mean that operands, scales and options arrived where they belong.
 torch's own checks of a CUDA call are asked too, on fake tensors.
@@ -68,39 +68,23 @@ def checked_by_torch(function: Callable[..., Any], *args: Any, **options: Any) -
 # Stand-ins, with the signatures of the libraries
 
 
-def torch_scaled_mm(
-    self, mat2, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
-) -> torch.Tensor:
-    given = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    checked_by_torch(torch.ops.aten._scaled_mm.default, self, mat2, scale_a, scale_b, **given)
-    granularity = ROWWISE if scale_a.ndim else Granularity.TENSORWISE
+def torch_scaled_mm(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum) -> torch.Tensor:
     given = {"bias": bias, "use_fast_accum": use_fast_accum}
-    return oracle(self, mat2, scale_a, scale_b, (granularity, granularity), out_dtype, **given)
+    checked_by_torch(torch.ops.aten._scaled_mm.default, a, b, scale_a, scale_b, out_dtype=out_dtype, **given)
+    granularity = ROWWISE if scale_a.ndim else Granularity.TENSORWISE
+    return oracle(a, b, scale_a, scale_b, (granularity, granularity), out_dtype, **given)
 
 
 def functional_scaled_mm(
-    mat_a,
-    mat_b,
-    scale_a,
-    scale_recipe_a,
-    scale_b,
-    scale_recipe_b,
-    swizzle_a=None,
-    swizzle_b=None,
-    bias=None,
-    output_dtype=torch.bfloat16,
-    contraction_dim=(),
-    use_fast_accum=False,
+    a, b, scale_a, recipe_a, scale_b, recipe_b, *, bias, output_dtype, use_fast_accum
 ) -> torch.Tensor:
-    given = {"bias": bias, "output_dtype": output_dtype, "use_fast_accum": use_fast_accum}
-    checked_by_torch(
-        torch.nn.functional.scaled_mm, mat_a, mat_b, scale_a, scale_recipe_a, scale_b, scale_recipe_b, **given
-    )
+    given, operands = {"bias": bias, "use_fast_accum": use_fast_accum}, (a, b, scale_a, recipe_a, scale_b, recipe_b)
+    checked_by_torch(torch.nn.functional.scaled_mm, *operands, output_dtype=output_dtype, **given)
     words = {"TensorWise": Granularity.TENSORWISE, "RowWise": ROWWISE, "BlockWise1x128": VECTOR}
-    pair = words.get(scale_recipe_a.name, SQUARE), words.get(scale_recipe_b.name, SQUARE)
+    pair = words.get(recipe_a.name, SQUARE), words.get(recipe_b.name, SQUARE)
     scales = []
-    for scale, granularity, rows in ((scale_a, pair[0], len(mat_a)), (scale_b, pair[1], mat_b.shape[1])):
-        blocks = -(-mat_a.shape[1] // 128)
+    for scale, granularity, rows in ((scale_a, pair[0], len(a)), (scale_b, pair[1], b.shape[1])):
+        blocks = -(-a.shape[1] // 128)
         if granularity is VECTOR:  # what f8emu.torch.gemm.hardware gives cuBLAS, which an H200 accepted [EPI-5]
             assert (scale.shape, scale.stride()) == ((rows, blocks), (1, rows))
         if granularity is SQUARE:
@@ -108,39 +92,21 @@ def functional_scaled_mm(
             assert (scale.shape, scale.stride()) == ((padded, -(-rows // 128)), (1, padded))
             scale = scale[:blocks].T
         scales.append(scale)
-    scale_b = scales[1].T if pair[1].is_blockwise else scales[1]
-    return oracle(mat_a, mat_b, scales[0], scale_b, pair, output_dtype, bias=bias, use_fast_accum=use_fast_accum)
+    return oracle(a, b, scales[0], scales[1].T if pair[1].is_blockwise else scales[1], pair, output_dtype, **given)
 
 
-def torch_scaled_grouped_mm(
-    self, mat2, scale_a, scale_b, offs=None, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
-) -> torch.Tensor:
+def torch_scaled_grouped_mm(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum) -> torch.Tensor:
     given = {"offs": offs, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    checked_by_torch(torch.ops.aten._scaled_grouped_mm.default, self, mat2, scale_a, scale_b, **given)
-    out = str(out_dtype).removeprefix("torch.")
-    arrays = (n(x) for x in (self, mat2, scale_a, scale_b, offs))
+    checked_by_torch(torch.ops.aten._scaled_grouped_mm.default, a, b, scale_a, scale_b, **given)
+    arrays, out = (n(x) for x in (a, b, scale_a, scale_b, offs)), str(out_dtype).removeprefix("torch.")
     return TORCH.load(f8.scaled_grouped_mm(*arrays, out_dtype=out, use_fast_accum=use_fast_accum))
 
 
 def functional_scaled_grouped_mm(
-    mat_a,
-    mat_b,
-    scale_a,
-    scale_recipe_a,
-    scale_b,
-    scale_recipe_b,
-    swizzle_a=None,
-    swizzle_b=None,
-    bias=None,
-    offs=None,
-    output_dtype=torch.bfloat16,
-    contraction_dim=(),
-    use_fast_accum=False,
+    a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype, **options
 ) -> torch.Tensor:
-    assert scale_recipe_a.name == scale_recipe_b.name == "RowWise"
-    return torch_scaled_grouped_mm(
-        mat_a, mat_b, scale_a, scale_b, offs=offs, out_dtype=output_dtype, use_fast_accum=use_fast_accum
-    )
+    assert recipe_a.name == recipe_b.name == "RowWise"
+    return torch_scaled_grouped_mm(a, b, scale_a, scale_b, out_dtype=output_dtype, **options)
 
 
 def fbgemm_rowwise(XQ, WQ, x_scale, w_scale, bias=None, use_fast_accum=True) -> torch.Tensor:
@@ -179,9 +145,7 @@ def fbgemm_groupwise(XQ, WQ, x_scale, w_scale) -> torch.Tensor:
     return oracle(XQ, WQ.T, x_scale.T, w_scale, (VECTOR, SQUARE), torch.bfloat16)
 
 
-def deepgemm_fp8_gemm_nt(
-    a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False
-) -> None:
+def deepgemm_fp8_gemm_nt(a, b, d, c=None, recipe=None) -> None:
     (a, sfa), (b, sfb) = a, b
     (m, k), rows, blocks = a.shape, b.shape[0], -(-a.shape[1] // 128)
     side = 128 if recipe is None else recipe[1]
@@ -232,9 +196,8 @@ def few_cases() -> tuple[GemmCase, ...]:
     kept = []
     for case in gemm_cases():
         small = case.a.shape[0] in (5, 48) or case.mode.value in ("blockwise", "grouped_rowwise")
-        if small and case.split_k == 1 and ("normal" in case.id or "blockwise" in case.id or "grouped" in case.id):
-            kept.append(case)
-        elif "specials" in case.id and case.a.shape[0] == 16 and case.k == 80:
+        named = any(word in case.id for word in ("normal", "blockwise", "grouped"))
+        if (small and named and case.split_k == 1) or ("specials" in case.id and case.a.shape == (16, 80)):
             kept.append(case)
     return tuple(kept)
 

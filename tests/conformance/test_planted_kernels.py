@@ -39,14 +39,10 @@ class Call:
     """One call as the kernel gets it."""
 
     kind: str
-    a: np.ndarray
-    """[M, K]."""
-    b: np.ndarray
-    """[K, N]; grouped [groups, K, N]."""
-    scale_a: np.ndarray
-    """One, [M, 1] or [M, K/128]; grouped [M]."""
-    scale_b: np.ndarray
-    """One, [1, N] or [K/128, N/128]; grouped [groups, N]."""
+    a: np.ndarray  # [M, K]
+    b: np.ndarray  # [K, N]; grouped [groups, K, N]
+    scale_a: np.ndarray  # one, [M, 1] or [M, K/128]; grouped [M]
+    scale_b: np.ndarray  # one, [1, N] or [K/128, N/128]; grouped [groups, N]
     bias: np.ndarray | None = None
     offs: np.ndarray | None = None
     out_dtype: str
@@ -85,15 +81,8 @@ def gemm(call: Call) -> np.ndarray:
     pair = Granularity.TENSORWISE, Granularity.TENSORWISE
     if call.is_rowwise:
         pair = (ROWWISE, ROWWISE) if call.kind == DENSE else next(iter(BLOCKWISE_1X128_128X128))
-    return f8.scaled_mm(
-        *arrays,
-        *scales,
-        granularity_a=pair[0],
-        granularity_b=pair[1],
-        bias=call.bias,
-        out_dtype=out,
-        use_fast_accum=call.fast,
-    )
+    options = {"granularity_a": pair[0], "granularity_b": pair[1], "bias": call.bias}
+    return f8.scaled_mm(*arrays, *scales, **options, out_dtype=out, use_fast_accum=call.fast)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +162,11 @@ def each_scale(function: Callable[[np.ndarray], np.ndarray], *sides: str) -> New
 
 
 def each_bias(function: Callable[[np.ndarray], np.ndarray]) -> New:
-    def kernel(call: Call) -> np.ndarray:
-        if call.bias is None:
-            return call.right
-        values = function(call.bias.astype(np.float32))
-        return call.redone(bias=values.astype(call.bias.dtype))
+    def change(call: Call) -> dict[str, Any]:
+        bias = call.bias
+        return {} if bias is None else {"bias": function(bias.astype(np.float32)).astype(bias.dtype)}
 
-    return lambda: kernel
+    return redone(change)
 
 
 def each_output(function: Callable[[np.ndarray], np.ndarray]) -> New:
@@ -229,27 +216,25 @@ def boundary(array: np.ndarray, bytes_: int) -> bool:
     return array.ctypes.data % bytes_ == 0
 
 
-def one_buffer() -> Planted:
-    """Every output is in the same memory."""
-    memory = np.zeros(1 << 25, np.uint8)
+def buffers(buffer_of: Callable[[np.ndarray], Any], least: int = 0) -> New:
+    """Outputs for which `buffer_of` is equal are in the same memory."""
 
-    def kernel(call: Call) -> np.ndarray:
-        out = memory[: call.right.nbytes].view(call.right.dtype).reshape(call.right.shape)
-        out[:] = call.right
-        return out
+    def new() -> Planted:
+        known: dict[Any, np.ndarray] = {}
 
-    return kernel
+        def kernel(call: Call) -> np.ndarray:
+            right = call.right
+            memory = known.setdefault(buffer_of(right), np.zeros(max(right.nbytes, least), np.uint8))
+            out = memory[: right.nbytes].view(right.dtype).reshape(right.shape)
+            out[:] = right
+            return out
+
+        return kernel
+
+    return new
 
 
-def buffer_of_a_shape() -> Planted:
-    buffers: dict[Any, np.ndarray] = {}
-
-    def kernel(call: Call) -> np.ndarray:
-        out = buffers.setdefault((call.right.shape, call.out_dtype), np.empty_like(call.right))
-        out[:] = call.right
-        return out
-
-    return kernel
+buffer_of_a_shape = buffers(lambda right: (right.shape, right.dtype))
 
 
 def adds_to_what_is_there() -> Planted:
@@ -312,7 +297,7 @@ PLANTED: dict[str, New] = {
     "N of 2,000": altered(lambda c: c.n >= 2000),
     "K of 8,000": altered(lambda c: c.k >= 8000),
     "rows of a apart": redone(lambda c: {"a": as_if_packed(c.a)}),
-    "a buffer that the next call overwrites": one_buffer,
+    "a buffer that the next call overwrites": buffers(lambda right: 0, least=1 << 25),
     "subnormal scales flushed": each_scale(lambda s: np.where(subnormal(s), 0, s)),
     "subnormal bias flushed": each_bias(lambda x: np.where(np.abs(x) < 6.2e-5, x * 0, x)),
     "-0 of the bias": each_bias(lambda x: x + np.float32(0)),

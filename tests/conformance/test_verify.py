@@ -274,12 +274,11 @@ def test_shares_of_a_stage_are_joined(numpy_subject: Subject) -> None:
 
 def test_own_splits_of_shares_are_joined() -> None:
     """In any order; and a share that differs excuses nothing of the others away."""
-    about: Any = {"stage": "golden", "title": "recorded GEMMs", "oracle": "a recording"}
-    equal = StageResult(**about, cases_total=2, cases_equal=2, outputs_total=18, outputs_equal=18)
+    equal = StageResult(cases_total=2, cases_equal=2, outputs_total=18, outputs_equal=18)
     excused, other = (
-        StageResult(**about, cases_total=1, outputs_total=9, own_splits={s: Tally(cases=1, outputs=9)}) for s in (5, 2)
+        StageResult(cases_total=1, outputs_total=9, own_splits={s: Tally(cases=1, outputs=9)}) for s in (5, 2)
     )
-    wrong = StageResult(**about, cases_total=1, outputs_total=9, outputs_equal=8)
+    wrong = StageResult(cases_total=1, outputs_total=9, outputs_equal=8)
     for shares in permutations((equal, excused, other, excused)):
         found = joined(shares, errors=8)
         assert list(found.own_splits.items()) == [(2, Tally(cases=1, outputs=9)), (5, Tally(cases=2, outputs=18))]
