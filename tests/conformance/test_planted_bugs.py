@@ -78,21 +78,6 @@ def layer_of(**verbs: Verb) -> dict[str, Verb]:
     return {"linear": partial(engine_linear, {**vars(reference), **verbs})}
 
 
-def amax_of_rounded(x: np.ndarray, granularity: Granularity) -> np.ndarray:
-    return reference.amax(x.astype(dtype_of(BFLOAT16)), granularity)
-
-
-def default_scale(amax: np.ndarray, format: Format, rule: ScaleRule, *, margin: int = 0) -> Scales:
-    return reference.scale_from_amax(amax, format, ScaleRule(), margin=margin)
-
-
-def one_scale(x: np.ndarray, inv_scale: np.ndarray, format: Format, granularity: Granularity) -> np.ndarray:
-    """For all blocks."""
-    if not granularity.is_blockwise:
-        return reference.quantize(x, inv_scale, format, granularity)
-    return reference.quantize(x, inv_scale[:1, :1], format, Granularity.TENSORWISE)
-
-
 def always_fast(*args: Any, **options: Any) -> np.ndarray:
     fast = options["use_fast_accum"] or not options["granularity_a"].is_blockwise
     return reference.scaled_mm(*args, **options | {"use_fast_accum": fast})
@@ -154,10 +139,6 @@ def unsigned_zero(x: np.ndarray) -> np.ndarray:
     return reference.decode(x) + np.float32(0)
 
 
-def amax_without_nan(x: np.ndarray, granularity: Granularity) -> np.ndarray:
-    return reference.amax(np.where(np.isnan(x), np.zeros_like(x), x), granularity)
-
-
 def reciprocal_scale(amax: np.ndarray, format: Format, rule: ScaleRule, *, margin: int = 0) -> Scales:
     scales = reference.scale_from_amax(amax, format, rule, margin=margin)
     with np.errstate(all="ignore"):
@@ -186,20 +167,6 @@ def column_major(scale: np.ndarray) -> np.ndarray:
     return np.ravel(scale).reshape(scale.shape, order="F")
 
 
-def column_major_quantize(x: np.ndarray, inv_scale: np.ndarray, format: Format, granularity: Granularity) -> np.ndarray:
-    if granularity is Granularity.BLOCKWISE_128X128:
-        inv_scale = column_major(inv_scale)
-    return reference.quantize(x, inv_scale, format, granularity)
-
-
-def column_major_block_scales(
-    a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, **options: Any
-) -> np.ndarray:
-    if options["granularity_a"] is Granularity.BLOCKWISE_128X128:
-        scale_a = column_major(scale_a)
-    return reference.scaled_mm(a, b, scale_a, scale_b, **options)
-
-
 def scaled_operands(
     a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, **options: Any
 ) -> np.ndarray:
@@ -217,11 +184,22 @@ def float32_mm(a: np.ndarray, b: np.ndarray, *, out_dtype: Format, split_k: int)
         return (a.astype(np.float32) @ b.astype(np.float32)).astype(dtype_of(out_dtype))
 
 
-def group_off_by_one(
-    a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, offs: np.ndarray, **options: Any
-) -> np.ndarray:
-    early = np.append(offs[:-1] - 1, offs[-1]).astype(np.int32)
-    return reference.scaled_grouped_mm(a, b, scale_a, scale_b, early, **options)
+def given(name: str, change: Callable[..., tuple[Any, ...]]) -> dict[str, Verb]:
+    """The oracle's verb, called with other arguments: `change(*args, **options)`."""
+    return {name: lambda *args, **options: getattr(reference, name)(*change(*args, **options), **options)}
+
+
+SQUARE, TENSORWISE = Granularity.BLOCKWISE_128X128, Granularity.TENSORWISE
+ONE_SCALE = given(
+    "quantize", lambda x, s, fmt, of: (x, s[:1, :1], fmt, TENSORWISE) if of.is_blockwise else (x, s, fmt, of)
+)
+GROUPS_ENDING_EARLY = given(
+    "scaled_grouped_mm", lambda a, b, sa, sb, offs, **_: (a, b, sa, sb, np.append(offs[:-1] - 1, offs[-1]).astype("i4"))
+)
+BLOCKS_TURNED = given(
+    "scaled_mm",
+    lambda a, b, sa, sb, **to: (a, b, column_major(sa) if to["granularity_a"] is SQUARE else sa, sb),
+)
 
 
 class Bug(NamedTuple):
@@ -235,11 +213,13 @@ BUGS: dict[str, Bug] = {
     "subnormals flushed": Bug("formats", recoded(flushed)),
     "NaN becomes max": Bug("formats", recoded(nan_to_max)),
     "-0 loses its sign": Bug("formats", {"decode": unsigned_zero}),
-    "amax drops NaN": Bug("scales", {"amax": amax_without_nan}),
+    "amax drops NaN": Bug("scales", given("amax", lambda x, of: (np.where(np.isnan(x), np.zeros_like(x), x), of))),
     "scale by reciprocal": Bug("scales", {"scale_from_amax": reciprocal_scale}),
     "power of two by rounding": Bug("scales", {"scale_from_amax": rounded_power_of_two}),
     "history rolled the wrong way": Bug("scales", {"update_delayed_state": rolled_the_wrong_way}),
-    "block scales of quantize column-major": Bug("scales", {"quantize": column_major_quantize}),
+    "block scales of quantize column-major": Bug(
+        "scales", given("quantize", lambda x, s, fmt, of: (x, column_major(s) if of is SQUARE else s, fmt, of))
+    ),
     "ACC-2 products normalised": Bug("golden", gemm(normalises=True)),
     "ACC-3 floor instead of toward zero": Bug("golden", gemm(to_integer=np.floor)),
     "ACC-3 14 bits": Bug("golden", gemm(term_bits=14, sum_bits=14)),
@@ -252,13 +232,19 @@ BUGS: dict[str, Bug] = {
     "EPI-2 row and column scales swapped": Bug("golden", gemm(swap_scales=True)),
     "EPI-3 bias before scales": Bug("golden", gemm(bias="first")),
     "EPI-5 two roundings instead of fma": Bug("golden", {"scaled_mm": two_roundings}),
-    "EPI-5 block scales column-major": Bug("golden", {"scaled_mm": column_major_block_scales}),
-    "EPI-6 group ends off by one": Bug("golden", {"scaled_grouped_mm": group_off_by_one}),
+    "EPI-5 block scales column-major": Bug("golden", BLOCKS_TURNED),
+    "EPI-6 group ends off by one": Bug("golden", GROUPS_ENDING_EARLY),
     "BF16-1 float32 matmul": Bug("golden", {"mm": float32_mm}),
-    "layer: amax of a rounded copy": Bug("layers", layer_of(amax=amax_of_rounded), "output.a.amax"),
-    "layer: scale rule ignored": Bug("layers", layer_of(scale_from_amax=default_scale), "output.a.inv_scale"),
+    "layer: amax of a rounded copy": Bug(
+        "layers", layer_of(**given("amax", lambda x, of: (x.astype(dtype_of(BFLOAT16)), of))), "output.a.amax"
+    ),
+    "layer: scale rule ignored": Bug(
+        "layers",
+        layer_of(**given("scale_from_amax", lambda amax, fmt, rule, **_: (amax, fmt, ScaleRule()))),
+        "output.a.inv_scale",
+    ),
     "layer: delayed state ignored": Bug("layers", {"linear": stateless}, "step 2 output.a.inv_scale"),
-    "layer: one scale for all blocks": Bug("layers", layer_of(quantize=one_scale), "output.a.codes"),
+    "layer: one scale for all blocks": Bug("layers", layer_of(**ONE_SCALE), "output.a.codes"),
     "layer: fast gradients": Bug("layers", layer_of(scaled_mm=always_fast), "grad_input.product"),
     "layer: bias added before rounding": Bug("layers", {"linear": partial(biased, before_rounding=True)}, "result"),
     "layer: bias not rounded": Bug("layers", {"linear": partial(biased, before_rounding=False)}, "result"),
