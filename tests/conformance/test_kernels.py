@@ -270,17 +270,17 @@ def test_triton_kernel_in_its_interpreter() -> None:
     """`tl.dot` adds in float32 there, which is exact for small integers: so are both kernels, in every mask."""
     program = """
 import numpy as np, ml_dtypes, f8ref.numpy as f8
-from f8emu.conformance import load_subject
+from f8emu.conformance import GemmCase, load_subject
+from f8emu.conformance.cases.gemm import Mode
 from f8emu.spec import FLOAT32, Granularity
 kernel, r = load_subject("triton.dot"), np.random.default_rng(1)
 for m, n, k in ((5, 7, 300), (65, 129, 256)):
     a, b = (r.integers(-2, 3, shape).astype(ml_dtypes.float8_e4m3fn) for shape in ((m, k), (n, k)))
     scales = r.uniform(0.1, 9, (m, 1)).astype(np.float32), r.uniform(0.1, 9, (1, n)).astype(np.float32)
     for fast in (True, False):
-        options = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE,
-                   "out_dtype": FLOAT32, "use_fast_accum": fast, "split_k": 1, "bias": None}
-        given = kernel.verbs["scaled_mm"](a, b.T, *scales, **options)
-        expected = f8.scaled_mm(a, b.T, *scales, **options)
+        case = GemmCase(id="", mode=Mode.ROWWISE, a=a, b=b, scale_a=scales[0], scale_b=scales[1], out_dtype=FLOAT32,
+                        granularity_a=Granularity.ROWWISE, granularity_b=Granularity.ROWWISE, use_fast_accum=fast)
+        given, expected = kernel.gemm(case), case.run(vars(f8))
         print(given.view(np.uint32).tobytes() == expected.view(np.uint32).tobytes())
 print("nothing follows for the GPU" in kernel.engine)
 print("nothing follows for the GPU" not in load_subject("torch:_scaled_mm").engine)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -75,17 +75,6 @@ class Placement:
         return ", ".join(words + [f"{name} {n} bytes from a boundary" for name, n in offsets if n])
 
 
-class Call(NamedTuple):
-    """A call of a verb."""
-
-    verb: str
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def run(self, verbs: Verbs) -> Any:
-        return verbs[self.verb](*self.arguments, **self.options)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GemmCase:
     """The operands and options of one GEMM `a @ b^T`.
@@ -141,22 +130,16 @@ class GemmCase:
         turns = (self, *self.between, self) if self.between else ()
         return {f"call {number}": one for number, one in enumerate(turns, 1)} or {"": self}
 
-    def call(self, *, is_placed: bool = False) -> Call:
-        """The call that computes this GEMM; `is_placed`: the verb takes `placement`."""
+    def run(self, verbs: Verbs) -> np.ndarray:
+        """The output that a verb gives. Where operands lie is nothing to a verb."""
         operands, options = (self.a, self.b.swapaxes(-1, -2)), dict[str, Any](out_dtype=self.out_dtype)
         if self.mode is Mode.BF16:
-            return Call(self.verb, operands, {**options, "split_k": self.split_k})
+            return verbs[self.verb](*operands, **options, split_k=self.split_k)
         options["use_fast_accum"] = self.use_fast_accum
         if self.mode is Mode.GROUPED_ROWWISE:
-            return Call(self.verb, (*operands, self.scale_a, self.scale_b, self.offs), options)
-        names = ("granularity_a", "granularity_b", "bias", "split_k")
-        options |= {name: getattr(self, name) for name in names}
-        if is_placed and self.placement is not None:
-            options["placement"] = self.placement
-        return Call(self.verb, (*operands, self.scale_a, self.scale_b), options)
-
-    def run(self, verbs: Verbs, *, is_placed: bool = False) -> np.ndarray:
-        return self.call(is_placed=is_placed).run(verbs)
+            return verbs[self.verb](*operands, self.scale_a, self.scale_b, self.offs, **options)
+        options |= {name: getattr(self, name) for name in ("granularity_a", "granularity_b", "bias", "split_k")}
+        return verbs[self.verb](*operands, self.scale_a, self.scale_b, **options)
 
     def scaled(self, a: Any = 1, b: Any = 1) -> "GemmCase":
         """This GEMM with its scales times these float32 factors."""

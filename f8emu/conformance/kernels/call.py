@@ -4,23 +4,23 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.cases.distributions import dtype_of
-from f8emu.conformance.cases.gemm import Call, GemmCase, Mode, NotOffered, Placement
+from f8emu.conformance.cases.gemm import GemmCase, Mode, NotOffered, Placement
 from f8emu.conformance.compare import text_of
 from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written, unwritten
 from f8emu.conformance.kernels.imported import function_of
 from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, Laid, filled, laid_operand, laid_scale
-from f8emu.spec import BFLOAT16, Format, Granularity, format_by_name
+from f8emu.spec import Granularity, format_by_name
 
 _SQUARE = Granularity.BLOCKWISE_128X128
 _VECTOR = Granularity.BLOCKWISE_1X128
+_ROWWISE = Granularity.ROWWISE
 _SIDE = 128
-_VERBS = ("scaled_mm", "scaled_grouped_mm")
 # What a RuntimeError says that refuses where operands lie; `misaligned address` is a crash.
 _LAYOUT = re.compile(r"\b(strid|contiguous|align|CUBLAS_STATUS_INVALID_VALUE)", re.IGNORECASE)
 # The library's word for a GEMM that it has no kernel for.
@@ -63,59 +63,40 @@ def rows_run(kernel: Kernel, case: GemmCase) -> int:
     return case.a.shape[0] if kernel.is_grouped else _padded(kernel, case.granularity_a, case.a.shape[0], 1, 1)[0]
 
 
-def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[..., Any]]:
-    """The verbs `scaled_mm` and `scaled_grouped_mm` of a kernel, of which one raises NotOffered, and `in_turn`.
+Calls = Callable[[Sequence[GemmCase]], tuple[np.ndarray, ...]]
+"""Calls a kernel with one GEMM after the other, and only then looks at what it returned: the outputs, in order."""
 
-    `in_turn(calls)` makes one call after the other and only then looks at what they returned: the outputs, in order.
+
+def calls_of(kernel: Kernel, framework: Framework) -> Calls:
+    """How GEMMs are put to a kernel; one that it does not have raises NotOffered.
 
     Raises:
         SpecError: its function cannot be imported, and nothing says how to install it.
     """
     kernel.require_writable(framework.name)
     try:
-        call = _Called(kernel=kernel, framework=framework, function=function_of(kernel, framework))
+        called = _Called(kernel=kernel, framework=framework, function=function_of(kernel, framework))
     except NotOffered as reason:
         return absent(str(reason))
-    begun = {verb: partial(call.begun, verb) for verb in _VERBS}
 
-    def run(verb: str, *arguments: Any, **options: Any) -> np.ndarray:
-        return begun[verb](*arguments, **options)()
+    def calls(cases: Sequence[GemmCase]) -> tuple[np.ndarray, ...]:
+        begun = [called.begun(case) for case in cases]
+        return tuple(output() for output in begun)
 
-    def in_turn(calls: Sequence[Call]) -> tuple[np.ndarray, ...]:
-        outputs: list[_Output] = [call.run(begun) for call in calls]
-        return tuple(output() for output in outputs)
-
-    return {**{verb: partial(run, verb) for verb in _VERBS}, "in_turn": in_turn}
+    return calls
 
 
-def absent(reason: str) -> dict[str, Callable[..., Any]]:
-    """The verbs of a kernel that is not here."""
+def absent(reason: str) -> Calls:
+    """The calls of a kernel that is not here."""
+    return partial(_refused, reason)
 
-    def refused(*args: Any, **options: Any) -> np.ndarray:
-        raise NotOffered(reason)
 
-    return dict.fromkeys((*_VERBS, "in_turn"), refused)
+def _refused(reason: str, cases: Sequence[GemmCase]) -> tuple[np.ndarray, ...]:
+    raise NotOffered(reason)
 
 
 # Looks at what a call returned, and at what it did beside: the output, or an exception.
 _Output = Callable[[], np.ndarray]
-
-
-class _Asked(NamedTuple):
-    """The arguments of a verb. Groups have rowwise scales."""
-
-    a: np.ndarray
-    b: np.ndarray
-    scale_a: np.ndarray
-    scale_b: np.ndarray
-    offs: np.ndarray | None = None
-    granularity_a: Granularity = Granularity.ROWWISE
-    granularity_b: Granularity = Granularity.ROWWISE
-    bias: np.ndarray | None = None
-    out_dtype: Format = BFLOAT16
-    use_fast_accum: bool = False
-    split_k: int = 1
-    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,20 +107,19 @@ class _Called:
     framework: Framework
     function: Callable[..., Any]
 
-    def begun(self, verb: str, *arguments: Any, **options: Any) -> _Output:
-        """Calls the kernel as a verb is called, and does not look at what it returned."""
+    def begun(self, case: GemmCase) -> _Output:
+        """Calls the kernel, and does not look at what it returned."""
         # 1. What the kernel does not declare is not offered.
-        asked, name = _Asked(*arguments, **options), self.kernel.name
-        for reason in self._refusals(verb, asked):
+        for reason in self._refusals(case):
             raise NotOffered(reason)
         # 2. Operands and scales, padded and laid out as declared.
-        rows, n = len(asked.a), asked.b.shape[-1]
-        m, up_n, k = _padded(self.kernel, asked.granularity_a, rows, n, asked.a.shape[1])
-        m = m if asked.offs is None else rows
-        values = self._values(asked, m, up_n, k)
+        name, (rows, n) = self.kernel.name, case.output_shape
+        m, up_n, k = _padded(self.kernel, case.granularity_a, rows, n, case.k)
+        m = m if case.offs is None else rows
+        values = self._values(case, m, up_n, k)
         # 3. The call, and later a look at what it returned.
         try:
-            output = self._output_of(values, (m, up_n), dtype_of(asked.out_dtype))
+            output = self._output_of(values, (m, up_n), dtype_of(case.out_dtype))
         except (NotOffered, KernelFault):
             raise
         except Exception as refusal:  # what no declaration says of memory a kernel may refuse, aloud
@@ -147,75 +127,72 @@ class _Called:
             if is_runtime and _NOT_SUPPORTED in str(refusal):
                 raise NotOffered(f"{name}: {_NOT_SUPPORTED}") from None
             is_of_layout = isinstance(refusal, ValueError) or (is_runtime and _LAYOUT.search(str(refusal)))
-            if asked.placement is None or not is_of_layout:
+            if case.placement is None or not is_of_layout:
                 raise
-            raise NotOffered(f"{name} refuses {asked.placement.text}: {refusal}") from None
+            raise NotOffered(f"{name} refuses {case.placement.text}: {refusal}") from None
         return lambda: output()[:rows, :n]
 
-    def _refusals(self, verb: str, asked: _Asked) -> Iterator[str]:
-        # Why the kernel does not have such a call, by its declaration.
-        kernel, pair = self.kernel, (asked.granularity_a, asked.granularity_b)
-        formats = format_by_name(asked.a.dtype.name), format_by_name(asked.b.dtype.name)
-        if kernel.is_grouped != (verb == "scaled_grouped_mm"):
+    def _refusals(self, case: GemmCase) -> Iterator[str]:
+        # Why the kernel does not have such a GEMM, by its declaration.
+        kernel, formats = self.kernel, (format_by_name(case.a.dtype.name), format_by_name(case.b.dtype.name))
+        if kernel.is_grouped != (case.offs is not None):
             yield f"{kernel.name} {'multiplies only groups of rows' if kernel.is_grouped else 'has no groups'}"
-        if asked.placement is not None and self.framework.name == "jax":
+        if case.placement is not None and self.framework.name == "jax":
             yield "JAX decides where its arrays lie"
-        if asked.split_k != 1:
+        if case.split_k != 1:
             yield "the library chooses the split-K, and your own kernel is not passed it"
         if formats not in kernel.formats:
             yield f"{kernel.name} does not multiply {formats[0]} x {formats[1]}"
-        if asked.out_dtype not in kernel.out_dtypes:
-            yield f"{kernel.name} has no output {asked.out_dtype}"
-        if not kernel.has_accumulation(pair, asked.use_fast_accum):
+        if case.out_dtype not in kernel.out_dtypes:
+            yield f"{kernel.name} has no output {case.out_dtype}"
+        if not kernel.has_accumulation(_pair(case), case.use_fast_accum):
             yield f"{kernel.name} has only {kernel.accumulation.value} accumulation"
-        if asked.bias is not None and not kernel.takes_bias:
+        if case.bias is not None and not kernel.takes_bias:
             yield f"{kernel.name} takes no bias"
 
-    def _values(self, asked: _Asked, m: int, n: int, k: int) -> dict[Arg, Any]:
-        kernel, at, offs = self.kernel, asked.placement or Placement(), asked.offs
-        if offs is None:
-            pair, scale_a, scale_b = self._scales(asked, m, n, k)
-        else:
-            pair = asked.granularity_a, asked.granularity_b
-            scale_a, scale_b = Laid(asked.scale_a), Laid(_wider(asked.scale_b, n, 1))
-        a, b = laid_operand(asked.a, (m, k), kernel.a), laid_operand(asked.b.swapaxes(-1, -2), (n, k), kernel.b)
+    def _values(self, case: GemmCase, m: int, n: int, k: int) -> dict[Arg, Any]:
+        kernel, at, offs = self.kernel, case.placement or Placement(), case.offs
+        pair, scale_a, scale_b = self._scales(case, m, n, k)
+        a, b = laid_operand(case.a, (m, k), kernel.a), laid_operand(case.b, (n, k), kernel.b)
         values: dict[Arg, Any] = {
             Arg.A: a._replace(padding=at.padding_a, offset=at.offset_a),
             Arg.B: b._replace(padding=at.padding_b, offset=at.offset_b),
             Arg.SCALE_A: scale_a,
             Arg.SCALE_B: scale_b,
-            Arg.BIAS: None if asked.bias is None else Laid(_wider(asked.bias, n, 0)),
+            Arg.BIAS: None if case.bias is None else Laid(_wider(case.bias, n, 0)),
             Arg.GRANULARITY_A: kernel.granularity_word(pair[0]),
             Arg.GRANULARITY_B: kernel.granularity_word(pair[1]),
-            Arg.OUT_DTYPE: self.framework.dtype(asked.out_dtype),
-            Arg.USE_FAST_ACCUM: asked.use_fast_accum,
-            Arg.USE_SPLIT_ACCUMULATOR: not asked.use_fast_accum,
-            Arg.ZEROS: Laid(np.zeros((m, n), dtype_of(asked.out_dtype)), kernel.out_column_major),
+            Arg.OUT_DTYPE: self.framework.dtype(case.out_dtype),
+            Arg.USE_FAST_ACCUM: case.use_fast_accum,
+            Arg.USE_SPLIT_ACCUMULATOR: not case.use_fast_accum,
+            Arg.ZEROS: Laid(np.zeros((m, n), dtype_of(case.out_dtype)), kernel.out_column_major),
         }
         if offs is not None:
             values[Arg.OFFS], values[Arg.GROUP_SIZES] = Laid(offs), Laid(np.diff(offs, prepend=offs.dtype.type(0)))
-        if Arg.SCALE_PRODUCT in kernel.args:
+        if Arg.SCALE_PRODUCT in kernel.args and case.scale_a is not None and case.scale_b is not None:
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                values[Arg.SCALE_PRODUCT] = float((asked.scale_a.reshape(-1) * asked.scale_b.reshape(-1))[0])
+                values[Arg.SCALE_PRODUCT] = float((case.scale_a.reshape(-1) * case.scale_b.reshape(-1))[0])
         return values
 
-    def _scales(self, asked: _Asked, m: int, n: int, k: int) -> tuple[_Pair, Laid | float, Laid | float]:
+    def _scales(self, case: GemmCase, m: int, n: int, k: int) -> tuple[_Pair, Laid | float, Laid | float]:
         # In granularities that the kernel takes: rows of 1x128 scales that repeat are 128x128 ones.
-        kernel, pair, scale_a = self.kernel, (asked.granularity_a, asked.granularity_b), asked.scale_a
+        kernel, pair, scale_a, scale_b = self.kernel, _pair(case), case.scale_a, case.scale_b
+        assert scale_a is not None and scale_b is not None, "only a GEMM of bfloat16 has none"
+        if case.offs is not None:
+            return pair, Laid(scale_a), Laid(_wider(scale_b, n, 1))
         if _needs_squares(kernel, pair):
-            pair, scale_a = (_SQUARE, _SQUARE), scale_a[::_SIDE]
-            if not np.array_equal(_repeated(scale_a, len(asked.a)), asked.scale_a):
+            pair, squares = (_SQUARE, _SQUARE), scale_a[::_SIDE]
+            if not np.array_equal(_repeated(squares, len(case.a)), scale_a):
                 raise NotOffered(f"{kernel.name} takes 128x128 scales of a; these are 1x128")
+            scale_a = squares
         if pair not in kernel.scales:
             raise NotOffered(f"{kernel.name} takes no scales {pair[0].value} x {pair[1].value}")
         of_a, of_b = kernel.scales[pair]
-        for layout, scale in ((of_a, scale_a), (of_b, asked.scale_b)):
+        for layout, scale in ((of_a, scale_a), (of_b, scale_b)):
             if layout.is_inverse and not (scale == _power_of_two(scale)).all():
                 raise NotOffered(f"{kernel.name} takes inverse scales, exact only for powers of two")
-        scale_a, scale_b = (
-            np.atleast_2d(scale_a),
-            np.atleast_2d(asked.scale_b.T),
-        )  # recorded tensorwise ones are vectors
+        # recorded tensorwise scales are vectors
+        scale_a, scale_b = np.atleast_2d(scale_a), np.atleast_2d(scale_b.T)
         return pair, laid_scale(scale_a, pair[0], (m, k), of_a), laid_scale(scale_b, pair[1], (n, k), of_b)
 
     def _output_of(self, values: dict[Arg, Any], shape: tuple[int, int], dtype: np.dtype) -> _Output:
@@ -257,6 +234,11 @@ class _Called:
 def _padded(kernel: Kernel, granularity_a: Granularity, *sizes: int) -> tuple[int, ...]:
     multiples = kernel.block_multiples if granularity_a.is_blockwise else kernel.multiples
     return tuple(-(-size // multiple) * multiple for size, multiple in zip(sizes, multiples, strict=True))
+
+
+def _pair(case: GemmCase) -> _Pair:
+    # Groups have rowwise scales.
+    return (_ROWWISE, _ROWWISE) if case.offs is not None else (case.granularity_a, case.granularity_b)
 
 
 def _wider(x: np.ndarray, columns: int, value: int) -> np.ndarray:

@@ -6,17 +6,16 @@ by GEMM, and lives until it fails; then a fresh one is started.
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from f8emu.conformance.arrays import FRAMEWORKS
-from f8emu.conformance.cases.gemm import NotOffered, Verbs
+from f8emu.conformance.cases.gemm import GemmCase, NotOffered
 from f8emu.conformance.compare import text_of
 from f8emu.conformance.kernels import faults
-from f8emu.conformance.kernels.call import kernel_verbs
+from f8emu.conformance.kernels.call import Calls, absent, calls_of
 from f8emu.conformance.kernels.faults import KernelFault, ProcessEnded, TimedOut
 from f8emu.conformance.kernels.imported import INTERPRETED, attribute, is_interpreted
 from f8emu.conformance.kernels.kernel import (
@@ -80,7 +79,7 @@ class LoadedKernel(NamedTuple):
     """Its declaration; of a kernel in its own process the outline, which decides here, where nothing hangs, what is
     run."""
     engine: str
-    verbs: Verbs
+    calls: Calls
     runs_full_size: bool
 
 
@@ -139,10 +138,10 @@ def loaded(kernel: Kernel, arrays: str = "torch") -> LoadedKernel:
     framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}")
     engine = f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"
     told = {"predicted": kernel.predicted, "seen": kernel.seen}
-    verbs = kernel_verbs(kernel, framework)
+    calls = calls_of(kernel, framework)
     engine += f", {INTERPRETED}" if is_interpreted(kernel.function) else ""  # known once its module is imported
     engine = "; ".join([engine, *(f"{name}: {text}" for name, text in told.items() if text)])
-    return LoadedKernel(kernel, engine, verbs, framework.on_gpu)
+    return LoadedKernel(kernel, engine, calls, framework.on_gpu)
 
 
 # In its own process
@@ -163,10 +162,10 @@ class IsolatedKernel:
             found: LoadedKernel = self._start()
         except KernelFault as fault:
             raise SpecError(f"f8emu verify {name}: while it was imported: {fault}") from None
-        self.loaded = found._replace(verbs={verb: partial(self.run, verb) for verb in found.verbs})
+        self.loaded = found._replace(calls=self.calls)
 
-    def run(self, verb: str, *args: Any, **options: Any) -> np.ndarray:
-        """The output of a verb in the child.
+    def calls(self, cases: Sequence[GemmCase]) -> tuple[np.ndarray, ...]:
+        """The outputs of GEMMs in the child.
 
         Raises:
             NotOffered: as the kernel.
@@ -182,7 +181,7 @@ class IsolatedKernel:
         try:
             if self._worker is None:
                 self._start()
-            kind, *found = self._reply((verb, args, options), self._timeout)
+            kind, *found = self._reply((cases,), self._timeout)
         except BaseException:  # also Ctrl-C: what the child would answer later belongs to no question
             self._lost += 1
             self.close()
@@ -239,13 +238,13 @@ def answers(name: str, arrays: str) -> Callable[..., tuple[Any, ...]]:
     """The child's side: the first request, which is empty, loads the kernel."""
     here: LoadedKernel | None = None
 
-    def answer(verb: str = "", args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+    def answer(cases: Sequence[GemmCase] = ()) -> tuple[Any, ...]:
         nonlocal here
         try:
             if here is None:
                 here = loaded(load_kernel(name), arrays)
-                return "done", here._replace(kernel=here.kernel.outline(), verbs=dict.fromkeys(here.verbs))
-            return "done", here.verbs[verb](*args, **(options or {}))
+                return "done", LoadedKernel(here.kernel.outline(), here.engine, absent(""), here.runs_full_size)
+            return "done", here.calls(cases)
         except NotOffered as reason:
             return "not offered", str(reason)
         except Exception as error:  # of the kernel: the parent reports it

@@ -51,7 +51,7 @@ class Runner:
         # 1. The cases of the subject, and who judges them.
         about = StageResult(stage=stage.name, title=stage.title)
         try:
-            missing = [verb for verb in stage.needs if verb not in subject.verbs]
+            missing = [verb for verb in stage.needs if verb not in subject.offers]
             if missing:
                 raise NotOffered(f"{subject.name} has no {', '.join(missing)}")
             cases = list(stage.cases(subject, self.golden))

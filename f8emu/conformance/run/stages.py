@@ -56,7 +56,7 @@ class Stage:
 
     def is_offered_by(self, subject: Subject) -> bool:
         """Whether a subject has the verbs; without those it cannot run any of it."""
-        return set(self.needs) <= subject.verbs.keys() if self.needs else subject.has_layer
+        return set(self.needs) <= {*subject.offers} if self.needs else subject.has_layer
 
 
 def share_of(stage: Stage, index: int, count: int) -> Stage:

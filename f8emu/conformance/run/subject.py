@@ -5,8 +5,8 @@ emulated torch must never be taken for hardware.
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from f8emu.conformance.arrays import FRAMEWORKS, Framework, jax_arrays, torch_ar
 from f8emu.conformance.cases.gemm import GemmCase, Verbs
 from f8emu.conformance.cases.gemm import NotOffered as NotOffered
 from f8emu.conformance.cases.tables import ALIGNED, is_aligned
-from f8emu.conformance.kernels.call import absent, question, rows_run
+from f8emu.conformance.kernels.call import Calls, absent, question, rows_run
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.kernels.loaded import IsolatedKernel, LoadedKernel, load_kernel, loaded
@@ -42,7 +42,7 @@ class Subject:
     name: str
     engine: str
     """The software and hardware that compute: `f8ref.numpy, numpy 2.4.6`, `torch._scaled_mm on NVIDIA H200`, ..."""
-    verbs: Verbs
+    verbs: Verbs = field(default_factory=dict)
     train: Callable[[LayerCase], Mapping[str, np.ndarray]] | None = None
     """Runs the layer that people train, and returns its parts."""
     takes_any_size: bool = True
@@ -60,9 +60,15 @@ class Subject:
     more_gemms: Callable[[], Iterable[GemmCase]] = tuple
     """Generated GEMMs for this subject alone."""
     kernel: Kernel | None = None
-    """Its declaration: operands lie where a case says; verbs take `placement`, and `in_turn` is one of them."""
+    calls: Calls | None = None
+    """In place of verbs, of a declared kernel: its operands lie where a case says."""
     first_call: tuple[GemmCase, np.ndarray | Exception] | None = None
     """The first GEMM that a kernel was given, before the run, and what it gave; judged with the generated GEMMs."""
+
+    @property
+    def offers(self) -> Collection[str]:
+        """The verbs that it has."""
+        return self.verbs.keys() if self.calls is None else ("scaled_mm", "scaled_grouped_mm")
 
     @property
     def has_layer(self) -> bool:
@@ -86,9 +92,9 @@ class Subject:
     def outputs(self, case: GemmCase) -> Mapping[str, np.ndarray]:
         """The outputs of a GEMM by name: one, or those of several calls in turn, all read after the last."""
         turns = case.in_turn
-        if self.kernel is None or not case.between:
+        if self.calls is None or not case.between:
             return {name: self.gemm(one) for name, one in turns.items()}
-        return dict(zip(turns, self.verbs["in_turn"]([one.call() for one in turns.values()]), strict=True))
+        return dict(zip(turns, self.calls([*turns.values()]), strict=True))
 
     def gemm(self, case: GemmCase) -> np.ndarray:
         """The output of a GEMM; for a sampled GEMM the sampled outputs.
@@ -96,14 +102,15 @@ class Subject:
         Raises:
             NotOffered: the subject has no such GEMM.
         """
-        if case.verb not in self.verbs:
+        if case.verb not in self.offers:
             raise NotOffered(f"{self.name} has no {case.verb}")
-        if case.sample is None:
-            return case.run(self.verbs, is_placed=self.kernel is not None)
-        if self.takes_any_size and not self.runs_full_size:
-            return case.run(self.verbs)
+        if case.sample is None or (self.takes_any_size and not self.runs_full_size):
+            return self._output(case)
         whole, sample = (case.embedded(case.sample), case.sample) if self.runs_full_size else case.padded(ALIGNED)
-        return whole.run(self.verbs)[np.ix_(sample.rows, sample.cols)]
+        return self._output(whole)[np.ix_(sample.rows, sample.cols)]
+
+    def _output(self, case: GemmCase) -> np.ndarray:
+        return case.run(self.verbs) if self.calls is None else self.calls([case])[0]
 
 
 def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = None) -> Subject:
@@ -143,7 +150,7 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
         if name not in KERNELS:
             raise
         # A known kernel whose package cannot be imported is not offered, and stops no other.
-        return Subject(name=name, engine=f"{name}, which cannot be loaded", verbs=absent(str(error)))
+        return Subject(name=name, engine=f"{name}, which cannot be loaded", calls=absent(str(error)))
 
 
 def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
@@ -155,7 +162,7 @@ def _of_kernel(found: LoadedKernel) -> Subject:
     return Subject(
         name=found.kernel.name,
         engine=found.engine,
-        verbs=found.verbs,
+        calls=found.calls,
         runs_full_size=found.runs_full_size,
         chooses_split_k=True,
         more_gemms=partial(kernel_cases, found.kernel),
