@@ -88,6 +88,11 @@ class LayerCase:
         return FLOAT32 if self.is_autocast else self.dtype
 
     @property
+    def rows(self) -> tuple[int, ...]:
+        """The dimensions of the input but K."""
+        return self.batch or self.shape[:1]
+
+    @property
     def updates(self) -> bool:
         """Whether every pass ends with an update of delayed scaling."""
         return self.recipe.delayed is not None and bool(self.trained)

@@ -4,8 +4,8 @@
 as they enter a GEMM, its product, the output, the gradients that autograd leaves, and the state of delayed scaling.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Verbs
 from f8emu.conformance.layers.layer import LayerCase, Parts, Place
+from f8emu.conformance.layers.training import Executed, Training
 from f8emu.spec.chips import chip_by_name
 from f8emu.spec.formats import Format
 from f8emu.spec.gemm import GEMM_NAMES, OPERANDS, Cast
@@ -23,44 +24,12 @@ from f8emu.split_k.gemm import PlannedGemm, of_layer
 from f8emu.split_k.plan import split_k
 
 _LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}  # of a bfloat16 GEMM, as cuBLAS names them
-States = Mapping[str, DelayedState]  # tensor -> state of delayed scaling
 SplitK = Callable[[PlannedGemm], int]  # S of a GEMM, as a library chooses it
 
 
 def planned(gemm: PlannedGemm) -> int:
     """S by the shipped plan."""
     return split_k(gemm).split_k
-
-
-class Step(NamedTuple):
-    """One step of a case, each list by layer."""
-
-    turns: list[list[LinearTrace]]  # the passes
-    states: list[States]  # after the last update, where there was one
-
-
-def steps(case: LayerCase, verbs: Verbs, slices_of: SplitK) -> Iterator[Step]:
-    """What `linear`, and under delayed scaling the verbs of its state, make of every step."""
-    # 1. The state of every layer, and the S of its GEMMs.
-    delayed, numbers = case.recipe.delayed, range(1, case.layers + 1)
-    options: list[dict[str, Any]] = []
-    for layer in numbers:
-        slices = planned_slices(case, layer, slices_of)
-        options.append({"split_k": slices} if slices else {})
-        if delayed is not None:
-            initial = {tensor: verbs["initial_delayed_state"](delayed) for tensor in delayed.tensors}
-            options[-1]["delayed_state"] = initial
-    # 2. Its passes, with an update at the end of every backward one.
-    for step in range(1, case.steps + 1):
-        turns: list[list[LinearTrace]] = []
-        for turn in range(1, case.passes + 1):
-            tensors = [case.linear_tensors(Place(step, turn, layer)) for layer in numbers]
-            traces = [verbs["linear"](case.recipe, **x, **y) for x, y in zip(tensors, options, strict=True)]
-            turns.append(traces)
-            if case.updates:
-                for one, trace in zip(options, traces, strict=True):
-                    one["delayed_state"] = _updated(case.recipe, verbs, one["delayed_state"], trace)
-        yield Step(turns, [one["delayed_state"] for one in options] if case.updates else [])
 
 
 def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> dict[str, int]:
@@ -76,24 +45,107 @@ def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> 
     return found
 
 
-def _updated(recipe: Recipe, verbs: Verbs, states: States, trace: LinearTrace) -> States:
-    found: dict[str, DelayedState] = {}
-    for tensor, state in states.items():
-        gemm, _, cast = next(one for one in recipe.casts(tensor) if one[2].format is not None)
-        side = "ab"[OPERANDS[gemm].index(tensor)]
-        amax = np.asarray(getattr(getattr(trace, gemm), side).amax)
-        found[tensor] = verbs["update_delayed_state"](state, amax, cast.format, recipe.scale_rule, recipe.delayed)
-    return found
+class Traced(Training):
+    """The layers as the verb `linear` computes them, with the verbs of the state of delayed scaling."""
+
+    def __init__(self, case: LayerCase, verbs: Verbs, slices_of: SplitK) -> None:
+        super().__init__(case)
+        delayed, self.verbs = case.recipe.delayed, verbs
+        self.options: list[dict[str, Any]] = []
+        for number in self.numbers:
+            slices = planned_slices(case, number, slices_of)
+            self.options.append({"split_k": slices} if slices else {})
+            if delayed is not None:
+                states = {tensor: verbs["initial_delayed_state"](delayed) for tensor in delayed.tensors}
+                self.options[-1]["delayed_state"] = states
+
+    def begin(self, step: int) -> None:
+        self.grads: list[Parts] = [{} for _ in self.numbers]
+
+    def forward(self, places: Sequence[Place], x: np.ndarray | None = None) -> list[np.ndarray]:
+        """The outputs; the traces are kept. The input is the case's own."""
+        case, self.places, self.traces = self.case, places, list[LinearTrace]()
+        for place, options in zip(places, self.options, strict=True):
+            self.traces.append(self.verbs["linear"](case.recipe, **case.linear_tensors(place), **options))
+            self.executed.append(self._executed("output", self.traces[-1]))
+        return [np.asarray(trace.result).reshape(*case.rows, -1) for trace in self.traces]
+
+    def backward(self, grads: Sequence[np.ndarray]) -> np.ndarray | None:
+        case = self.case
+        # 1. The GEMMs: the last layer first, as autograd does.
+        self.executed += [self._executed(name, trace) for trace in self.traces[::-1] for name in case.gemms[1:]]
+        # 2. Gradients of parameters are sums over passes.
+        for place, trace, known in zip(self.places, self.traces, self.grads, strict=True):
+            found: Parts = {}
+            if "weight" in case.trained and trace.grad_weight is not None:
+                found["weight"] = _added([trace.grad_weight.product], case.weight_dtype)
+            # The order in which grad_output is added up shows, but if it is of integers.
+            if case.with_bias and case.gradient == "integers":
+                grad_output = case.tensors(place)["grad_output"]
+                total = grad_output.astype(np.float64).sum(axis=0)  # exact, as float32 is
+                found["bias"] = total.astype(grad_output.dtype).astype(np.float32)
+            known |= {name: _added([known[name], grad]) if name in known else grad for name, grad in found.items()}
+        # 3. The states; and the gradient of a shared input, a sum over layers.
+        self.update()
+        if "input" not in case.trained:
+            return None
+        products = [trace.grad_input.product for trace in self.traces if trace.grad_input is not None]
+        return _added(products, case.input_dtype).reshape(*case.rows, -1)
+
+    def update(self) -> None:
+        """What every pass ends with under delayed scaling."""
+        recipe = self.case.recipe
+        for options, trace in zip(self.options, self.traces, strict=True):
+            states: dict[str, DelayedState] = {}
+            for tensor, state in options.get("delayed_state", {}).items():
+                gemm, _, cast = next(one for one in recipe.casts(tensor) if one[2].format is not None)
+                operand: OperandTrace = getattr(getattr(trace, gemm), "ab"[OPERANDS[gemm].index(tensor)])
+                by_rule = cast.format, recipe.scale_rule, recipe.delayed
+                states[tensor] = self.verbs["update_delayed_state"](state, np.asarray(operand.amax), *by_rule)
+            if states:
+                options["delayed_state"] = states
+
+    def parameter_grads(self) -> Iterator[tuple[int, str, np.ndarray]]:
+        for number, grads in zip(self.numbers, self.grads, strict=True):
+            for name, grad in grads.items():
+                yield number, name, grad
+
+    def state(self, number: int, tensor: str, field: str) -> np.ndarray:
+        return np.asarray(getattr(self.options[number - 1]["delayed_state"][tensor], field))
+
+    def _executed(self, name: str, trace: LinearTrace) -> Executed:
+        gemm: GemmTrace = getattr(trace, name)
+        a, b, product = map(np.asarray, (gemm.a.codes, gemm.b.codes, gemm.product))
+        scales: list[np.ndarray | None] = []
+        pairs = zip((gemm.a, gemm.b), self.case.recipe.gemms[name].scaled_gemm_granularities, strict=True)
+        for operand, granularity in pairs:
+            # Beside a rowwise operand, the one scale of a tensorwise one is that of every row.
+            shape = granularity.scale_shape(*operand.codes.shape)
+            scales.append(None if operand.scale is None else np.broadcast_to(operand.scale, shape))
+        return Executed(a, b, scales[0], scales[1], product)
+
+
+def layer_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Parts:
+    """What a layer that trains must give, in the order of computation.
+
+    Zero-padding is no part of `codes`, `scale` and `product`; `padding` counts what is not zero in that of the codes.
+    `gemms` is the number of GEMMs of a pass. `bias.grad` is a part where grad_output is of integers.
+    """
+    return Traced(case, verbs, slices_of).parts()
 
 
 def trace_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Parts:
     """Part -> array, in the order of computation: `output.a.amax`, ..., `output.product`, `result`, ..."""
-    parts: Parts = {}
-    for i, step in enumerate(steps(case, verbs, slices_of), start=1):
-        for j, traces in enumerate(step.turns, start=1):
-            for k, trace in enumerate(traces, start=1):
-                parts |= {case.part(Place(i, j, k), name): np.asarray(array) for name, array in _of_trace(trace)}
-        parts |= _of_states(case, i, step.states)
+    layers, parts = Traced(case, verbs, slices_of), Parts()
+    for step in range(1, case.steps + 1):
+        for turn in range(1, case.passes + 1):
+            places = [Place(step, turn, number) for number in layers.numbers]
+            layers.forward(places)
+            if case.updates:
+                layers.update()
+            for place, trace in zip(places, layers.traces, strict=True):
+                parts |= {case.part(place, name): np.asarray(array) for name, array in _of_trace(trace)}
+        parts |= layers.state_parts(step)
     return parts
 
 
@@ -109,74 +161,6 @@ def _of_trace(trace: LinearTrace) -> Iterator[tuple[str, Any]]:
         yield f"{name}.product", gemm.product
         if name == "output":
             yield "result", trace.result
-
-
-def _of_states(case: LayerCase, step: int, states: list[States]) -> Parts:
-    return {
-        case.part(Place(step, layer=layer), f"delayed.{tensor}.{field}", of="step"): np.asarray(value)
-        for layer, of_layer in enumerate(states, start=1)
-        for tensor, state in of_layer.items()
-        for field, value in state._asdict().items()
-    }
-
-
-def layer_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Parts:
-    """What a layer that trains must give, in the order of computation.
-
-    Zero-padding is no part of `codes`, `scale` and `product`; `padding` counts what is not zero in that of the codes.
-    `gemms` is the number of GEMMs of a pass. `bias.grad` is a part where grad_output is of integers, because the order
-    in which others are added shows.
-    """
-    parts: Parts = {}
-    rows = case.batch or case.shape[:1]
-    for i, step in enumerate(steps(case, verbs, slices_of), start=1):
-        grads: Parts = {}
-        for j, traces in enumerate(step.turns, start=1):
-            # 1. Forward, layer by layer.
-            placed = [(Place(i, j, k), trace) for k, trace in enumerate(traces, start=1)]
-            for place, trace in placed:
-                parts |= _of_gemm(case, place, "output", trace.output)
-                parts[case.part(place, "result")] = np.asarray(trace.result).reshape(*rows, -1)
-            # 2. Backward, the last layer first, as autograd does.
-            for place, trace in reversed(placed):
-                for name in case.gemms[1:]:
-                    parts |= _of_gemm(case, place, name, getattr(trace, name))
-            # 3. Gradients: that of a shared input is a sum over layers, those of parameters are sums over passes.
-            parts[case.part(placed[0][0], "gemms", of="pass")] = np.array(len(case.gemms) * case.layers)
-            if "input" in case.trained:
-                products = [trace.grad_input.product for trace in traces if trace.grad_input is not None]
-                total = _added(products, case.input_dtype).reshape(*rows, -1)
-                parts[case.part(placed[0][0], "input.grad", of="pass")] = total
-            for place, trace in placed:
-                for part, grad in _parameter_grads(case, place, trace).items():
-                    grads[part] = _added([grads[part], grad]) if part in grads else grad
-        parts |= grads | _of_states(case, i, step.states)
-    return parts
-
-
-def _of_gemm(case: LayerCase, place: Place, name: str, gemm: GemmTrace) -> Parts:
-    parts: Parts = {}
-    granularities = case.recipe.gemms[name].scaled_gemm_granularities
-    for side, operand, granularity in zip("ab", (gemm.a, gemm.b), granularities, strict=True):
-        codes = np.asarray(operand.codes)
-        if operand.scale is not None:
-            # Beside a rowwise operand, the one scale of a tensorwise one is that of every row.
-            parts[f"{side}.scale"] = np.broadcast_to(operand.scale, granularity.scale_shape(*codes.shape))
-        parts |= {f"{side}.codes": codes, f"{side}.padding": np.array(0)}
-    parts["product"] = np.asarray(gemm.product)
-    return {case.part(place, f"{name}.{part}"): array for part, array in parts.items()}
-
-
-def _parameter_grads(case: LayerCase, place: Place, trace: LinearTrace) -> Parts:
-    """What one pass adds to the gradients of weight and bias."""
-    found: Parts = {}
-    if "weight" in case.trained and trace.grad_weight is not None:
-        found[case.part(place, "weight.grad", of="step")] = _added([trace.grad_weight.product], case.weight_dtype)
-    if case.trained and case.with_bias and case.gradient == "integers":
-        grad_output = case.tensors(place)["grad_output"]
-        total = grad_output.astype(np.float64).sum(axis=0)  # exact, as float32 is
-        found[case.part(place, "bias.grad", of="step")] = total.astype(grad_output.dtype).astype(np.float32)
-    return found
 
 
 def _added(products: list[np.ndarray], fmt: Format | None = None) -> np.ndarray:

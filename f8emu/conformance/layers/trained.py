@@ -33,7 +33,8 @@ class JaxTraining(Training):
 
         import f8emu.jax as f8
 
-        super().__init__(case, framework)
+        super().__init__(case)
+        self.framework, self.load = framework, framework.load
         self.f8 = f8
         is_delayed = case.recipe.delayed is not None
         multiply: Any = f8.delayed_dot_general(case.recipe) if is_delayed else f8.dot_general(case.recipe)
@@ -140,7 +141,8 @@ class TorchTraining(Training):
 
         from f8emu.torch import convert_to_float8_training
 
-        super().__init__(case, framework)
+        super().__init__(case)
+        self.framework, self.load = framework, framework.load
         plain = [torch.nn.Linear(k, n, case.with_bias) for _, n, k in map(case.sizes, self.numbers)]
         model = torch.nn.ModuleList(plain).to(self.load(np.zeros(0, np.float32)).device)
         for layer in plain:

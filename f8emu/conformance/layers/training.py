@@ -59,19 +59,18 @@ class Wanted(NamedTuple):
 class Training(ABC):
     """One case in one framework; `train` makes and runs it."""
 
-    taps: tuple[GemmTap, ...]
+    taps: tuple[GemmTap, ...] = ()
 
-    def __init__(self, case: LayerCase, framework: Framework) -> None:
-        self.case, self.framework = case, framework
-        self.load = framework.load
+    def __init__(self, case: LayerCase) -> None:
+        self.case = case
         self.numbers = range(1, case.layers + 1)
         self.is_compiled = case.mode is LayerMode.COMPILED
         self.executed: list[Executed] = []
         """The GEMMs that ran, in the order of the calls."""
 
-    @abstractmethod
     def tapped(self, run: Callable[..., Any], is_scaled: bool) -> Callable[..., Any]:
         """`run`, whose GEMMs are added to `executed`."""
+        raise NotImplementedError
 
     @abstractmethod
     def begin(self, step: int) -> None:
@@ -102,10 +101,16 @@ class Training(ABC):
                     parts |= self._pass(step, turn)
                 for number, name, grad in self.parameter_grads():
                     parts[case.part(Place(step, layer=number), f"{name}.grad", of="step")] = grad
-                tensors = case.recipe.delayed.tensors if case.updates and case.recipe.delayed else ()
-                for number, tensor, field in product(self.numbers, tensors, DelayedState._fields):
-                    part = case.part(Place(step, layer=number), f"delayed.{tensor}.{field}", of="step")
-                    parts[part] = self.state(number, tensor, field)
+                parts |= self.state_parts(step)
+        return parts
+
+    def state_parts(self, step: int) -> Parts:
+        """The states of delayed scaling after a step."""
+        case, parts = self.case, Parts()
+        tensors = case.recipe.delayed.tensors if case.updates and case.recipe.delayed else ()
+        for number, tensor, field in product(self.numbers, tensors, DelayedState._fields):
+            part = case.part(Place(step, layer=number), f"delayed.{tensor}.{field}", of="step")
+            parts[part] = self.state(number, tensor, field)
         return parts
 
     @contextmanager
@@ -123,7 +128,7 @@ class Training(ABC):
         places = [Place(step, turn, number) for number in self.numbers]
         tensors = [case.tensors(place) for place in places]
         # 1. Forward.
-        outputs = self.forward(places, tensors[0]["input"].reshape(*(case.batch or case.shape[:1]), -1))
+        outputs = self.forward(places, tensors[0]["input"].reshape(*case.rows, -1))
         count = len(self.executed)
         for place, found, output in zip(places, self._taken(places, case.gemms[:1]), outputs, strict=True):
             parts |= {**found, case.part(place, "result"): output}
@@ -149,7 +154,7 @@ class Training(ABC):
         return found
 
 
-def train(kind: type[Training], framework: Framework, case: LayerCase) -> Parts:
+def train(kind: Callable[[LayerCase, Framework], Training], framework: Framework, case: LayerCase) -> Parts:
     """The parts of a case, one case at a time. Warnings are no part."""
     with _ALONE, warnings.catch_warnings():
         warnings.simplefilter("ignore")
