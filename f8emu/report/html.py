@@ -9,12 +9,11 @@ from importlib.resources import files
 from typing import assert_never
 
 from f8emu.report.page import Block, Cell, Code, Facts, Page, Plot, Plots, Section, Share, Table, Text, Tone
-from f8emu.report.svg import variables
 
 
 def render(command: str, page: Page) -> str:
     """The page as HTML; `command` is what made it."""
-    style = variables() + (files("f8emu.report") / "page.css").read_text(encoding="utf-8")
+    style = (files("f8emu.report") / "page.css").read_text(encoding="utf-8")
     links = "".join(f'<li><a href="#part-{i}">{escape(s.title)}</a></li>' for i, s in enumerate(page.sections, 1))
     body = "".join(_section(part, f"part-{i}", 2) for i, part in enumerate(page.sections, 1))
     return f"""<!doctype html>

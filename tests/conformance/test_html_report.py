@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from html import unescape
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +16,9 @@ from PIL import Image
 from f8emu.conformance import load_subject, shipped_golden, verify
 from f8emu.conformance.run import subject
 from f8emu.conformance.run.result import DifferenceMap
-from f8emu.report.figures import map_plot
+from f8emu.report.figures import map_plot, runs, ticks
 from f8emu.report.html import render
 from f8emu.report.page import Cell, Page, Section, Share, Table, Text
-from f8emu.report.svg import COLOURS, runs, ticks
 from f8emu.report.verdict import Run
 from f8emu.report.verify import COMMAND
 from f8emu.report.verify import page as page_of
@@ -87,13 +87,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_chromium
 def test_browser_draws_every_figure_and_nothing_leaves_the_file(page: Path) -> None:
+    style = (files("f8emu.report") / "page.css").read_text(encoding="utf-8")
+    colours = {name: re.findall(rf"--{name}: (#\w+);", style) for name in re.findall(r"--([\w-]+): #", style)}
     for i, options in enumerate(((), ("--blink-settings=preferredColorScheme=0",))):
         seen = looked_at(page, *options)
         assert seen.console == []
         pixels = pixels_of(seen.screenshot)
         for colour in ("below", "above", "apart", "figure-quiet"):
-            assert count_of(pixels, COLOURS[colour][i]) > 40, colour
-        assert count_of(pixels, COLOURS["figure-paper"][i]) > pixels[..., 0].size // 2
+            assert count_of(pixels, colours[colour][i]) > 40, colour
+        assert count_of(pixels, colours["figure-paper"][i]) > pixels[..., 0].size // 2
         assert "<title>Do the bits agree? 2 subjects - f8emu verify</title>" in seen.dom
         assert seen.dom.count('<svg class="plot"') == 1 + 6
         assert seen.dom.count('class="cell ') > 6, "cells of maps"
