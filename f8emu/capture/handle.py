@@ -5,9 +5,33 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from f8emu.capture.record import GemmRecord, LeftOut, TensorRecord
+from f8emu.capture.record import GemmRecord, LeftOut, StepHeader, TensorRecord
 from f8emu.capture.session import Session
 from f8emu.capture.writer import Stored
+from f8emu.environment import versions
+from f8emu.spec.chips import CHIPS
+from f8emu.spec.recipe import Recipe
+from f8emu.split_k.plan import plans_of
+
+
+def session_of(
+    call: str,
+    path: str | Path,
+    framework: str,
+    device: str,
+    ranks: tuple[int, int],
+    recipes: Mapping[str, Recipe],
+    **options: Any,
+) -> Session:
+    """The session of a process, `ranks` its rank and how many there are; `recipes` may grow until a step is written."""
+    shared: dict[str, Any] = {"rank": ranks[0], "world_size": ranks[1], "framework": framework, "device": device}
+    shared |= {"versions": versions(), "recipes": recipes}
+
+    def header(number: int, reason: str) -> StepHeader:
+        plan = plans_of(CHIPS[recipe.chip] for recipe in recipes.values())
+        return StepHeader(step=number, reason=reason, plan=plan, **shared)
+
+    return Session(call, path, header, rank=ranks[0], **options)
 
 
 class Handle:

@@ -18,11 +18,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from f8emu.capture.handle import Handle, arrays_of, facts_of
-from f8emu.capture.record import StepHeader
+from f8emu.capture.handle import Handle, arrays_of, facts_of, session_of
 from f8emu.capture.session import LIMIT_BYTES, Session
 from f8emu.capture.writer import Stored
-from f8emu.environment import versions
 from f8emu.jax.gemm.call import layer_split_k
 from f8emu.jax.gemm.engine import engine_of
 from f8emu.jax.layer.dot_general import DelayedDotGeneral, DotGeneral
@@ -32,7 +30,6 @@ from f8emu.jax.layer.operands import Operand
 from f8emu.jax.layer.sharding import Divided
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.recipe import Recipe
-from f8emu.split_k.plan import plans_of
 
 _CALL = "f8emu.jax.capture"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -57,22 +54,9 @@ def capture(
         CaptureError: `path` cannot be created, or this process has captured into it before.
     """
     recipes: dict[str, Recipe] = {}
-    shared: dict[str, Any] = {
-        "rank": jax.process_index(),
-        "world_size": jax.process_count(),
-        "framework": "jax",
-        "device": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "recipes": recipes,
-    }
     options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
-
-    def header(number: int, reason: str) -> StepHeader:
-        chips = [CHIPS[recipe.chip] for recipe in recipes.values()]
-        return StepHeader(step=number, reason=reason, plan=plans_of(chips), **shared)
-
-    options["header"] = header
-    return Capture(Session(_CALL, path, rank=jax.process_index(), **options), recipes, tensors)
+    device, ranks = jax.devices()[0].device_kind, (jax.process_index(), jax.process_count())
+    return Capture(session_of(_CALL, path, "jax", device, ranks, recipes, **options), recipes, tensors)
 
 
 class Capture(Handle):

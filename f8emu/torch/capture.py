@@ -15,13 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from f8emu.capture.handle import Handle, arrays_of, facts_of
-from f8emu.capture.record import StepHeader
+from f8emu.capture.handle import Handle, arrays_of, facts_of, session_of
 from f8emu.capture.session import LIMIT_BYTES, Session
 from f8emu.capture.writer import Stored
-from f8emu.environment import versions
-from f8emu.spec.chips import CHIPS
-from f8emu.split_k.plan import plans_of
 from f8emu.torch.float8_layer import Float8Layer, float8_layers
 from f8emu.torch.layer.observers import GemmSeen, Observation, TensorSeen
 from f8emu.torch.torch_internals import is_dtensor, not_compiled, rank_of_process
@@ -69,19 +65,11 @@ def capture(
     """
     chosen = float8_layers(model, layers, call=_CALL)
     device = next((p.device for layer in chosen.values() for p in layer.parameters()), torch.device("cpu"))
-    rank, world_size = rank_of_process()
-    shared: dict[str, Any] = {
-        "rank": rank,
-        "world_size": world_size,
-        "framework": "torch",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": versions(),
-        "plan": plans_of(CHIPS[layer.recipe.chip] for layer in chosen.values()),
-        "recipes": {layer.recipe.content_hash: layer.recipe for layer in chosen.values()},
-    }
+    recipes = {layer.recipe.content_hash: layer.recipe for layer in chosen.values()}
     options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
-    options["header"] = lambda number, reason: StepHeader(step=number, reason=reason, **shared)
-    return Capture(model, chosen, Session(_CALL, path, rank=rank, **options), tensors)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    session = session_of(_CALL, path, "torch", name, rank_of_process(), recipes, **options)
+    return Capture(model, chosen, session, tensors)
 
 
 class Capture(Handle):
