@@ -90,13 +90,15 @@ def diff_captures(
 
     def tasks() -> Iterator[tuple[str, list[Callable[[], None]]]]:
         for step_a, step_b in _paired(a, b, found):
+            # 1. How the two were made, and what is broken.
             found.steps += 1
             found.context += [text for text in _context(step_a, step_b) if text not in found.context]
             found.damaged += [*step_a.damaged, *step_b.damaged]
             ours, others = _by_key("A", step_a, found), _by_key("B", step_b, found)
+            # 2. Records of one layer, GEMM and call.
             both = [key for key in ours if key in others]
             yield step_a.name, [partial(_record, step_a.name, ours[key], others[key], found, errors) for key in both]
-            # What is on one side only counts unless the other side says that it lacks it.
+            # 3. What is on one side only counts unless the other side says that it lacks it.
             for lone, step, of, other in (
                 (found.only_a, step_a, ours, step_b),
                 (found.only_b, step_b, others, step_a),

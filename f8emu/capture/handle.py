@@ -96,6 +96,7 @@ class Handle:
     def _keep_tensor(self, layer: str, tensor: str, value: Any) -> None:
         with self._session.lock:
             if self._session.is_wanted:
+                # A ring looks at every tensor, also where none is kept.
                 self._look(value, f"the {tensor} of {layer}")
                 if self._with_tensors:
                     numbers = self._session.next(layer, tensor)

@@ -69,6 +69,7 @@ class StepWriter:
         self._is_full = bool(self.fault)
         if self._is_full:
             return
+        # Room for the index is taken first: a full disk must not cost the records that were written before.
         budget.used += RESERVED
         try:
             make_directory(self._path)

@@ -31,6 +31,7 @@ def run_supervised(command: Callable[[], None]) -> None:
     if not hasattr(os, "fork") or threading.current_thread() is not threading.main_thread():
         command()
     sys.stdout.flush()
+    # 1. The child runs the command, and tells its status through the pipe only where it came to its end.
     reading, writing = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child == 0:
@@ -41,6 +42,7 @@ def run_supervised(command: Callable[[], None]) -> None:
         except SystemExit as end:
             os.write(writing, bytes([end.code if isinstance(end.code, int) else BAD_USAGE]))
             raise
+    # 2. The parent hands signals on, and waits.
     os.close(writing)
     os.set_blocking(reading, False)  # a child of the child may hold the other end
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -51,6 +53,7 @@ def run_supervised(command: Callable[[], None]) -> None:
         told = os.read(reading, 1)
     except BlockingIOError:
         told = b""
+    # 3. Without a status on the pipe something ended the process.
     if told:
         sys.exit(told[0])
     fate = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"

@@ -201,6 +201,7 @@ def _plain(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def _to_torch(torch: Any, x: Any, library: str, device: Any, copy: bool | None) -> "torch.Tensor":
+    # 1. A tensor where the array is, which shares its memory if it may.
     if library == "torch":
         source = x.detach()
     elif library == "numpy":
@@ -211,6 +212,7 @@ def _to_torch(torch: Any, x: Any, library: str, device: Any, copy: bool | None) 
         wanted, found = torch.device(device), source.device
         if found.type != wanted.type or wanted.index not in (None, found.index):
             raise _not_shared("to_torch", f"the array is on {found}, the tensor would be on {wanted}")
+    # 2. On the device, and copied unless that was a copy.
     placed = source if device is None else source.to(device)
     if copy and placed is source and library != "numpy":
         return placed.clone(memory_format=torch.contiguous_format)

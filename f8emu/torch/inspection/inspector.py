@@ -164,6 +164,7 @@ class Inspector:
         pending, self._recorder.pending = self._recorder.pending, []
         if not pending:
             return
+        # 1. Records, and the events among them: a recipe that was only tried has none.
         records: list[dict[str, Any]] = []
         events: list[Event] = []
         for record, found, values in read(pending):
@@ -172,6 +173,7 @@ class Inspector:
             is_wanted = {name: name in self.config.statistics or name.startswith("error_") for name in found}
             wanted = {name: value for name, value in found.items() if is_wanted[name]}
             records.append({**record, **wanted, **{name: _listed(first) for name, first in values.items()}})
+        # 2. Written before anybody is told: an observer may end the training.
         self._write([*({**event._asdict(), "event": event.kind, "rank": self._rank} for event in events), *records])
         self.events += events
         if events:

@@ -65,6 +65,7 @@ class Matrix:
         Exactness: codes and scales are those of the verbs, which a layer on one device uses. Of a matrix that is
         sharded by tensor parallelism the amax is that of this rank.
         """
+        # 1. What needs no codes.
         x = self.x.t() if is_transposed else self.x
         if cast.format is None or x.numel() == 0:
             return []
@@ -72,9 +73,11 @@ class Matrix:
         numbers = needed(wanted)
         if numbers.isdisjoint(CAST):
             return found
+        # 2. The scale: by the amaxes of this matrix, or by the state of delayed scaling.
         source, is_amax = self._amax(cast.granularity, is_transposed), True
         if delayed is not None:
             source, is_amax = self._delayed(delayed, cast.format, rule), False
+        # 3. The codes, and what they lose.
         launch = launches_for(x, cast.format)
         if launch is not None:
             read = launch.cast(x, source, is_amax, cast.granularity, cast.format, rule)

@@ -84,9 +84,12 @@ class Recorder:
         config = self._config
         if seen.tensor not in config.tensors:
             return
+        # 1. The values, read once.
         matrix, delayed = Matrix(seen.value), self._delayed(seen)
         own = matrix.values({*_EVENT_STATISTICS, *config.statistics})
-        casts: dict[tuple[str, object], Statistics] = {}  # equal casts of a matrix, read once
+        casts: dict[tuple[str, object], Statistics] = {}
+
+        # 2. Casts: GEMMs and recipes that cast the matrix alike share one reading.
 
         def cast_of(recipe: Recipe, cast: Cast, transposed: bool, state: Delayed | None = None) -> Statistics:
             is_whole = cast.granularity is Granularity.TENSORWISE
@@ -95,6 +98,7 @@ class Recorder:
                 casts[key] = matrix.cast(cast, transposed, recipe.scale_rule, config.statistics, state)
             return casts[key]
 
+        # 3. What each GEMM that has the matrix as an operand will need, until the GEMM is shown.
         for gemm in config.gemms:
             for side, source, transposed in zip(_SIDES, OPERANDS[gemm], TRANSPOSED[gemm], strict=True):
                 if source != seen.tensor:
