@@ -53,14 +53,7 @@ BENCH = runner.Bench(
     runner.option("tiny", False, "two tiny layers, 64 tokens, one step: for tests"),
     runner.DEVICE,
 )
-_COLUMNS: runner.Columns = {
-    "tokens/s": "tokens_per_second:.0f",
-    "times bf16": "speed:.3f",
-    "ms": "ms:.2f",
-    "min - max": runner.bounds,
-    "peak GiB": runner.scaled("peak_bytes", 2**30, ".2f"),
-    f"loss 1, {WARMUP}, last": lambda e: " ".join(f"{e['losses'][i]:.4f}" for i in (0, WARMUP - 1, -1)),
-}
+_COLUMNS = "tokens_per_second:.0f speed:.3f ms:.2f bounds peak_bytes:GiB losses"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

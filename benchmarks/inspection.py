@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import TransformerBlock
-from benchmarks.runner import Bench, Columns, Entry, draw_entries, option, spread, turns_of
+from benchmarks.runner import Bench, Entry, draw_entries, option, spread, turns_of
 from benchmarks.timing import back_to_back
 from f8emu.torch import InspectConfig, convert_to_float8_training, inspect
 
@@ -41,7 +41,6 @@ BENCH = Bench(
     option("layers", 4),
     *turns_of(5, 20),
 )
-_COLUMNS: Columns = {"ms": "ms:.3f", "overhead": "overhead:+.2%"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for entry in entries:
         entry["overhead"] = entry["ms"] / entries[0]["ms"] - 1
     title = f"{arguments.recipe}{', compiled' if arguments.compile else ''}: a step, forward and backward"
-    draw_entries(title, entries, _COLUMNS)
+    draw_entries(title, entries, "ms:.3f overhead:+.2%")
     run.record(subjects=entries)
     return 0
 

@@ -44,15 +44,7 @@ BENCH = runner.Bench(
     runner.option("hidden", 14336),
     *runner.turns_of(7, 10),
 )
-_COLUMNS: runner.Columns = {
-    "ms": "ms:.3f",
-    "min - max": runner.bounds,
-    "speed": "speed:.3f",
-    "GB": runner.scaled("bytes", 1e9, ".3f"),
-    "memory": "memory:.3f",
-    "float8 GEMMs": "float8_gemms:",
-    "Triton kernels": "triton_kernels:",
-}
+_COLUMNS = "ms:.3f bounds speed:.3f bytes:GiB memory:.3f float8_gemms: triton_kernels:"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

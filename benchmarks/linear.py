@@ -46,18 +46,8 @@ BENCH = runner.Bench(
     *runner.turns_of(7, 10),
     runner.DEVICE,
 )
-_COLUMNS: runner.Columns = {
-    "ms": "ms:.3f",
-    "min - max": runner.bounds,
-    "speed": "speed:.3f",
-    "floor ms": "floor_ms:.3f",
-    "of floor": "fraction_of_floor:.1%",
-    "peak MB": runner.scaled("peak_bytes", 1e6, ".0f"),
-    "memory": "memory:.3f",
-    "host ms": "enqueue_ms:.3f",
-    "kept MB": runner.scaled("kept_bytes", 1e6, ".0f"),
-    "kept": "kept:.3f",
-}
+_COLUMNS = "ms:.3f bounds speed:.3f floor_ms:.3f fraction_of_floor:.1% peak_bytes:GiB memory:.3f "
+_COLUMNS += "kept_bytes:GiB kept:.3f enqueue_ms:.3f"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

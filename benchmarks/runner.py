@@ -217,9 +217,6 @@ def is_wrong(entry: Entry) -> bool:
 
 # 4 Tables
 
-# Head of a column -> `key:format` of a figure, or what writes it.
-Columns = Mapping[str, str | Callable[[Entry], str]]
-
 
 def draw(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table; the first column is a name, the others are figures."""
@@ -233,8 +230,8 @@ def draw(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
     console.print(table)
 
 
-def draw_entries(title: str, entries: Sequence[Entry], columns: Columns, *, of: str = "subject") -> None:
-    """A table of entries; below it why an entry has no figures, or should not be believed."""
+def draw_entries(title: str, entries: Sequence[Entry], columns: str, *, of: str = "subject") -> None:
+    """A table of entries, by the figures that `columns` names; below it why an entry has none, or none to believe."""
     rows, notes = [], []
     for e in entries:
         label = f"{e[of]} {e['mode']}" if "mode" in e else e[of]
@@ -242,32 +239,34 @@ def draw_entries(title: str, entries: Sequence[Entry], columns: Columns, *, of: 
             rows.append([label, "absent" if "absent" in e else "FAILED"])
             notes.append(f"{label}: {missing}")
             continue
-        rows.append([label, *(figure(e, column) for column in columns.values())])
+        rows.append([label, *(figure(e, column) for column in columns.split())])
         if not e.get("is_finite", True):
             notes.append(f"{label}: an output or gradient is not finite")
         if e.get("compiled_while_timed"):
             notes.append(f"{label}: something was compiled while it was timed: do not use its figures")
-    draw(title, (of, *columns), rows)
+    keys = (column.partition(":") for column in columns.split())
+    heads = [f"{key} in {form}" if form in ("GiB", "us") else key for key, _, form in keys]
+    draw(title, [of, *(head.replace("_", " ") for head in heads)], rows)
     for note in notes:
         say(note)
 
 
-def figure(entry: Entry, column: str | Callable[[Entry], str]) -> str:
-    """A figure of an entry, for a table; a dash where it has none."""
-    if not isinstance(column, str):
-        return column(entry)
+def figure(entry: Entry, column: str) -> str:
+    """A figure of an entry for a table, as `key:format`; GiB and us are formats of bytes and milliseconds.
+
+    `bounds` are the least and the greatest of the rounds. A list shows its first and last.
+    """
     key, _, form = column.partition(":")
-    return format(entry[key], form) if entry.get(key) is not None else "-"
-
-
-def scaled(key: str, unit: float, form: str) -> Callable[[Entry], str]:
-    """A column of a figure in another unit."""
-    return lambda entry: f"{entry[key] / unit:{form}}" if entry.get(key) else "-"
-
-
-def bounds(entry: Entry) -> str:
-    """`least - greatest` of the rounds."""
-    return f"{entry['ms_min']:.3f} - {entry['ms_max']:.3f}"
+    if key == "bounds":
+        return f"{entry['ms_min']:.3f} - {entry['ms_max']:.3f}"
+    value = entry.get(key)
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return f"{value[0]:.4f} {value[-1]:.4f}"
+    if form == "GiB":
+        return f"{value / 2**30:.2f}"
+    return f"{1e3 * value:.1f}" if form == "us" else format(value, form)
 
 
 def say(line: str) -> None:

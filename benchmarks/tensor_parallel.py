@@ -137,15 +137,7 @@ BENCH = runner.Bench(
     runner.option("tiny", False, "two tiny blocks, one step: for tests"),
     runner.DEVICE,
 )
-_COLUMNS: runner.Columns = {
-    "tokens/s": "tokens_per_second:.0f",
-    "speed": "speed:.3f",
-    "step ms": "ms:.2f",
-    "peak GiB": runner.scaled("peak_bytes", 2**30, ".2f"),
-    "memory": "memory:.3f",
-    "loss 1, last": lambda e: f"{e['losses'][0]:.4f} {e['losses'][-1]:.4f}",
-    "less bf16's": "last_loss_less_bf16:+.4f",
-}
+_COLUMNS = "tokens_per_second:.0f speed:.3f ms:.2f peak_bytes:GiB memory:.3f losses last_loss_less_bf16:+.4f"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ has K = 6144 and 16 rows, where cuBLAS cuts K. Exit status 1 if a bit differs.
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.models import TransformerBlock
-from benchmarks.runner import DEVICE, Bench, Columns, Entry, draw_entries, option, say
+from benchmarks.runner import DEVICE, Bench, Entry, draw_entries, option, say
 from f8emu.capture.read import read_capture
 from f8emu.capture.replay import KINDS, replay
 from f8emu.torch import capture, convert_to_float8_training
@@ -77,10 +76,6 @@ def replayed(folder: Path) -> Entry:
     return {"capture": folder.name, "is_equal": found.is_equal, "oracles": found.oracles, "stages": stages}
 
 
-def _equal(entry: Entry, kind: str) -> str:
-    return "{elements_equal:,} of {elements:,}".format(**entry["stages"][kind])
-
-
 BENCH = Bench(
     "benchmarks.proofs.captures",
     __doc__,
@@ -89,10 +84,6 @@ BENCH = Bench(
     option("cases", tuple(CASES), choices=CASES),
     DEVICE,
 )
-_COLUMNS: Columns = {
-    **{kind: partial(_equal, kind=kind) for kind in KINDS},
-    "every bit": lambda e: "equal" if e["is_equal"] else "DIFFERENT",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"{name}: step {STEP} captured")
         return 0
     results = [replayed(folder / name) for name in cases]
-    draw_entries("captured, and computed again here", results, _COLUMNS, of="capture")
+    of_stage = "{elements_equal:,} of {elements:,}"
+    shown = [{**e, **{kind: of_stage.format(**e["stages"][kind]) for kind in KINDS}} for e in results]
+    draw_entries("captured, and computed again here", shown, ": ".join([*KINDS, "is_equal:"]), of="capture")
     header = read_capture(folder / cases[0])[0].header
     run.record(captured_on=header.device, captured_with=dict(header.versions), captures=results)
     return int(not all(result["is_equal"] for result in results))

@@ -298,16 +298,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         entries[-1]["failed"], is_divided = str(error), True
     is_equal = all("failed" not in e and not any(wrong for wrong, _ in e["differing"].values()) for e in entries)
     if ranks.is_first:
-        columns = {part: partial(_differing, part=part) for part in PARTS}
-        shown = [{**e, "case": f"{e['recipe']}, {e['case']}"} for e in entries]
-        draw_entries(f"numbers that differ, {report['device']}", shown, columns, of="case")
+        shown = [
+            {**e, "case": f"{e['recipe']}, {e['case']}"}
+            | {part: "{} of {}".format(*counts) for part, counts in e.get("differing", {}).items()}
+            for e in entries
+        ]
+        draw_entries(f"numbers that differ, {report['device']}", shown, ": ".join([*PARTS, ""]), of="case")
         run.record()
     ranks.leave(is_divided=is_divided)
     return int(not is_equal)
-
-
-def _differing(entry: Entry, part: str) -> str:
-    return "{} of {}".format(*entry["differing"][part]) if part in entry["differing"] else "-"
 
 
 if __name__ == "__main__":
