@@ -213,6 +213,20 @@ def wrapper_of(cls: Any, x: Tensor, dtype: torch.dtype | None = None) -> Any:
     )
 
 
+def like_dtensor(x: Any, local: Tensor) -> Any:
+    """A DTensor with the placements of `x` and another part of this rank; `local` itself if `x` is none."""
+    if not is_dtensor(x):
+        return local
+    whole = {"shape": x.shape, "stride": x.stride()}
+    return type(x).from_local(local, x.device_mesh, x.placements, run_check=False, **whole)
+
+
+def set_local(x: Any, local: Tensor) -> None:
+    """Make `local` the part of a DTensor that this rank holds."""
+    if is_dtensor(x) and x._local_tensor is not local:
+        x._local_tensor = local
+
+
 def with_aliases(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """The result of an operator on wrapper subclasses, as a view or as the argument where the operator's result is."""
     return return_and_correct_aliasing(func, args, kwargs, out)

@@ -1,6 +1,7 @@
 """Layers that hold their weights as float8 alone, masters in the optimizer: bits, memory, checkpoints, refusals."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -253,6 +254,40 @@ def test_optimizers_of_every_kind(assert_same_bits: Any) -> None:
     step(model, f8.MasterWeights(model.parameters(), SGD, lr=0.1), 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *(
+            (name, {})
+            for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop")
+        ),
+        *(("AdamW", {option: True}) for option in ("fused", "foreach", "amsgrad", "maximize")),
+        ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+        ("SGD", {"momentum": 0.9, "nesterov": True, "fused": True}),
+        ("Adafactor", {}),
+        ("Muon", {}),
+    ],
+)
+def test_an_optimizer_steps_masters_as_it_steps_float32_weights(name: str, settings: dict[str, Any]) -> None:
+    models = [nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 16, bias=False)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for is_primary, model in enumerate(models):
+        f8.convert_to_float8_training(model, config="rowwise", float8_primary_weights=bool(is_primary))
+        parameters, of = list(model.parameters()), getattr(torch.optim, name)
+        make = functools.partial(f8.MasterWeights, parameters, of) if is_primary else functools.partial(of, parameters)
+        optimizer = make(lr=0.05, **settings)
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(0)).float().square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+    assert_same_model(models[1], models[0])
+
+
 def shared(first: nn.Module) -> nn.Sequential:
     model = nn.Sequential(first, nn.Linear(32, 32, bias=False))
     model[1].weight = first.weight
@@ -263,7 +298,6 @@ def test_a_conversion_says_what_cannot_be_float8_alone() -> None:
     """Before it changes anything."""
     for model, settings, error, message in (
         (plain(), {"config": "blockwise"}, UnsupportedError, "under recipe 'blockwise' they cannot: block scales"),
-        (plain(), {"enable_fsdp_float8_all_gather": True}, UnsupportedError, "got both"),
         (shared(nn.Embedding(32, 32)), {}, UnsupportedError, "the one of 1 is 0.weight too"),
         (shared(nn.Linear(32, 32)), {"config": "delayed"}, UnsupportedError, "0 and 1 share a weight"),
         (convert(plain(), "tensorwise"), {}, OperandError, "0, 1 was converted without it"),
@@ -298,6 +332,7 @@ def test_what_would_leave_the_master_behind_is_refused(optimizer: Any) -> None:
         lambda: weight.data.mul_(0.9),
         lambda: weight.data.add_(torch.ones(48, 32)),  # as adapters are merged
         lambda: weight[:16].zero_(),
+        torch.no_grad()(lambda: weight.split(16)[0].zero_()),
         lambda: weight + 1,
         lambda: nn.functional.linear(batch(0), weight),
         assign,
@@ -318,5 +353,7 @@ def test_groups_of_ranks() -> None:
     assert_same_model(model, alone)
     with pytest.raises(UnsupportedError, match="under DDP pass init_sync=False"):
         DistributedDataParallel(primary("delayed"))
-    with pytest.raises(UnsupportedError, match="convert without float8_primary_weights"):
-        fully_shard(primary("tensorwise"))
+    sharded: Any = fully_shard(primary("delayed"))
+    step(sharded, f8.MasterWeights(sharded.parameters(), AdamW, lr=0.05), 0)
+    whole = {key: x.full_tensor() for key, x in sharded.state_dict().items()}
+    assert_same_state(whole, alone.state_dict())

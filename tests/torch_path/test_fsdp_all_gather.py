@@ -1,7 +1,13 @@
-"""FSDP2 with float8 all-gather (gloo): the bits of one device that is given the batches of all ranks in turn."""
+"""FSDP2 with float8 all-gather (gloo): the bits of one device that is given the batches of all ranks in turn.
 
+Codes are cast for each gather, or rest between two steps (`float8_primary_weights`).
+"""
+
+import copy
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
@@ -20,12 +27,15 @@ import f8emu.torch as f8
 from f8emu.spec import UnsupportedError, recipe_by_name
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.weights import codes as weight_codes
+from f8emu.torch.weights import master_weights
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 from tests.torch_path.delayed import by_calls_alone
 from tests.torch_path.ranks import run_cases
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3
+_rests = False
+"""Whether weights rest as float8, sharded and on one device."""
 _MIN_CUT = "aot_eager_decomp_partition"
 """The partitioner of Inductor, without its code."""
 precompute = f8.precompute_float8_dynamic_scale_for_fsdp
@@ -48,10 +58,25 @@ class Block(nn.Module):
         return x + self.w2(torch.relu(self.w1(x)))
 
 
-def make(recipe: str, gather: bool, *, hidden: int = 112, bias: bool = True) -> Any:
+def make(recipe: str, gather: bool, *, hidden: int = 112, bias: bool = True, rests: bool | None = None) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(Block(48, 80, bias), Block(48, hidden, bias))
-    return f8.convert_to_float8_training(model, config=recipe, pad=True, enable_fsdp_float8_all_gather=gather)
+    rests = _rests if rests is None else rests
+    convert = functools.partial(f8.convert_to_float8_training, model, config=recipe, pad=True)
+    return convert(float8_primary_weights=True) if rests else convert(enable_fsdp_float8_all_gather=gather)
+
+
+def at_rest(run: Callable[[], None]) -> None:
+    """The case with weights that rest as float8."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "_rests", True)
+        run()
+
+
+def optimizer_of(optimizer: Callable[..., Any], parameters: Sequence[Any]) -> Any:
+    """Any optimizer over the masters, where weights rest as float8."""
+    masters = functools.partial(f8.MasterWeights, optimizer_class=optimizer)
+    return (masters if _rests else optimizer)(parameters, lr=1e-2)
 
 
 def shard(model: Any, **options: Any) -> Any:
@@ -78,7 +103,7 @@ def batch(step: int, rank: int, part: int = 0) -> Tensor:
 def plain(x: Tensor) -> Tensor:
     """The whole of a tensor, which may be sharded."""
     whole = x.full_tensor() if isinstance(x, DTensor) else x
-    return getattr(whole, "plain", whole).detach()
+    return getattr(whole, "master" if isinstance(whole, f8.Float8Weight) else "plain", whole).detach()
 
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
@@ -95,7 +120,7 @@ class OneDevice:
     def __init__(self, recipe: str, optimizer: Callable[..., Any] = AdamW, **options: Any) -> None:
         self.model, self.is_delayed = make(recipe, False, **options), recipe == "delayed"
         by_calls_alone(self.model, ranks=False)  # a pass of all ranks is one update
-        self.optimizer = optimizer(self.model.parameters(), lr=1e-2)
+        self.optimizer = optimizer_of(optimizer, list(self.model.parameters()))
 
     def outputs(self, step: int, dtype: torch.dtype = torch.float32, parts: int = 1) -> list[Tensor]:
         """Of this rank, after which the gradients are there; of other ranks only what the rest needs."""
@@ -149,7 +174,7 @@ def compare(
         prepare(one)
     if sharded is None:
         shard(model)
-    steps = optimizer([x for x in model.parameters() if x.requires_grad], lr=1e-2)
+    steps = optimizer_of(optimizer, [x for x in model.parameters() if x.requires_grad])
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(STEPS):
         before(model, step)
@@ -272,7 +297,8 @@ def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str
     found: list[int] = []
     count = 0
     for gather in (True, False):
-        model = prepared(make(recipe, gather, bias=False, hidden=hidden_of(backend)), checkpoints, backend)
+        model = make(recipe, gather, bias=False, hidden=hidden_of(backend), rests=_rests and gather)
+        model = prepared(model, checkpoints, backend)
         shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         for step in range(2):
             count = 0
@@ -293,6 +319,59 @@ def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str
     assert found[0] == part * found[1] > 0, found
 
 
+def beside_one_that_casts(change: Callable[[Any], None] = lambda model: None, **options: Any) -> None:
+    """Weights at rest, stepped with the model's own AdamW, beside weights that are cast for each gather.
+
+    The norm by which gradients are clipped is a sum in the order of the ranks, not that of one device.
+    """
+    models = [shard(make("rowwise", True, rests=rests), **options) for rests in (False, True)]
+    optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(batch(step, dist.get_rank())).square().mean().backward()
+            change(model)
+            optimizer.step()
+        assert_same(list(models[1].parameters()), list(models[0].parameters()), f"step {step}, weight")
+
+
+def clip(model: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def dies_between_master_and_codes() -> None:
+    """A step that fails on one rank after its masters were stepped: a run that resumes has the bits of one that ran on.
+
+    A checkpoint has masters alone, from which the codes are cast.
+    """
+
+    def begin() -> tuple[Any, Any]:
+        model = shard(make("rowwise", True, rests=True))
+        return model, f8.MasterWeights(model.parameters(), AdamW, lr=1e-2)
+
+    def run(model: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        model(batch(step, dist.get_rank())).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = begin()
+    run(model, optimizer, 0)
+    saved = copy.deepcopy(get_state_dict(model, optimizer))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(master_weights, "refill_all", lambda weights: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(model, optimizer, 1)
+    found: list[Any] = []
+    for is_resumed in (False, True):
+        model, optimizer = begin()
+        if is_resumed:
+            set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+        for step in range(is_resumed, STEPS):
+            run(model, optimizer, step)
+        found.append(list(model.parameters()))
+    assert_same(found[0], found[1], "weight")
+
+
 def scale_of_one_rank() -> None:
     """A planted bug: ranks that scale by their own rows are noticed."""
     with pytest.MonkeyPatch.context() as patch:
@@ -305,8 +384,11 @@ def not_a_number(recipe: str) -> None:
     """In the weight of one rank: all ranks have what one device has."""
 
     def plant(model: Any) -> None:
+        weight = model[0].w1.weight
+        value = plain(weight).clone()
+        value[70, 3] = float("nan")
         with torch.no_grad():
-            model[0].w1.weight[70, 3] = float("nan")
+            weight.copy_(value)
 
     compare(recipe, prepare=plant)
 
@@ -321,7 +403,10 @@ def what_was_precomputed_is_forgotten() -> None:
         with torch.no_grad():
             for one in (model, reference.model):
                 for parameter in one.parameters():
-                    parameter.mul_(factor)
+                    if isinstance(parameter, f8.Float8Weight):
+                        parameter.copy_(parameter.master * factor)
+                    else:
+                        parameter.mul_(factor)
         assert_same([model(batch(0, rank))], [reference.model(batch(0, rank))], "output")
 
 
@@ -336,7 +421,7 @@ def what_was_not_gathered() -> None:
     model = shard(make("rowwise", True))
     model(batch(0, dist.get_rank())).sum().backward()
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
-    with pytest.raises(UnsupportedError, match="without assign=True"):
+    with nullcontext() if _rests else pytest.raises(UnsupportedError, match="without assign=True"):
         model(batch(0, dist.get_rank()))
 
 
@@ -383,6 +468,19 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
     },
     3: {f"unequal and empty shards, {r}": case(compare, r, hidden=2) for r in ("tensorwise", *TWO)},
     4: {"hybrid": hybrid, "rowwise": case(bits, "rowwise", True, True)},
+}
+_AT_REST = {
+    *(f"{recipe}, reshards True" for recipe in RECIPES),
+    *(f"{kind}, {recipe}" for kind in ("mixed precision", "from meta", "checkpointed", "unusual") for recipe in TWO),
+    *("hybrid", "compiled, delayed", "fused", "traffic, rowwise", "traffic, recomputed", "held", "skipped"),
+    *("NaN, rowwise", "forgotten", "not gathered", "rowwise", "unequal and empty shards, delayed"),
+}
+for _cases in CASES.values():
+    _cases |= {f"{name}, at rest": case(at_rest, _cases[name]) for name in sorted(_AT_REST & _cases.keys())}
+CASES[2] |= {
+    "clipped, at rest": case(beside_one_that_casts, clip),
+    "offloaded, at rest": case(beside_one_that_casts, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "dies between master and codes": dies_between_master_and_codes,
 }
 
 

@@ -7,6 +7,7 @@ Ranks hold tokens, rows and columns of different magnitudes, so that a scale of 
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,13 +48,35 @@ def mesh_of_all() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def convert(recipe: str, *sizes: tuple[int, int], bias: bool = False, gathers: bool = False) -> Any:
-    """Layers [out, in] called "0", "1", ..., the same on every rank; FSDP2 gathers them as float8 if `gathers`."""
+_rests = False
+"""Whether weights rest as float8, sharded and on one device."""
+
+
+def at_rest(run: Callable[[], None]) -> None:
+    """The case with weights that rest as float8."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "_rests", True)
+        run()
+
+
+def convert(recipe: str, *sizes: tuple[int, int], bias: bool = False, gathers: bool = False, zeros: Any = None) -> Any:
+    """Layers [out, in] called "0", "1", ..., the same on every rank; FSDP2 gathers them as float8 if `gathers`.
+
+    `zeros`: the index of the first weight's elements that are zero.
+    """
     layers = nn.ModuleList(nn.Linear(k, n, bias=bias, dtype=torch.bfloat16) for n, k in sizes)
     for i, layer in enumerate(layers):
         for j, parameter in enumerate(layer.parameters()):
             parameter.data = draw(*parameter.shape, seed=10 * i + j) / 4
-    return f8.convert_to_float8_training(layers, config=recipe, pad=True, enable_fsdp_float8_all_gather=gathers)
+    if zeros is not None:
+        next(layers.parameters()).data[zeros] = 0
+    how = functools.partial(f8.convert_to_float8_training, layers, config=recipe, pad=True)
+    return how(float8_primary_weights=True) if _rests else how(enable_fsdp_float8_all_gather=gathers)
+
+
+def values(weight: Tensor) -> Tensor:
+    """What a weight of one device is cast from."""
+    return weight.master if isinstance(weight, f8.Float8Weight) else weight.detach()
 
 
 def part(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
@@ -180,10 +203,9 @@ def parallel(recipe: str, by: str, dim: int | None = None, bias: bool = False, s
     """
     mesh, is_row = mesh_of_all(), by == "row"
     tokens, k, n = (TOKENS, K, size) if size is not None else sizes_of(recipe)
-    alone, ours = (convert(recipe, (k, n) if is_row else (n, k), bias=bias) for _ in range(2))
-    for layers in (alone, ours):  # the first feature of what is sharded is its amax, and shows in no product
-        with torch.no_grad():
-            (layers[0].weight.t() if is_row else layers[0].weight)[0] = 0
+    # The first feature of what is sharded is its amax, and shows in no product.
+    sizes, zeros = ((k, n), (slice(None), 0)) if is_row else ((n, k), 0)
+    alone, ours = (convert(recipe, sizes, bias=bias, zeros=zeros) for _ in range(2))
     row_style = RowwiseParallel() if dim is None else f8.Float8RowwiseParallel(output_layouts=Shard(dim))
     parallelize_module(ours, mesh, {"0": row_style if is_row else ColwiseParallel()})
     for step in range(3 if recipe == "delayed" else 1):
@@ -204,7 +226,7 @@ def parallel(recipe: str, by: str, dim: int | None = None, bias: bool = False, s
         same(observed.grad_weight, part(expected.grad_weight, int(is_row), mesh))
         # 2. Sums.
         if recipe != "delayed" or step == 0:  # in the first step, delayed scaling is tensorwise
-            weight = alone[0].weight.detach() if is_row else alone[0].weight.detach().t()
+            weight = values(alone[0].weight) if is_row else values(alone[0].weight).t()
             like, gemm_name = "tensorwise" if recipe == "delayed" else recipe, "output" if is_row else "grad_input"
             total = summed(partial(flat(wide), weight, gemm_name, like, mesh).view(BATCH, tokens, k), mesh, dim)
             total = total + alone[0].bias if bias and is_row else total
@@ -246,7 +268,7 @@ def sequence_parallel_input(recipe: str, dim: int = 1) -> None:
             assert mine.grad is not None and whole.grad is not None
             same(mine.grad, part(whole.grad, 0, mesh))
         if recipe != "delayed":
-            weights = [parameter.detach().t() for parameter in alone.parameters()]
+            weights = [values(parameter).t() for parameter in alone.parameters()]
             total = partial(flat(grads[0]), weights[0], "grad_input", recipe, mesh)
             total = total + partial(flat(grads[1]), weights[1], "grad_input", recipe, mesh)
             assert own.grad is not None
@@ -443,7 +465,10 @@ def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -
             fully_shard(model, mesh=dp)
         elif recipe == "delayed":
             f8.set_amax_reduction_group(model, dist.group.WORLD)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        sgd = torch.optim.SGD
+        optimizer = (functools.partial(f8.MasterWeights, optimizer_class=sgd) if _rests else sgd)(
+            list(model.parameters()), lr=0.125
+        )
         found.append([])
         for step in range(2):
             seed = 20 + 10 * dp.get_local_rank() + step
@@ -494,6 +519,13 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "with FSDP2, compiled": case(with_fsdp2, "tensorwise", False, "aot_eager"),
     },
 }
+_AT_REST = {
+    *("by column, delayed", "by row, rowwise", "gathered input, tensorwise", "scattered output, delayed"),
+    *("compiled, rowwise", "compiled, delayed", "unequal shards of N", "an empty shard of K"),
+    *(f"with FSDP2, {recipe}, gathers False" for recipe in GATHERED),
+}
+for _cases in CASES.values():
+    _cases |= {f"{name}, at rest": case(at_rest, _cases[name]) for name in sorted(_AT_REST & _cases.keys())}
 
 
 @pytest.mark.parametrize("ranks", CASES)

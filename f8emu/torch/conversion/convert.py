@@ -105,7 +105,7 @@ def convert_to_float8_training(
         if device.type not in ("cpu", "meta"):  # from these the model may still move
             resolve_engine(_CALL, device, engine, CHIPS[recipe.chip])
     if float8_primary_weights:
-        _check_primary(recipe, module, chosen, already, enable_fsdp_float8_all_gather)
+        _check_primary(recipe, module, chosen, already)
     # 2. The new layers. By the from_float of Float8Linear itself: a subclass may have one of its own.
     from_float = Float8Linear.__dict__["from_float"].__func__
     new: dict[int, Float8Linear] = {}
@@ -120,7 +120,7 @@ def convert_to_float8_training(
     # 3. Their weights.
     if float8_primary_weights:
         _replace_weights(new.values(), lambda x: Float8Weight.of(x.weight, x.recipe, x.delayed))
-    if enable_fsdp_float8_all_gather:
+    elif enable_fsdp_float8_all_gather:
         plain = [x for x in (*new.values(), *already.values()) if not isinstance(x.weight, ShardedWeight)]
         _replace_weights(plain, lambda x: ShardedWeight(x.weight.detach(), x.recipe))
     # 4. The model, and what is said of it.
@@ -244,13 +244,7 @@ def _check_primary(
     module: nn.Module,
     chosen: dict[str, nn.Linear],
     already: dict[str, Float8Linear],
-    is_gathered: bool,
 ) -> None:
-    if is_gathered:
-        raise UnsupportedError(
-            f"{_CALL}: float8_primary_weights holds whole weights as float8, enable_fsdp_float8_all_gather shards them "
-            "in high precision; got both; choose the second for fully_shard"
-        )
     other = [fqn or "the module" for fqn, layer in already.items() if not isinstance(layer.weight, Float8Weight)]
     if other:
         raise OperandError(

@@ -38,6 +38,8 @@ from f8emu.torch.library import no_gradients
 from f8emu.torch.parallel.sharding import Gathered, Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
 from f8emu.torch.torch_internals import top_saved_tensors_hooks
 from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
+from f8emu.torch.weights.codes import OwnRows
+from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 
 class LayerPlan(NamedTuple):
@@ -187,6 +189,13 @@ def cast_grad_output(
 
 def cast_weight(weight: Tensor, plan: LayerPlan, delayed: Delayed | None) -> tuple[Operand, WeightSource]:
     """The operand of `output` that a layer casts from its weight [N, K], and the source of the other."""
+    # At rest, where no FSDP2 gathers it. Compiled code casts the master, to the same codes.
+    if plan.layout is not None and isinstance(weight, ShardedWeight) and not torch.compiler.is_compiling():
+        groups = plan.layout.weight
+        others = tuple((group, dim) for dim, of in enumerate((groups.rows, groups.cols)) for group in of)
+        if (held := weight.codes_at_rest(OwnRows(n=weight.shape[0], others=others))) is not None:
+            coded = weight = CodedWeight(held, weight.dtype)
+            coded.note_call(delayed)
     if isinstance(weight, CodedWeight):
         codes, scale = weight.of_grad_input()
         return weight.of_output(), WeightSource(scale=scale, codes=codes)

@@ -22,8 +22,16 @@ from f8emu.torch.layer.observers import begin_call, show_tensor
 from f8emu.torch.layer.operands import DelayedStates
 from f8emu.torch.library import is_exporting
 from f8emu.torch.parallel.placements import LocalCall, local_call
-from f8emu.torch.torch_internals import bias_of, copied_attributes, is_dtensor, is_in_autograd_function, own_parameters
-from f8emu.torch.weights.float8_weight import Float8Weight, refill, written_over
+from f8emu.torch.torch_internals import (
+    bias_of,
+    copied_attributes,
+    is_dtensor,
+    is_in_autograd_function,
+    like_dtensor,
+    own_parameters,
+)
+from f8emu.torch.weights.coded_weight import CodedWeight
+from f8emu.torch.weights.float8_weight import at_rest, refill, written_over
 
 _METADATA_KEY = "f8emu_delayed"  # the key of a layer's state of delayed scaling in the metadata of a state dict
 
@@ -157,8 +165,8 @@ class Float8Linear(Float8Layer):
         # 1. The operands of the input.
         operands = cast_input(call.input, x, plan, delayed[0], self.traced_input)
         # 2. The GEMM; gradients go to the input, or through the gather of it.
-        if isinstance(call.weight, Float8Weight):
-            call.weight.note_call(call.delayed)
+        if isinstance(call.weight, CodedWeight):
+            call.weight.note_call(delayed[1])
         place = x if operands.gathered is None else operands.gathered
         return float8_matmul(place, call.weight, operands, plan, delayed, tap)
 
@@ -224,17 +232,17 @@ class Float8Linear(Float8Layer):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = own_parameters(self).get("weight")
-        if isinstance(weight, Float8Weight) and not keep_vars:
-            destination[f"{prefix}weight"] = weight.master.detach()
+        if (held := at_rest(weight)) is not None and not keep_vars:
+            destination[f"{prefix}weight"] = like_dtensor(weight, held.master.detach())
         metadata = getattr(destination, "_metadata", None)
         if self.delayed is not None and metadata is not None:
             metadata.setdefault(prefix[:-1], {})[_METADATA_KEY] = self.delayed.tensors()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        held = own_parameters(self).get("weight")
+        old = own_parameters(self).get("weight")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        if isinstance(held, Float8Weight) and self.weight is not held:
-            written_over(self, held)
+        if (held := at_rest(old)) is not None and self.weight is not old:
+            written_over(self, old, held)
         if self.delayed is None:
             return
         if self.delayed.amax_input.device != self.weight.device:  # the new parameter may be on another device

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch import torch_internals as internals
-from f8emu.torch.layer.operands import Operand
+from f8emu.torch.layer.operands import Delayed, Operand
 from f8emu.torch.weights.codes import WeightCodes
 
 # What operators of autograd, modules, FSDP2 and initializations make of a weight that is no plain tensor. Each class of
@@ -66,6 +66,14 @@ class CodedWeight(Tensor):
     def of_grad_input(self) -> Operand:
         """The operand of `grad_input`, [N, K], still to be transposed."""
         return Operand(self.rows if self.cols is None else self.cols, self.col_scale)
+
+    def note_call(self, delayed: Delayed | None) -> None:
+        """Under delayed scaling of a weight at rest, record its amax, as a cast of it in this call would."""
+        if delayed is not None and self.master_amax is not None:
+            with torch.no_grad():
+                # As integers, which keeps NaN.
+                bits = torch.maximum(delayed.amax.view(torch.int32), self.master_amax.view(torch.int32))
+                delayed.amax.copy_(bits.view(torch.float32))
 
     def alias(self) -> "CodedWeight":
         same = CodedWeight(self.held, self.dtype)

@@ -8,7 +8,7 @@ Exactness: amaxes, scales and codes are those of the whole weight on one device.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,13 @@ from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.delayed import UNCALLED, UNSET
 from f8emu.torch.layer.operands import Delayed, cast_delayed
+from f8emu.torch.parallel.sharding import Shards, global_delayed
 from f8emu.torch.torch_internals import foreach_copy, is_dtensor, reduce_amax
+
+if TYPE_CHECKING:
+    from f8emu.torch.delayed.state import DelayedBuffers
 
 _ALIGNMENT = 4  # floats: the GEMMs take scales that lie at multiples of 16 bytes
 
@@ -41,7 +46,7 @@ class WeightCodes(NamedTuple):
     row_scale: Tensor  # [1, 1] or [N, 1]
     col_scale: Tensor  # [1, 1] or [K, 1]
     cols: Tensor | None = None  # [N, K], the operand of `grad_input` before its transpose; None where it is `rows`
-    master_amax: Tensor | None = None  # [1, 1], under delayed scaling of a `Float8Weight`: each call records it
+    master_amax: Tensor | None = None  # [1, 1], under delayed scaling of a weight at rest: each call records it
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "WeightCodes":
         return WeightCodes(*[x if x is None else function(x) for x in self])  # pyright: ignore[reportArgumentType]
@@ -225,7 +230,30 @@ def cast_rows_delayed(x: Tensor, recipe: Recipe, delayed: Delayed) -> tuple[Tens
     return operand.codes, operand.scale
 
 
-def cast_weight(x: Tensor, recipe: Recipe, scales: WeightScales) -> WeightCodes:
-    """The codes of a whole weight `x` [N, K]."""
-    cols = None if has_one_scale(recipe) else cast_cols(x, recipe, scales)
-    return WeightCodes(cast_rows(x, recipe, scales), scales.row_scale, scales.col_scale, cols)
+@torch.no_grad()
+def cast_master(
+    x: Tensor,
+    recipe: Recipe,
+    buffers: "DelayedBuffers | None",
+    own: OwnRows,
+    *,
+    by_own_amax: bool = False,
+    scales: WeightScales | None = None,
+) -> WeightCodes:
+    """The codes of `x`, the rows `own` of a weight at rest, under its scales or under the state of delayed scaling."""
+    # 1. Dynamic scales. Those of the whole weight may be known.
+    x, delayed = x.contiguous(), None
+    if buffers is not None:
+        buffers.follow(x.device)
+        delayed = buffers.of_tensors()[1]
+    if buffers is None or delayed is None:
+        (scales,) = global_scales([LocalWeight(x, recipe, own)]) if scales is None else (scales,)
+        cols = None if has_one_scale(recipe) else cast_cols(x, recipe, scales)
+        return WeightCodes(cast_rows(x, recipe, scales, own.rows), scales.row_scale, scales.col_scale, cols)
+    # 2. Delayed scaling. The state is not written to: each call of the layer records this amax, as its cast would.
+    amax = torch.full_like(delayed.amax, UNCALLED)
+    inv_scale = torch.full_like(delayed.inv_scale, UNSET) if by_own_amax else delayed.inv_scale
+    delayed = delayed._replace(inv_scale=inv_scale, amax=amax)
+    groups = Shards(rows=own.groups, is_set=not by_own_amax and buffers.are_set()[1])
+    rows, scale = cast_rows_delayed(x, recipe, global_delayed(x, recipe.output.b, recipe.scale_rule, delayed, groups))
+    return WeightCodes(rows, scale, scale.clone(), master_amax=amax)

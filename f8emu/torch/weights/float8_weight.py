@@ -4,6 +4,8 @@ The parameter of the layer is codes and scales, which `Float8Linear` multiplies 
 host until `MasterWeights` takes it: then in float32, on the device of the weight. Every write to the weight, by an
 initialization, a state dict or a step, is a write to the master, from which the codes are cast again.
 
+FSDP2 and tensor parallelism shard the master, in float32: a rank's part of it is a `ShardedWeight` at rest.
+
 Exactness: codes and scales are those that a `Float8Linear` casts in its forward and backward pass from the master.
 """
 
@@ -18,19 +20,10 @@ from torch import Tensor, nn
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.delayed.state import DelayedBuffers
-from f8emu.torch.fused.delayed import UNCALLED, UNSET
-from f8emu.torch.layer.operands import DelayedStates
-from f8emu.torch.torch_internals import no_torch_function
+from f8emu.torch.torch_internals import like_dtensor, no_torch_function
 from f8emu.torch.weights.coded_weight import COPIES, EMPTIES, FILLED, NEW, CodedWeight
-from f8emu.torch.weights.codes import (
-    LocalWeight,
-    OwnRows,
-    WeightCodes,
-    WeightScales,
-    cast_rows_delayed,
-    cast_weight,
-    global_scales,
-)
+from f8emu.torch.weights.codes import LocalWeight, OwnRows, WeightCodes, WeightScales, cast_master, global_scales
+from f8emu.torch.weights.sharded_weight import GatherState, Resting, ShardedWeight, local_tensor
 
 _aten = torch.ops.aten
 
@@ -53,8 +46,7 @@ class Float8Weight(CodedWeight):
         "the weight holds only float8 codes (float8_primary_weights=True), and only Float8Linear computes "
         "with them; step and decay it with MasterWeights(params, torch.optim.AdamW, ...); read weight.master, in "
         "high precision, or weight.dequantize(); write with weight.copy_(values) or load_state_dict; under DDP "
-        "pass init_sync=False; to shard it (fully_shard, DTensor) or to merge adapters into it, convert without "
-        "float8_primary_weights"
+        "pass init_sync=False; to merge adapters into it, convert without float8_primary_weights"
     )
 
     # Results are plain tensors: torch would make each a tensor of this class.
@@ -123,14 +115,9 @@ class Float8Weight(CodedWeight):
             if mine is not None and found is not None:
                 mine.copy_(found)
 
-    def note_call(self, states: DelayedStates | None) -> None:
-        """Under delayed scaling, record the master's amax, as a cast of it in this call would."""
-        delayed = None if states is None else states[1]
-        if delayed is not None and self.master_amax is not None:
-            with torch.no_grad():
-                # As integers, which keeps NaN.
-                bits = torch.maximum(delayed.amax.view(torch.int32), self.master_amax.view(torch.int32))
-                delayed.amax.copy_(bits.view(torch.float32))
+    def local(self) -> LocalWeight:
+        """The master, whole, on the device of the weight."""
+        return LocalWeight(self.master.detach().to(self.device), self.recipe, OwnRows(n=self.shape[0]))
 
     def take_master(self) -> Tensor:
         """Give the master to an optimizer: float32 and on the device of the weight from now on."""
@@ -144,6 +131,8 @@ class Float8Weight(CodedWeight):
 
     def result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of copies and initializations; None for operators that need values."""
+        if func is _aten.split.Tensor or (func is _aten.new_zeros.default and len(args[1]) == 2):  # for FSDP2, DTensor
+            return func(self._sharded(is_split=func is _aten.split.Tensor), *args[1:], **kwargs)
         if func in FILLED:
             one = self.held.rows.new_empty((1, 1), dtype=self.dtype).expand(self.shape)
             return func(one, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
@@ -158,6 +147,11 @@ class Float8Weight(CodedWeight):
         if func is _aten.copy_.default or self._is_initialized_by(func):
             return self._with_master(func, args[1:], kwargs)
         return None
+
+    def _sharded(self, *, is_split: bool) -> ShardedWeight:
+        origin = self._origin
+        master = origin.master.detach().to(self.device, torch.float32)
+        return ShardedWeight(master, origin.recipe, GatherState(resting=Resting(origin.delayed, is_split)), self.dtype)
 
     def _moved(self, device: torch.device, dtype: torch.dtype, options: Any) -> "Float8Weight":
         # The master stays where it is, and is rounded to `dtype` unless an optimizer has it.
@@ -229,46 +223,45 @@ def _unpickled(
     return nn.Parameter(new, requires_grad) if is_parameter else new
 
 
-@torch.no_grad()
 def _cast(x: Tensor, origin: MasterOf, *, by_own_amax: bool = False, scales: WeightScales | None = None) -> WeightCodes:
-    """The codes of `x` [N, K] under its own scales, or under the state of delayed scaling."""
-    x, buffers, delayed = x.contiguous(), origin.delayed, None
-    if buffers is not None:
-        buffers.follow(x.device)
-        delayed = buffers.of_tensors()[1]
-    if delayed is None:
-        if scales is None:
-            (scales,) = global_scales([LocalWeight(x, origin.recipe, OwnRows(n=x.shape[0]))])
-        return cast_weight(x, origin.recipe, scales)
-    # The layer's state is not written to: each call of the layer records this amax, as its cast would (`note_call`).
-    amax = torch.full_like(delayed.amax, UNCALLED)
-    inv_scale = torch.full_like(delayed.inv_scale, UNSET) if by_own_amax else delayed.inv_scale
-    rows, scale = cast_rows_delayed(x, origin.recipe, delayed._replace(inv_scale=inv_scale, amax=amax))
-    return WeightCodes(rows, scale, scale.clone(), master_amax=amax)
+    own = OwnRows(n=x.shape[0])
+    return cast_master(x, origin.recipe, origin.delayed, own, by_own_amax=by_own_amax, scales=scales)
 
 
-def refill_all(weights: Sequence[Float8Weight]) -> None:
-    """`refill` of many weights: the scales of all take one kernel."""
-    dynamic = [weight for weight in weights if weight.recipe.delayed_scaling_of("weight") is None]
-    local = [LocalWeight(x.master.detach().to(x.device), x.recipe, OwnRows(n=x.shape[0])) for x in dynamic]
-    scales = dict(zip(map(id, dynamic), global_scales(local), strict=True))
-    for weight in weights:
+def at_rest(weight: Tensor | None) -> Float8Weight | ShardedWeight | None:
+    """The weight, or this rank's part of it, if it rests as float8."""
+    local = None if weight is None else local_tensor(weight)
+    if isinstance(local, ShardedWeight):
+        return None if local.state.resting is None else local
+    return local if isinstance(local, Float8Weight) else None
+
+
+def refill_all(weights: Sequence[Float8Weight | ShardedWeight]) -> None:
+    """`refill` of many weights: the scales of all take one reduction over the ranks, and one kernel."""
+    known = [weight for weight in weights if not isinstance(weight, ShardedWeight) or weight.state.own is not None]
+    dynamic = [weight for weight in known if weight.recipe.delayed_scaling_of("weight") is None]
+    scales = dict(zip(map(id, dynamic), global_scales([weight.local() for weight in dynamic]), strict=True))
+    for weight in known:
         weight.refill(scales=scales.get(id(weight)))
 
 
 def refill(weight: Tensor | None) -> None:
     """Cast the master of a weight again, after the scales of its layer have changed; other weights have none."""
-    if isinstance(weight, Float8Weight):
-        weight.refill()
+    if (held := at_rest(weight)) is not None:
+        held.forget() if isinstance(held, ShardedWeight) else held.refill()
 
 
-def written_over(layer: nn.Linear, old: Float8Weight) -> None:
-    """After `load_state_dict(assign=True)` has replaced the weight `old` of a layer: its values go into `old`."""
-    value, origin = layer.weight.detach(), old.origin
-    if old.is_meta and not value.is_meta and origin is not None:
-        layer.weight = nn.Parameter(Float8Weight.of(value, origin.recipe, origin.delayed), old.requires_grad)
+def written_over(layer: nn.Linear, old: Any, held: Float8Weight | ShardedWeight) -> None:
+    """After `load_state_dict(assign=True)` has replaced the parameter `old` of a layer: its values go into `old`."""
+    value = layer.weight.detach()
+    if not old.is_meta or value.is_meta:
+        with torch.no_grad():
+            old.copy_(value)
+        layer.weight = old
         return
-    with torch.no_grad():
-        old.copy_(value)
-    assert isinstance(old, nn.Parameter), "it was the layer's"
-    layer.weight = old
+    if isinstance(held, Float8Weight):
+        new: Tensor = Float8Weight.of(value, held.recipe, None if held.origin is None else held.origin.delayed)
+    else:
+        part = local_tensor(value).to(torch.float32)
+        new = like_dtensor(value, ShardedWeight(part, held.recipe, held.state, held.dtype))
+    layer.weight = nn.Parameter(new, old.requires_grad)

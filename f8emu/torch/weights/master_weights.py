@@ -1,7 +1,7 @@
 """An optimizer over the float32 masters of weights that their layers hold as float8."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from f8emu.spec.errors import OperandError
-from f8emu.torch.weights.float8_weight import Float8Weight, refill_all
+from f8emu.torch.torch_internals import like_dtensor, set_local
+from f8emu.torch.weights.float8_weight import Float8Weight, at_rest, refill_all
+from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 
 class MasterWeights(Optimizer):
@@ -69,8 +71,8 @@ class MasterWeights(Optimizer):
             loss = self.inner.step(None if closure is None else self._with_casts(closure))
         finally:
             self._cast()
-            for weight in self._weights():
-                weight.master.grad = None
+            for _, master in self._masters():
+                master.grad = None
         self._share_state()
         return loss
 
@@ -93,20 +95,27 @@ class MasterWeights(Optimizer):
 
         return evaluate
 
-    def _weights(self) -> list[Float8Weight]:
-        return [x for group in self.param_groups for x in group["params"] if isinstance(x, Float8Weight)]
+    def _masters(self) -> Iterator[tuple[Float8Weight | ShardedWeight, Tensor]]:
+        # Each weight at rest, or this rank's part of it, and what the optimizer steps in its place.
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for mine, master in zip(own["params"], inner["params"], strict=True):
+                if (weight := at_rest(mine)) is not None:
+                    yield weight, master
 
     def _take_gradients(self) -> None:
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            for i, weight in enumerate(own["params"]):
-                if not isinstance(weight, Float8Weight):
-                    continue
-                if weight.grad is not None:
+            for i, mine in enumerate(own["params"]):
+                weight = at_rest(mine)
+                if isinstance(weight, ShardedWeight):
+                    set_local(inner["params"][i], weight.master)  # FSDP2 pads a shard before the first pass
+                elif weight is not None and mine.grad is not None:
                     inner["params"][i] = weight.take_master()  # it may have been frozen until now
-                weight.master.grad = None if weight.grad is None else weight.grad.to(weight.master)
+                if weight is not None:
+                    master = inner["params"][i]
+                    master.grad = None if mine.grad is None else mine.grad.to(master.device, master.dtype)
 
     def _cast(self) -> None:
-        refill_all([weight for weight in self._weights() if weight.master.grad is not None])
+        refill_all([weight for weight, master in self._masters() if master.grad is not None])
 
     def _share_state(self) -> None:
         # The state of each parameter is its master's: state dicts are those of the model's parameters.
@@ -138,6 +147,7 @@ def _of_masters(group: dict[str, Any]) -> dict[str, Any]:
 def _of_master(x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(_of_master(part) for part in cast("tuple[Any, ...]", x))
-    if not isinstance(x, Float8Weight):
-        return x
-    return x.take_master() if x.requires_grad else x.master
+    weight = at_rest(x)
+    if isinstance(weight, Float8Weight):
+        return weight.take_master() if x.requires_grad else weight.master
+    return x if weight is None else like_dtensor(x, weight.master.detach())

@@ -1,7 +1,8 @@
-"""A weight that FSDP2 gathers as float8: high precision at rest, codes on the way.
+"""A weight that FSDP2 gathers as float8, from codes that are cast for each gather or that rest beside the master.
 
 `fully_shard` keeps the rows of a weight spread over ranks, and asks a tensor with `fsdp_pre_all_gather` and
-`fsdp_post_all_gather` what to gather. Here every rank casts its rows under the scales of the whole weight.
+`fsdp_post_all_gather` what to gather. Here every rank casts its rows under the scales of the whole weight. At rest
+(`float8_primary_weights`) it keeps the codes until the next write to the master, such as the optimizer's step.
 
 Exactness: codes and scales are those of the whole weight on one device.
 """
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
+from f8emu.torch.delayed.state import DelayedBuffers
 from f8emu.torch.fused.fused_cast import CODES
 from f8emu.torch.parallel.sharding import Shards, global_delayed
 from f8emu.torch.weights.coded_weight import ALIASES, COPIES, EMPTIES, MOVES, NEW, PARTS, CodedWeight, GatherMemory
@@ -25,6 +27,7 @@ from f8emu.torch.weights.codes import (
     WeightCodes,
     WeightScales,
     cast_cols,
+    cast_master,
     cast_rows,
     cast_rows_delayed,
     format_of,
@@ -33,7 +36,17 @@ from f8emu.torch.weights.codes import (
 )
 
 _VIEWS = ALIASES | PARTS | MOVES  # weights with the values of the argument
-_OTHERS = COPIES | EMPTIES | NEW  # weights with values of their own
+# Weights with values of their own. Tensor parallelism pads unequal parts.
+_OTHERS = COPIES | EMPTIES | NEW | {torch.ops.aten.constant_pad_nd.default}
+
+
+@dataclass(slots=True)
+class Resting:
+    """What a weight has that rests as float8: between two writes to its master, the same codes are multiplied."""
+
+    delayed: DelayedBuffers | None  # the layer's
+    is_split: bool = False  # whether it was split off a whole weight, to which a write to it would not go
+    codes: WeightCodes | None = None  # of this rank's rows; None after a write to the master
 
 
 @dataclass(slots=True)
@@ -44,6 +57,14 @@ class GatherState:
     of_forward: WeightScales | None = None  # of the last forward pass, for the backward pass
     memory: GatherMemory | None = None  # of gathered codes, if those for `grad_input` are not those for `output`
     own: OwnRows | None = None  # what FSDP2 described at the first gather
+    resting: Resting | None = None  # of a weight that rests as float8
+
+    def of_another(self) -> "GatherState":
+        """The state of a weight with values of its own."""
+        return GatherState(resting=None if self.resting is None else Resting(self.resting.delayed))
+
+    def __deepcopy__(self, memo: Any) -> "GatherState":
+        return self  # in a compiler's guard; the copy of a weight is a clone, with a state of its own
 
 
 class Sent(NamedTuple):
@@ -52,19 +73,27 @@ class Sent(NamedTuple):
     n: int  # rows of the whole weight, without padding
     row_scale: Tensor
     col_scale: Tensor  # the same tensor where both operands have the same codes
+    master_amax: Tensor | None = None  # as in `WeightCodes`
 
 
 class ShardedWeight(Tensor):
-    """A wrapper around a plain tensor, with the hooks of FSDP2; every operation is that of the tensor inside."""
+    """A wrapper around a plain tensor, with the hooks of FSDP2; every operation is that of the tensor inside.
+
+    Its dtype is that of the gradient; at rest the tensor inside, the master, is float32.
+    """
 
     plain: Tensor
     recipe: Recipe
     state: GatherState
 
-    def __new__(cls, plain: Tensor, recipe: Recipe, state: GatherState | None = None) -> "ShardedWeight":
-        return internals.wrapper_of(cls, plain)
+    def __new__(
+        cls, plain: Tensor, recipe: Recipe, state: GatherState | None = None, dtype: torch.dtype | None = None
+    ) -> "ShardedWeight":
+        return internals.wrapper_of(cls, plain, dtype)
 
-    def __init__(self, plain: Tensor, recipe: Recipe, state: GatherState | None = None) -> None:
+    def __init__(
+        self, plain: Tensor, recipe: Recipe, state: GatherState | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         self.plain, self.recipe = plain, recipe
         self.state = GatherState() if state is None else state
 
@@ -74,20 +103,65 @@ class ShardedWeight(Tensor):
         is_write = func._schema.is_mutable
         if is_write:
             for x in _written(func, args, kwargs):
-                x.state.precomputed = x.state.of_forward = None
+                x.forget()
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda x: x.plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if is_write:
             return internals.with_aliases(func, args, kwargs, out)
         if func in _VIEWS or func in _OTHERS:
             first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
-            state = first.state if func in _VIEWS else None
-            out = tree_map_only(Tensor, lambda x: ShardedWeight(x, first.recipe, state), out)
+            state = first.state if func in _VIEWS else first.state.of_another()
+            dtype = kwargs.get("dtype") or first.dtype
+            out = tree_map_only(Tensor, lambda x: ShardedWeight(x, first.recipe, state, dtype), out)
             return internals.with_aliases(func, args, kwargs, out)
         return out
 
+    def forget(self) -> None:
+        """After a write, or a change of the layer's scales: what was found from the values is no longer true."""
+        state = self.state
+        state.precomputed = state.of_forward = None
+        if state.resting is not None:
+            if state.resting.is_split:
+                raise UnsupportedError(
+                    "Float8Weight: a part of a weight cannot be written to, since the weight is float8 codes with a "
+                    "master; write whole values with weight.copy_(values) under torch.no_grad()"
+                )
+            state.resting.codes = None
+
+    def local(self) -> LocalWeight:
+        """This rank's rows, once FSDP2 or a layer has told whose the others are."""
+        assert self.state.own is not None, "the first gather or call tells"
+        return LocalWeight(self.plain.detach(), self.recipe, self.state.own)
+
+    @property
+    def master(self) -> Tensor:
+        """This rank's part of the master of a weight at rest."""
+        return self.plain
+
+    def refill(self, *, scales: WeightScales | None = None) -> WeightCodes:
+        """Cast the master into the codes that rest, under `scales` if they are known."""
+        x, recipe, own = self.local()
+        resting = self.state.resting
+        assert resting is not None, "only such a weight keeps codes"
+        resting.codes = cast_master(x, recipe, resting.delayed, own, scales=scales)
+        return resting.codes
+
+    def codes_at_rest(self, own: OwnRows) -> WeightCodes | None:
+        """The codes of this rank's rows, if the weight rests as float8."""
+        state = self.state
+        if state.resting is None:
+            return None
+        state.own = own if state.own is None else state.own
+        state.resting.is_split = False
+        return self.refill() if state.resting.codes is None else state.resting.codes
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["plain"], (self.recipe, self.state)
+        return ["plain"], (self.recipe, self.state, self.dtype)
+
+    @classmethod
+    def __metadata_guard__(cls, mine: Any, other: Any) -> bool:
+        """Whether code that was compiled for one weight is that of another: what is known of values does not count."""
+        return mine[0] == other[0] and mine[2] == other[2]
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "ShardedWeight":
@@ -110,6 +184,11 @@ class ShardedWeight(Tensor):
         if state.own is None:
             state.own = OwnRows.of(mesh, outer_size, module, x)
         own = state.own
+        if state.resting is not None:
+            state.resting.delayed = module.delayed  # a copy of the model has its own
+        if (rest := self.codes_at_rest(own)) is not None:
+            col_scale = rest.row_scale if has_one_scale(recipe) else rest.col_scale
+            return self._sent(Sent(own.n, rest.row_scale, col_scale, rest.master_amax))
         # 1. Under delayed scaling the scale is that of earlier passes. An evaluated model has those of its weights.
         if module.delayed is not None and module.training:
             module.delayed.follow(x.device)
@@ -125,35 +204,44 @@ class ShardedWeight(Tensor):
         if scales is None:
             (scales,) = global_scales([LocalWeight(x, recipe, own)])
         state.of_forward = scales
-        # 3. One set of codes, or those of the pass that begins.
-        memory = state.memory
-        if has_one_scale(recipe):
-            return (self._own_codes(x),), Sent(own.n, scales.row_scale, scales.row_scale)
-        sent = Sent(own.n, scales.row_scale, scales.col_scale)
-        if memory is not None and is_backward:
-            if memory.begin_backward(own.group):
-                memory.gather(memory.rows, self._own_codes(x), own.group)
-            return (self._own_codes(x, cols=True),), sent
-        if memory is not None and memory.begin_forward():
-            memory.gather(memory.cols, self._own_codes(x, cols=True), own.group)
-        return (self._own_codes(x),), sent
+        return self._sent(
+            Sent(own.n, scales.row_scale, scales.row_scale if has_one_scale(recipe) else scales.col_scale)
+        )
 
-    def _own_codes(self, x: Tensor, *, cols: bool = False) -> Tensor:
-        # This rank's rows `x`, padded: for `output`, or for `grad_input`.
-        own, scales = self.state.own, self.state.of_forward
-        assert own is not None and scales is not None, "fsdp_pre_all_gather"
+    def _sent(self, sent: Sent) -> tuple[tuple[Tensor, ...], Sent]:
+        # One set of codes, or those of the pass that begins.
+        own, memory = self.state.own, self.state.memory
+        assert own is not None, "fsdp_pre_all_gather"
+        if memory is None or sent.row_scale is sent.col_scale:
+            return (self._own_codes(),), sent
+        if internals.is_in_backward_pass():
+            if memory.begin_backward(own.group):
+                memory.gather(memory.rows, self._own_codes(), own.group)
+            return (self._own_codes(cols=True),), sent
+        if memory.begin_forward():
+            memory.gather(memory.cols, self._own_codes(cols=True), own.group)
+        return (self._own_codes(),), sent
+
+    def _own_codes(self, *, cols: bool = False) -> Tensor:
+        # This rank's rows, padded: for `output`, or for `grad_input`.
+        own, scales, rest = self.state.own, self.state.of_forward, self.state.resting
+        assert own is not None, "fsdp_pre_all_gather"
+        if rest is not None and rest.codes is not None:
+            return own.pad(rest.codes.cols if cols and rest.codes.cols is not None else rest.codes.rows)
+        if rest is not None or scales is None:
+            raise UnsupportedError(
+                "Float8Linear: the weight was written to after FSDP2 had gathered it, and not gathered again; reshard "
+                "the module before the optimizer's step (set_reshard_after_backward(True), or reshard())"
+            )
+        x = self.plain
         return own.pad(cast_cols(x, self.recipe, scales) if cols else cast_rows(x, self.recipe, scales, own.rows))
 
     def _gather(self, *, cols: bool) -> None:
         own, memory = self.state.own, self.state.memory
         assert own is not None and memory is not None, "fsdp_post_all_gather"
-        if self.state.of_forward is None:
-            raise UnsupportedError(
-                "Float8Linear: the weight was written to after FSDP2 had gathered it, and not gathered again; reshard "
-                "the module before the optimizer's step (set_reshard_after_backward(True), or reshard())"
-            )
-        x = self.plain.to(memory.rows.device)  # FSDP2 may keep shards on the host
-        memory.gather(memory.cols if cols else memory.rows, self._own_codes(x, cols=cols), own.group)
+        there = self.to(memory.rows.device)  # FSDP2 may keep shards on the host
+        assert isinstance(there, ShardedWeight)
+        memory.gather(memory.cols if cols else memory.rows, there._own_codes(cols=cols), own.group)
 
     def _gather_rows(self) -> None:
         self._gather(cols=False)
@@ -168,7 +256,7 @@ class ShardedWeight(Tensor):
         if out is not None:
             weight = local_tensor(out)
             assert isinstance(weight, CodedWeight), "it was returned below"
-            weight.row_scale, weight.col_scale = sent.row_scale, sent.col_scale
+            weight.row_scale, weight.col_scale, weight.master_amax = sent[1:]
             if memory is not weight.memory:
                 raise UnsupportedError(
                     "Float8Linear: a weight that FSDP2 has gathered was replaced by another; load weights into it "
@@ -183,7 +271,7 @@ class ShardedWeight(Tensor):
         dtype = CODES[format_of(self.recipe)]
         if sent.col_scale is sent.row_scale:
             rows = codes[: sent.n].view(dtype)
-            return CodedWeight(WeightCodes(rows, sent.row_scale, sent.col_scale), param_dtype), ()
+            return CodedWeight(WeightCodes(rows, *sent[1:3], None, sent.master_amax), param_dtype), ()
         # 3. Two: those for `grad_input` are gathered here, since FSDP2 has gathered the others.
         memory = self.state.memory = GatherMemory.adopt(codes)
         self._gather(cols=True)
@@ -218,10 +306,13 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
     Exactness: codes and scales are the same with and without it.
     """
-    found: list[tuple[ShardedWeight, LocalWeight]] = []
+    found: list[ShardedWeight] = []
     for weight in map(local_tensor, model.parameters()):  # each once
         if isinstance(weight, ShardedWeight) and weight.state.own is not None:
             if weight.recipe.delayed_scaling_of("weight") is None:
-                found.append((weight, LocalWeight(weight.plain.detach(), weight.recipe, weight.state.own)))
-    for (weight, _), scales in zip(found, global_scales([local for _, local in found]), strict=True):
-        weight.state.precomputed = scales
+                found.append(weight)
+    for weight, scales in zip(found, global_scales([weight.local() for weight in found]), strict=True):
+        if weight.state.resting is None:
+            weight.state.precomputed = scales
+        else:
+            weight.refill(scales=scales)
