@@ -12,6 +12,7 @@ import json
 import warnings
 import zlib
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -236,15 +237,13 @@ def _recorded(blocks: Any) -> Iterator[tuple[tuple[str, int, int, int], int]]:
 
 def plan_to_json(plan: Plan) -> str:
     """The text of a plan without rules, one recorded shape a line."""
-    tables = sorted({table for table, *_ in plan.recorded})
-    blocks: list[str] = []
-    for table in tables:
-        rows = sorted((m, n, k, s) for (of, m, n, k), s in plan.recorded.items() if of == table)
-        lines = ",\n".join(f"   {list(row)}" for row in rows)
-        blocks.append(f'  {{"tables": {json.dumps([table])}, "rows": [\n{lines}\n  ]}}')
+    rows: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for (table, *shape), slices in sorted(plan.recorded.items()):
+        rows[table].append((*shape, slices))
+    blocks = [{"tables": [table], "rows": found} for table, found in rows.items()]
     head = {"schema": SCHEMA, "library": plan.library, "chip": plan.chip, "torch": plan.torch}
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-    return "\n".join(["{", *lines, ' "recorded": [', ",\n".join(blocks), " ]", "}", ""])
+    text = json.dumps({**head, "recorded": blocks})
+    return text.replace("], [", "],\n [").replace("}, {", "},\n{") + "\n"
 
 
 def _parsed(text: str, name: str) -> Any:
