@@ -1,4 +1,4 @@
-"""The custom call of XLA against f8ref.numpy: every kind of scale, groups, vmap, threads."""
+"""The custom call of XLA against f8ref.numpy: every kind of scale, groups, threads."""
 
 import itertools
 import threading
@@ -71,23 +71,6 @@ def test_ends_that_are_none_stay_inside_the_arrays() -> None:
     a, b, scale_a, scale_b = codes(M, K, seed=0), codes(4, K, N, seed=1), scales(M, seed=2), scales(4, N, seed=3)
     offs = np.array([-5, 100, 3, 2**31 - 1], np.int32)
     assert jax.jit(f8.scaled_grouped_mm)(a, b, scale_a, scale_b, offs).shape == (M, N)
-
-
-def test_vmap_is_one_call_of_many() -> None:
-    from f8emu.jax.gemm import emulation
-    from f8emu.jax.gemm.call import Gemm
-    from f8emu.spec import BFLOAT16, HOPPER
-
-    def call(*operands: Any) -> Any:
-        return emulation.multiply(Gemm("scaled_mm", BFLOAT16, HOPPER, (R, R), split_k=1), *operands)
-
-    a, b, scale_a, scale_b = codes(3, M, K, seed=0), codes(K, N, seed=1), scales(3, M, 1, seed=2), scales(1, N, seed=3)
-    expected = np.stack(
-        [reference.scaled_mm(a[i], b, scale_a[i], scale_b, granularity_a=R, granularity_b=R) for i in range(3)]
-    )
-    mapped = jax.vmap(call, in_axes=(0, None, 0, None))
-    assert is_called(mapped, a, b, scale_a, scale_b)
-    assert_same_bits(jax.jit(mapped)(a, b, scale_a, scale_b), expected)
 
 
 def test_calls_from_many_threads() -> None:

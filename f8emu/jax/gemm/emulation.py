@@ -6,7 +6,7 @@ A GEMM here is one primitive. What computes it is chosen when JAX lowers it: on 
 `jax.export` and on a machine without the engine the program of `f8ref.jax`, which is traced only then.
 
     eager, jit, scan, grad of a custom_vjp   one custom call
-    vmap                                     one custom call of many GEMMs; an operand that all share is not repeated
+    vmap                                     `gemm.engine` makes a loop of it
     sharded programs                         `gemm.partition` around it gives each device its part
     jax.export                               f8ref.jax: an exported program needs no f8emu where it runs
 """
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 
 import f8ref.jax
 from f8emu.jax.gemm.call import Gemm, split_k_of
@@ -48,7 +48,7 @@ class _Options(ctypes.Structure):
 
 def multiply(gemm: Gemm, *operands: Any) -> jax.Array:
     """A checked GEMM, [N, M] if it is transposed."""
-    return _gemm.bind(*operands, gemm=gemm._replace(split_k=split_k_of(gemm, *operands[:2])), is_many=False)
+    return _gemm.bind(*operands, gemm=gemm._replace(split_k=split_k_of(gemm, *operands[:2])))
 
 
 def is_available() -> bool:
@@ -57,23 +57,19 @@ def is_available() -> bool:
 
 
 @functools.cache
-def _program(gemm: Gemm, is_many: bool) -> Any:
-    return jax.jit(functools.partial(_gemm.bind, gemm=gemm, is_many=is_many))
+def _program(gemm: Gemm) -> Any:
+    return jax.jit(functools.partial(_gemm.bind, gemm=gemm))
 
 
-def _run(*operands: Any, gemm: Gemm, is_many: bool) -> jax.Array:
+def _run(*operands: Any, gemm: Gemm) -> jax.Array:
     """An eager call: one program for each shape, or those of f8ref.jax."""
     if all(device.platform == "cpu" for device in operands[0].devices()) and _is_registered():
-        return _program(gemm, is_many)(*operands)
-    return _by_reference(*operands, gemm=gemm, is_many=is_many)
+        return _program(gemm)(*operands)
+    return _by_reference(*operands, gemm=gemm)
 
 
-def _by_reference(*operands: Any, gemm: Gemm, is_many: bool) -> jax.Array:
+def _by_reference(*operands: Any, gemm: Gemm) -> jax.Array:
     """The GEMM by `f8ref.jax`."""
-    if is_many:
-        many = max(x.shape[0] for x in operands)
-        mapped = [jnp.broadcast_to(x, (many, *x.shape[1:])) for x in operands]
-        return jax.lax.map(lambda each: _by_reference(*each, gemm=gemm, is_many=False), mapped)
     options: dict[str, Any] = {"out_dtype": gemm.out_dtype, "chip": gemm.chip}
     if gemm.call != "scaled_grouped_mm":
         options["split_k"] = gemm.split_k
@@ -107,11 +103,9 @@ def _attribute(gemm: Gemm, k: int) -> np.ndarray:
     return np.frombuffer(bytes(found), np.uint8)
 
 
-def _shape(*avals: Any, gemm: Gemm, is_many: bool) -> ShapedArray:
-    a, b = avals[:2]
-    sizes = (a.shape[-2], b.shape[-1])
-    many = (max(x.shape[0] for x in avals),) if is_many else ()
-    return ShapedArray(many + (sizes[::-1] if gemm.is_transposed else sizes), jnp.dtype(gemm.out_dtype.name))
+def _shape(a: Any, b: Any, *_: Any, gemm: Gemm) -> ShapedArray:
+    sizes = (a.shape[0], b.shape[-1])
+    return ShapedArray(sizes[::-1] if gemm.is_transposed else sizes, jnp.dtype(gemm.out_dtype.name))
 
 
 @functools.cache
@@ -123,30 +117,16 @@ def _is_registered() -> bool:
     return found is not None
 
 
-def _lower_reference(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
-    return mlir.lower_fun(functools.partial(_by_reference, **params), multiple_results=False)(ctx, *operands)
+def _lower_reference(ctx: mlir.LoweringRuleContext, *operands: Any, gemm: Gemm) -> Sequence[Any]:
+    return mlir.lower_fun(functools.partial(_by_reference, gemm=gemm), multiple_results=False)(ctx, *operands)
 
 
-def _lower_native(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
+def _lower_native(ctx: mlir.LoweringRuleContext, *operands: Any, gemm: Gemm) -> Sequence[Any]:
     if ctx.module_context.lowering_parameters.for_export or not _is_registered():
-        return _lower_reference(ctx, *operands, **params)
+        return _lower_reference(ctx, *operands, gemm=gemm)
     a: Any = ctx.avals_in[0]
-    options: Any = _attribute(params["gemm"], a.shape[-1])
+    options: Any = _attribute(gemm, a.shape[-1])
     return jax.ffi.ffi_lowering(_TARGET)(ctx, *operands, options=options)
-
-
-def _batched(operands: Sequence[Any], axes: Sequence[Any], *, gemm: Gemm, is_many: bool) -> tuple[Any, int]:
-    if is_many or gemm.call == "scaled_grouped_mm":  # mapped twice, or GEMMs of many sizes: one after another
-        mapped = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-
-        def one(each: Any) -> jax.Array:
-            picked = iter(each)
-            given = (x if axis is None else next(picked) for x, axis in zip(mapped, axes, strict=True))
-            return _gemm.bind(*given, gemm=gemm, is_many=is_many)
-
-        return jax.lax.map(one, [x for x, axis in zip(mapped, axes, strict=True) if axis is not None]), 0
-    found = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    return _gemm.bind(*found, gemm=gemm, is_many=True), 0
 
 
 _gemm = Primitive("f8emu_emulated_gemm")
@@ -154,4 +134,3 @@ _gemm.def_impl(_run)
 _gemm.def_abstract_eval(_shape)
 mlir.register_lowering(_gemm, _lower_reference)
 mlir.register_lowering(_gemm, _lower_native, platform="cpu")
-batching.primitive_batchers[_gemm] = _batched
