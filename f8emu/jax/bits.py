@@ -31,7 +31,6 @@ HIDDEN = 0x00800000
 
 
 def _named(format: Any) -> Any:
-    """A format, or the name of one that is given as a dtype or a scalar type of jax.numpy."""
     if isinstance(format, Format | str):
         return format
     try:

@@ -185,10 +185,8 @@ def _dequantize(codes: jax.Array, scale: jax.Array, source: Format, target: Form
 
 
 def _product_bits(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a * b` rounded to nearest even, from and to uint32 bit patterns; `a` is a value of float8.
-
-    On integers: a subnormal product, which XLA would flush on a CPU, is the result here.
-    """
+    # `a`, a value of float8, times `b`, rounded to nearest even; from and to bit patterns, since XLA would flush a
+    # subnormal product on a CPU.
     exp_a, sig_a = bits.unpacked(a)
     exp_b, sig_b = bits.unpacked(b)
     # 1. Four bits of `a` times 24 are 27 or 28.

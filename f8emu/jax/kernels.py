@@ -272,7 +272,7 @@ def _inside(launch: Launch, shape: tuple[int, ...]) -> jax.Array | None:
 
 
 def _loaded(x: Any, inside: jax.Array | None) -> jax.Array:
-    """The tile of `x` as float32, zeros outside, which do not change an amax."""
+    # Zeros outside do not change an amax.
     values = x[...] if inside is None else plgpu.load(x, mask=inside, other=jnp.zeros((), x.dtype))
     return values.astype(jnp.float32)
 
@@ -285,17 +285,15 @@ def _store(out: Any, tile: jax.Array, inside: jax.Array | None) -> None:
 
 
 def _magnitudes(values: jax.Array) -> jax.Array:
-    """Float32 bit patterns without the sign, as int32, of which Triton takes maxima."""
+    # As int32, of which Triton takes maxima.
     return lax.bitcast_convert_type(values, jnp.int32) & bits.MAGNITUDE
 
 
 def _amax_of(largest: jax.Array) -> jax.Array:
-    """Amaxes from integer maxima of float32 magnitudes."""
     return bits.float32_of(bits.one_nan(largest.astype(jnp.uint32)))
 
 
 def _own(largest: jax.Array, format: Format, rule: ScaleRule) -> jax.Array:
-    """The inv_scales of such amaxes."""
     return bits.float32_of(inv_scale_bits(largest.astype(jnp.uint32), format, rule))
 
 

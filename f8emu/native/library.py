@@ -22,7 +22,6 @@ def path() -> str:
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
     # 1. No file: named by the variable, not built in a checkout, or left out of an installation.
     file = path()
     if not os.path.isfile(file):

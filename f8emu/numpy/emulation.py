@@ -154,7 +154,7 @@ def _strides(x: Array) -> tuple[int, int]:
 
 
 def _readable(x: Array, alive: list[Array]) -> Array:
-    """`x`, or a copy of one that does not lie as an array of C does."""
+    # The engine takes strides in elements: what lies otherwise is copied, and must live until it returns.
     if not x.flags.aligned or any(stride % x.itemsize for stride in x.strides):
         x = x.copy()
     alive.append(x)
@@ -168,5 +168,4 @@ def _threads() -> int:
 
 
 def _is_compiled() -> bool:
-    """Whether there is an engine."""
     return library.is_there("f8emu.numpy", "f8ref.numpy computes, with the same bits and slower")

@@ -1,7 +1,6 @@
 """State dicts and parameter trees, their names and axes, and the state of delayed scaling beside them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -11,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 from flax import linen, nnx
-from safetensors import numpy as numpy_files
-from safetensors import torch as torch_files
 from torch import nn
 
 import f8emu.torch as f8
 from f8emu import interop
 from f8emu.interop import DEFAULT_RULES, ParameterRule
 from f8emu.spec import DelayedState, Float8State, OperandError, SpecError
-from tests.torch_path.states import through_file
 
 HEADS = 2
 ATTENTION_RULES = (
@@ -142,26 +138,6 @@ def test_float8_weights_turn_with_their_scales() -> None:
     assert params["up"]["kernel_scale"].shape == (1, 4)
     assert params["down"]["kernel_scale"].shape == ()
     assert_same(interop.state_dict_from_params(params), state)
-
-
-def test_memory_is_shared_only_on_demand() -> None:
-    state = {"a.weight": torch.randn(64, 32), "a.bias": torch.randn(64)}
-    shared, copied = (interop.params_from_state_dict(state, copy=copy)["a"]["kernel"] for copy in (None, True))
-    assert shared.unsafe_buffer_pointer() == state["a.weight"].data_ptr()
-    state["a.weight"].zero_()
-    assert not np.asarray(shared).any() and np.asarray(copied).all()
-
-
-def test_a_file_of_either_side(tmp_path: Path) -> None:
-    """Safetensors in torch and numpy, and torch.save: the tree in JAX is the same."""
-    state = {"a.weight": torch.randn(16, 8), "a.bias": torch.randn(16), "norm.weight": torch.rand(16)}
-    file = tmp_path / "model.safetensors"
-    torch_files.save_file(state, file)
-    wanted = interop.params_from_state_dict(state)
-    for loaded in (torch_files.load_file(file), numpy_files.load_file(file), through_file(state)):
-        params = interop.params_from_state_dict(loaded)
-        assert jax.tree.structure(params) == jax.tree.structure(wanted)
-        assert list(map(bits, jax.tree.leaves(params))) == list(map(bits, jax.tree.leaves(wanted)))
 
 
 X = torch.zeros(2, 3)

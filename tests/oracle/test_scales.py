@@ -79,19 +79,6 @@ def test_by_element(shape: tuple[int, int], dtype: type, format: Format, granula
     assert_same_bits(f8.dequantize(codes, scales.scale, granularity), codes.astype(np.float32) * scales.scale[at])
 
 
-@pytest.mark.parametrize("code", [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF])
-@pytest.mark.parametrize("place", [(0, 0), (1, 127), (1, 128), (129, 130)])
-def test_amax_keeps_nan(place: tuple[int, int], code: int) -> None:
-    x = many_magnitudes(130, 131)
-    x[0, 1] = np.inf
-    x.view(np.uint32)[place] = code
-    for granularity in Granularity:
-        at = group(granularity, *place)
-        result = f8.amax(x, granularity)
-        assert result.view(np.uint32)[at] == 0x7FFFFFFF
-        assert np.isnan(result).sum() == 1
-
-
 @BACKENDS
 def test_amax_of_little(backend: str) -> None:
     amax = VERBS[backend]["amax"]

@@ -258,7 +258,7 @@ _dot.def_abstract_eval(lambda left, right: ShapedArray((left.shape[0], right.sha
 
 
 def _is_lowered_by_pallas() -> bool:
-    """Tell Pallas how the dot is lowered to Triton. JAX has no public way to: a JAX without this one gets no kernel."""
+    # JAX has no public way to say how a primitive is lowered to Triton: a JAX without this one gets no kernel.
     try:
         from jax._src.pallas.triton import lowering
         from jaxlib.mlir import ir

@@ -69,7 +69,6 @@ def _run(*operands: Any, gemm: Gemm) -> jax.Array:
 
 
 def _by_reference(*operands: Any, gemm: Gemm) -> jax.Array:
-    """The GEMM by `f8ref.jax`."""
     options: dict[str, Any] = {"out_dtype": gemm.out_dtype, "chip": gemm.chip}
     if gemm.call != "scaled_grouped_mm":
         options["split_k"] = gemm.split_k
@@ -84,7 +83,6 @@ def _by_reference(*operands: Any, gemm: Gemm) -> jax.Array:
 
 
 def _attribute(gemm: Gemm, k: int) -> np.ndarray:
-    """The attribute of the custom call."""
     scaling, numbers = engine.UNSCALED if gemm.call == "mm" else engine.GROUPED, [0, 0]
     if gemm.granularities is not None and gemm.call == "scaled_mm":
         scaling = engine.scaling_of(gemm.granularities)

@@ -134,7 +134,7 @@ def _scaled_mm(gemm: Gemm, excess_precision: bool, *operands: jax.Array) -> jax.
 
 
 def _scaled_grouped_mm(gemm: Gemm, *operands: jax.Array) -> jax.Array:
-    """[EPI-6] One GEMM of all rows for every group, of which the group's own are kept: XLA has no grouped one."""
+    # [EPI-6] XLA has no grouped GEMM: one of all rows for every group, of which the group's own are kept.
     a, b, scale_a, scale_b, offs = operands
     rows = jnp.arange(a.shape[0], dtype=offs.dtype)[:, None]
     starts = jnp.concatenate([jnp.zeros_like(offs[:1]), offs[:-1]])
@@ -179,7 +179,7 @@ def _padded(codes: jax.Array) -> jax.Array:
 
 
 def _block_scaled(gemm: Gemm, *operands: jax.Array) -> jax.Array:
-    """[EPI-5] By a kernel, since XLA has no GEMM with block scales; one that it does not take is emulated."""
+    # [EPI-5] XLA has no GEMM with block scales: a kernel, and the emulation for what that does not take.
     a, b, _, _, *bias = operands
     emulated = functools.partial(emulation.multiply, gemm)
     if bias or not block_kernel.fits(a.shape[0], b.shape[1], a.shape[1], gemm.split_k or 1):
@@ -208,22 +208,19 @@ def _by_kernel(gemm: Gemm, a: jax.Array, b: jax.Array, scale_a: jax.Array, scale
 
 
 def _apart(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The operands of a GEMM that stays one of its own. XLA makes one dot of small ones that share an operand, as q, k
-    and v do: it then finds no factor to fold into it, and the library chooses its kernel, and how it splits K, for the
-    shape of the whole.
-    """
+    # XLA makes one dot of small ones that share an operand, as q, k and v do. It then finds no factor to fold into it,
+    # and the library chooses its kernel, and how it splits K, for the shape of the whole.
     return lax.optimization_barrier((a, b))
 
 
 def _ended(product: jax.Array) -> jax.Array:
-    """The output of a GEMM that cuBLASLt rounds. What follows would become part of its epilogue: XLA adds a bias and a
-    residual there before the rounding, and where a conversion to float32 follows, leaves the rounding out.
-    """
+    # cuBLASLt rounds this output. Without the barrier XLA takes what follows into its epilogue: a bias and a residual
+    # are added before the rounding, and a conversion to float32 leaves the rounding out.
     return lax.optimization_barrier(product)
 
 
 def _rounded(product: jax.Array, out_dtype: Format) -> jax.Array:
-    """[EPI-4] Rounded once; nothing that follows may take part in it."""
+    # [EPI-4] Rounded once; nothing that follows may take part in it.
     if out_dtype == BFLOAT16:
         # Unlike a conversion, which excess precision allows XLA to leave out, this is kept.
         return lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)

@@ -180,7 +180,6 @@ def _partition(
 
 
 def _axes(array: tuple[Any, Names], name: str) -> Axes:
-    """Along which axes the dimension `name` is divided."""
     x, names = array
     if name not in names:
         return ()

@@ -75,8 +75,6 @@ def delayed_dot_general(
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class _Layer:
-    """The settings of a layer."""
-
     recipe: Recipe
     engine: str = "auto"
     in_specs: Specs | None = None
@@ -290,7 +288,6 @@ def _refuse_precision(call: str, precision: Any) -> None:
 
 
 def _require_state(call: str, recipe: Recipe, state: Any) -> None:
-    """Raise OperandError for what is no state of the recipe."""
     delayed = recipe.delayed
     assert delayed is not None, "it was checked when the function was made"
     shapes = {"amax_history": (delayed.history_length,), "inv_scale": (), "initialized": ()}

@@ -124,7 +124,7 @@ gated.defvjp(lambda gate, up: (gated(gate, up), (gate, up)), _gradients)
 
 
 def _rounding(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """Rounds float32 values to those of a dtype; XLA may leave out a conversion where excess precision is allowed."""
+    # XLA may leave out a conversion where excess precision is allowed; these stay.
     if dtype == jnp.float16:  # of whose subnormals `reduce_precision` makes zeros
         return lambda values: lax.optimization_barrier(values.astype(dtype)).astype(jnp.float32)
     info = jnp.finfo(dtype)

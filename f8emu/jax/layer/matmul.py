@@ -170,8 +170,6 @@ float8_matmul.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _mapped_with(state: Float8State, *operands: jax.Array) -> Float8State:
-    """The state; UnsupportedError where `jax.vmap` maps an operand and not it."""
-
     def checked(of_tensor: DelayedState) -> DelayedState:
         inv_scale = refuse_mapped_alone(of_tensor.inv_scale, *operands, refusal=_MAPPED)
         return of_tensor._replace(inv_scale=inv_scale)
@@ -221,7 +219,7 @@ def _product(
 
 
 def _scale(operand: Operand, granularity: Granularity) -> jax.Array:
-    """The operand's scale at the GEMM's granularity: paired with a rowwise operand, it is repeated for every row."""
+    # Paired with a rowwise operand, a tensorwise scale is repeated for every row.
     assert operand.scale is not None, "a float8 operand has a scale"
     if granularity is Granularity.ROWWISE:
         return jnp.broadcast_to(operand.scale, (operand.codes.shape[0], 1))
@@ -240,7 +238,6 @@ def _taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: 
 
 
 def _gathered(operand: Side, cast: Cast, axes: tuple[Axes, Axes]) -> Side:
-    """An operand of the weight [rows, K], gathered along `axes`."""
     if not isinstance(operand, Operand) or not any(axes):
         return operand
     codes, scale = gathered(operand.codes, axes), operand.scale
@@ -251,7 +248,7 @@ def _gathered(operand: Side, cast: Cast, axes: tuple[Axes, Axes]) -> Side:
 
 
 def _cotangent(plan: Plan, amaxes: tuple[jax.Array | None, ...], state: Float8State) -> Float8State:
-    """The gradient of a state: the encoding is that of `layer.delayed`."""
+    # The encoding is that of `layer.delayed`.
     delayed, settled = plan.recipe.delayed, plan.settled
     assert delayed is not None and settled is not None, "only such a recipe has a state"
 

@@ -191,5 +191,4 @@ def _scales(
 
 
 def _at(side: int, value: Any) -> tuple[Any, Any]:
-    """`value` for one side, None for the other."""
     return (value, None) if side == 0 else (None, value)

@@ -213,7 +213,7 @@ def _cast_to(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def _as_bytes(gather: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """XLA's CPU backend would gather float8 as float16."""
+    # XLA's CPU backend would gather float8 as float16.
     if x.dtype.itemsize > 1:
         return gather(x)
     return lax.bitcast_convert_type(gather(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
@@ -227,7 +227,7 @@ def _by_dimension(call: str, name: str, spec: PartitionSpec, rank: int) -> list[
 
 
 def _split(call: str, of_dims: list[Axes], m: Axes) -> tuple[Axes, Axes]:
-    """The axes of N or K of the weight that stay, and those along which it is gathered: parts must be contiguous."""
+    # N or K of the weight: axes that stay, and those along which it is gathered. Parts must be contiguous.
     axes: Axes = sum(of_dims, ())
     kept = tuple(axis for axis in axes if axis not in m)
     if axes[: len(kept)] != kept or (axes != kept and any(of_dims[1:])):
@@ -239,7 +239,6 @@ def _split(call: str, of_dims: list[Axes], m: Axes) -> tuple[Axes, Axes]:
 
 
 def _require_manual(call: str, axes: set[str]) -> dict[str, int]:
-    """The sizes of the axes of `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = {} if mesh.empty else {axis: mesh.shape[axis] for axis in mesh.manual_axes}
     if not axes <= manual.keys():
