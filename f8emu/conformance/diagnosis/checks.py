@@ -1,17 +1,17 @@
 """GEMMs that took no part in finding rules, and confirm or refute them: random ones, and other sizes.
 
-Random: every distribution, every pair of formats, and every output type that is offered. One is put again at the end:
-its bits must be the same, and nothing may have written to those that it gave at first.
+Random: every distribution, pair of formats and output type that is offered. The first runs again at the end: its bits
+must be the same, and no later call may have written to its first output.
 
 Sizes: trainer and server agree only if the bits of a row do not depend on how many rows there are. The rows of the
-largest GEMM are put again in smaller ones and compared with each other, which needs no rules; thousands of rows
-likewise, with a short K. Those, more columns and a longer K are judged by the rules, at rows and columns of every tile:
-a split of K that explains them is told apart from what nothing explains.
+largest GEMM run again in smaller ones, and are compared with each other, which needs no rules. All of them, more
+columns and a longer K are judged by the rules, or else by the rules under another split of K.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from f8emu.conformance.diagnosis.probes import MANY, Kind
 from f8emu.conformance.diagnosis.rules import Rules
 from f8emu.conformance.run.breakdown import Contrast
 from f8emu.conformance.run.subject import Subject
-from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Format, Granularity
+from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Granularity
 
 _DISTRIBUTIONS = ("normal", "bits", "same", "cancellation", "subnormals")
 _SIZE = 128
@@ -116,7 +116,7 @@ def _random_cases(kind: Kind) -> Iterator[tuple[GemmCase, Part]]:
     for (distribution, formats, k), out_dtype in product(table, types):
         name = f"confirmation {kind.name} {distribution} {formats[0]} x {formats[1]} {_SIZE}x{_SIZE}x{k}"
         r = rng(name)
-        case = _case(kind, name, (_SIZE, _SIZE, k), distribution, formats, out_dtype)
+        case = _case(kind, name, (_SIZE, _SIZE, k), distribution, formats=formats, out_dtype=out_dtype)
         yield case, (_places(r, _SIZE), _places(r, _SIZE))
 
 
@@ -182,14 +182,11 @@ def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ())
         yield replace(found, outputs_equal=under[rules.split_k], outputs_total=sample.size, split_k=split_k)
 
 
-def _case(
-    kind: Kind,
-    name: str,
-    shape: tuple[int, int, int],
-    distribution: str = "normal",
-    formats: tuple[Format, Format] = HOPPER.format_pairs[0],
-    out_dtype: Format | None = None,
-) -> GemmCase:
-    out = out_dtype or (BFLOAT16 if kind.with_bias else FLOAT32)
-    options = {"with_bias": kind.with_bias, "out_dtype": out, "use_fast_accum": kind.use_fast_accum}
-    return scaled_case(name, kind.pair, formats, shape, distribution, **options)
+def _case(kind: Kind, name: str, shape: tuple[int, int, int], distribution: str = "normal", **options: Any) -> GemmCase:
+    formats, out = options.get("formats", HOPPER.format_pairs[0]), BFLOAT16 if kind.with_bias else FLOAT32
+    own = {
+        "with_bias": kind.with_bias,
+        "use_fast_accum": kind.use_fast_accum,
+        "out_dtype": options.get("out_dtype", out),
+    }
+    return scaled_case(name, kind.pair, formats, shape, distribution, **own)
