@@ -54,8 +54,29 @@ _MODEL_FIELDS = frozenset(field.name for field in fields(AccumulationModel))
 
 
 def changing(**changed: Any) -> Change:
-    """A change of fields of the rules, and of their model of accumulation."""
-    return partial(_changed, changed=changed)
+    """A change of fields of the rules, and of their model of accumulation; none where these have no meaning."""
+    of_model = {name: value for name, value in changed.items() if name in _MODEL_FIELDS}
+    of_rules = {name: value for name, value in changed.items() if name not in _MODEL_FIELDS}
+    if "result_fraction_bits" in changed:  # a sum of a step is a float32 number
+        of_model["result_fraction_bits"] = min(changed["result_fraction_bits"], SUM_BITS[0])
+
+    def change(rules: Rules) -> Rules:
+        if rules.scales.is_fused and (changed.get("promote_k") or 0) >= _BLOCK_K:  # no more than a block of scales
+            return rules
+        model, others = dict(of_model), dict(of_rules)
+        # 1. Steps, bits and their rounding are those of a tensor core.
+        if rules.adder is not Adder.TENSOR_CORE:
+            model = {name: value for name, value in model.items() if name == "promote_k"}
+            others = {name: value for name, value in others.items() if name not in ("terms", "sums")}
+        # 2. Misreadings add up; what stands in one place is the last that was said of it.
+        if "misreads" in others:
+            others["misreads"] |= rules.misreads
+        if "misplaced" in others:
+            places = {one.of for one in others["misplaced"]}
+            others["misplaced"] = (*(one for one in rules.misplaced if one.of not in places), *others["misplaced"])
+        return replace(rules, model=replace(rules.model, **model), **others)
+
+    return change
 
 
 def _row(name: str, sentence: str, **changed: Any) -> Alteration:
@@ -67,27 +88,6 @@ def _rows(name: str, sentence: str, **changed: Any) -> Iterator[Alteration]:
     for value in next(values for values in changed.values() if isinstance(values, list)):
         fields = {field: value if isinstance(old, list) else old for field, old in changed.items()}
         yield _row(name.format(value), sentence.format(value), **fields)
-
-
-def _changed(rules: Rules, *, changed: Mapping[str, Any]) -> Rules:
-    """The rules with other fields, or the same where these have no meaning."""
-    if rules.scales.is_fused and (changed.get("promote_k") or 0) >= _BLOCK_K:  # no more than a block of scales
-        return rules
-    # 1. Fields of the model, and those of the rules around it, as far as the adder has them.
-    model = {name: value for name, value in changed.items() if name in _MODEL_FIELDS}
-    others = {name: value for name, value in changed.items() if name not in _MODEL_FIELDS}
-    if rules.adder is not Adder.TENSOR_CORE:  # steps, bits and their rounding are those of a tensor core
-        model = {name: value for name, value in model.items() if name == "promote_k"}
-        others = {name: value for name, value in others.items() if name not in ("terms", "sums")}
-    if "result_fraction_bits" in model:  # a sum of a step is a float32 number
-        model["result_fraction_bits"] = min(model["result_fraction_bits"], SUM_BITS[0])
-    # 2. Misreadings add up; what stands in one place is the last that was said of it.
-    if "misreads" in others:
-        others["misreads"] |= rules.misreads
-    if "misplaced" in others:
-        places = {one.of for one in others["misplaced"]}
-        others["misplaced"] = (*(one for one in rules.misplaced if one.of not in places), *others["misplaced"])
-    return replace(rules, model=replace(rules.model, **model), **others)
 
 
 def _scaled(rules: Rules, *, order: ScaleOrder) -> Rules:
@@ -115,10 +115,8 @@ def _misplaced(taken: Sequence[tuple[Taken, int]], *places: Places, start: int =
     """One alteration each, of all these places together."""
     for one, size in taken:
         together = tuple(Misplaced(of=of, taken=one, size=size, start=start) for of in places)
-        is_bias = places == (Places.BIAS,)
-        what = "writes outputs" if places[0].is_output else "takes biases" if is_bias else "takes scales"
         words = " and ".join(map(str, together))
-        yield _row(words, f"{what} that belong elsewhere, or none: {words}", misplaced=together)
+        yield _row(words, f"has in the wrong place, or loses: {words}", misplaced=together)
 
 
 def _misplacements() -> Iterator[Alteration]:

@@ -8,7 +8,7 @@
    rules hold there, with more columns, and with a longer K?
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -134,7 +134,7 @@ def _fit_kind(
         found.error = f"order of adding: raised {type(error).__name__}: {str(error)[:200]}"
         return
     # 2. What has few possibilities.
-    found.rules, of_probes = _of_probes(found.rules, right, given, kind, progress, name)
+    found.rules, of_probes = _of_probes(found.rules, right, given, progress, name)
     found.follows = HOPPER.name if found.rules == right else ""
     found.measured += of_probes
     # 3. Random GEMMs.
@@ -149,68 +149,64 @@ def _fit_kind(
             found.sizes.append(one)
 
 
-def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[tuple[str, str, dict[str, Change]]]:
-    """Parameters with few possibilities, how the probes begin that part these, and what each does to the rules."""
+_PARAMETERS = (
+    # These probes add exactly under any rule: an unknown way to add does not hide them.
+    ("output", "ties of the output, scales ->", "output cut, output ties, output through"),
+    ("scales", "scales ->, scales beside, scales that", "scales, block scales, first block"),
+    # What the order of adding does not tell.
+    ("sum of a step", "one step, one chain, middle", ""),
+    ("promotion of steps", "one chain, middle", ""),
+    ("operands", "every code, middle, mixed, tail of K, one chain", "operands, subnormal operands, output tr, formats"),
+    ("bias", "bias", "bias"),
+    ("sign of a zero", "zeros", "-0"),
+    ("subnormal results", "subnormal results", "subnormal results"),
+    ("overflow", "overflow", "output saturates"),
+)
+"""Parameters, how the probes begin that tell them, and how the alterations begin that are their values."""
 
-    def altered(*beginnings: str) -> dict[str, Change]:
-        found = {one.name: one.change for one in ALTERATIONS if one.name.startswith(beginnings)}
-        return {"as the hardware": changing()} | found
 
-    # 1. These probes add exactly under any rule: an unknown way to add does not hide them.
-    yield "output", "ties of the output, scales ->", altered("output cut", "output ties", "output through")
-    yield "scales", "scales ->, scales beside, scales that", altered("scales", "block scales", "first block")
-    # 2. What the order of adding does not tell of a tensor core.
-    if rules.adder is Adder.TENSOR_CORE:
+def _options(parameter: str, beginnings: str, rules: Rules, right: Rules) -> dict[str, Change]:
+    """The values of a parameter, the hardware's first, and what each does to the rules."""
+    is_tensor_core, step = rules.adder is Adder.TENSOR_CORE, rules.model.step_k
+    if parameter == "promotion of steps":  # a promotion of each step looks like none to the order of adding
+        each_step = {"as measured": changing(), f"every step, {step} of K": changing(promote_k=step)}
+        return each_step if is_tensor_core and rules.model.promote_k is None else {}
+    if parameter == "sum of a step":
         aligned = min(rules.model.aligned_fraction_bits, SUM_BITS[0])
-        widths = dict.fromkeys((right.model.result_fraction_bits, aligned, *SUM_BITS))
+        widths = dict.fromkeys((right.model.result_fraction_bits, aligned, *SUM_BITS)) if is_tensor_core else ()
         cut, nearest = Rounding.CUT, Rounding.NEAREST
         roundings = (cut, cut), (nearest, nearest), (cut, nearest), (nearest, cut)
-        sums = {
+        return {
             f"{bits} fraction bits, terms {terms.value}, sums {sums.value}": changing(
                 result_fraction_bits=bits, terms=terms, sums=sums
             )
             for (terms, sums), bits in product(roundings, widths)
         }
-        yield "sum of a step", "one step, one chain, middle", sums
-        if rules.model.promote_k is None:  # a promotion of each step looks like none to the order of adding
-            step = rules.model.step_k
-            each_step = {f"every step, {step} of K": changing(promote_k=step)}
-            yield "promotion of steps", "one chain, middle", {"as measured": changing()} | each_step
-    # 3. Arguments, bias, both ends of the range.
-    of_codes = altered("operands", "subnormal operands", "output transposed", "formats")
-    yield "operands", "every code, middle, mixed, tail of K, one chain", of_codes
-    if kind.with_bias:
-        yield "bias", "bias", altered("bias")
-    yield "sign of a zero", "zeros", altered("-0")
-    yield "subnormal results", "subnormal results", altered("subnormal results")
-    yield "overflow", "overflow", altered("output saturates")
+    starts = tuple(beginnings.split(", "))
+    return {"as the hardware": changing()} | {x.name: x.change for x in ALTERATIONS if x.name.startswith(starts)}
 
 
 def _of_probes(
-    rules: Rules, right: Rules, given: Sequence[Observation], kind: Kind, progress: Progress, name: str
+    rules: Rules, right: Rules, given: Sequence[Observation], progress: Progress, name: str
 ) -> tuple[Rules, list[Measured]]:
     """Each parameter by the option that gives the most outputs of its probes; again, while one uncovers another."""
     memory = Memory()
     found: dict[str, Measured] = {}
     for sweep in ("first sweep", "second sweep", "third sweep"):
-        parameters = list(_parameters(rules, right, kind))
-        progress.begin(name, f"parameters, {sweep}", len(parameters))
+        progress.begin(name, f"parameters, {sweep}", len(_PARAMETERS))
         before = rules
-        for parameter, probes, options in parameters:
+        for parameter, probes, beginnings in _PARAMETERS:
             progress.advance()
             told = [one for one in given if one.case.id.startswith(tuple(probes.split(", ")))]
-            if not told:
+            after = {text: change(rules) for text, change in _options(parameter, beginnings, rules, right).items()}
+            if not told or not after:
                 continue
-            equal = {
-                text: sum(one.outputs_equal(change(rules), memory) for one in told) for text, change in options.items()
-            }
+            equal = {text: sum(one.outputs_equal(after[text], memory) for one in told) for text in after}
             text = max(equal, key=lambda text: equal[text])  # of equals the first: what the hardware does
             evidence = f"{equal[text]} of {sum(one.size for one in told)} outputs of {len(told)} probes"
-            changed = options[text](rules)
-            if changed == rules and parameter in found:
-                text = found[parameter].value
-            found[parameter] = Measured(parameter, text, evidence)
-            rules = changed
+            is_old = after[text] == rules and parameter in found
+            found[parameter] = Measured(parameter, found[parameter].value if is_old else text, evidence)
+            rules = after[text]
         if rules == before:
             break
     return rules, list(found.values())
