@@ -44,9 +44,10 @@ def diagnosis_lines(name: str, kinds: tuple[Diagnosis, ...]) -> Iterator[str]:
     alike: dict[object, list[Diagnosis]] = {}
     for kind in sorted(kinds, key=lambda kind: kind.best is not None and not kind.best.is_complete):
         found = kind.best
-        others = tuple(one.alterations for one in kind.alternatives)
+        others = frozenset(frozenset(one.alterations) for one in kind.alternatives)
         left = None if found is None or found.left is None else found.left.names
-        key = kind.error, found and (found.alterations, found.is_complete, kind.is_nearly_explained, others, left)
+        names = found and frozenset(found.alterations)
+        key = kind.error, names, found and found.is_complete, kind.is_nearly_explained, others, left
         alike.setdefault(key, []).append(kind)
     for same in alike.values():
         every = len(same) == len(kinds) > 1

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
-from operator import eq, gt
+from operator import eq
 
 from f8emu.conformance.compare import said_by
 from f8emu.conformance.diagnosis.alterations import ALTERATIONS, Alteration, from_there_on
@@ -106,20 +106,16 @@ def diagnose(
     """
     memory, progress = memory or Memory(), progress or Silent()
     found: list[Diagnosis] = []
-    hints: dict[tuple[str, ...], Steps] = {}  # several faults of one kind are tried on the next
     for kind in kinds:
         given = observe_probes(subject, kind)
         if isinstance(given, NoOutput):
             if not given.is_refusal:
                 found.append(Diagnosis(kind=kind.name, error=given.reason, engine=subject.engine))
             continue
-        search = Search(given.observations, memory, progress, f"{subject.name}: {kind.name}")
-        ranked = search.ranked(tuple(hints.values()))
-        one = search.diagnosis(kind.name, ranked)
+        one = Search(given.observations, memory, progress, f"{subject.name}: {kind.name}").diagnosis(kind.name)
         if given.left_out and one.is_right:
             one = Diagnosis(kind=kind.name, error=f"no probe that is left differs; {given.left_out}")
         found.append(replace(one, left_out=given.left_out, engine=subject.engine))
-        hints |= {tuple(step.name for step in best.steps): best.steps for best in ranked[:1] if len(best.steps) > 1}
     return tuple(found)
 
 
@@ -159,8 +155,10 @@ class Search:
         self.own = self._counted(Explanation(steps=(), rules=right))
         self.alterations = (*ALTERATIONS, *from_there_on(first_wrong(self.probes, right, memory)))
 
-    def diagnosis(self, kind: str, ranked: Sequence[Explanation]) -> Diagnosis:
+    def diagnosis(self, kind: str) -> Diagnosis:
         """What the probes of a kind tell."""
+        tried = [] if self.own.is_complete else self._searched()
+        ranked = sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
         return Diagnosis(
             kind=kind,
             cases=len(self.probes),
@@ -184,33 +182,23 @@ class Search:
         high = 0.0 if best.steps else HIGH  # few outputs of a trait tell what little is left, and not what is wrong
         return replace(best, left=common_trait(self.probes, best.rules, self.memory, high))
 
-    def ranked(self, hints: Sequence[Steps]) -> list[Explanation]:
-        """What was tried, the best first; nothing if the chip's rules give every bit."""
-        tried = [] if self.own.is_complete else self._searched(hints)
-        return sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
-
-    def _searched(self, hints: Sequence[Steps]) -> list[Explanation]:
+    def _searched(self) -> list[Explanation]:
         # 1. All single alterations that explain every bit; from a row or column on only where no plainer one does.
-        complete = self._complete([self.own], "one alteration")
-        if complete:
+        if complete := self._complete([self.own], "one alteration"):
             return [one for one in complete if one.steps[0] in ALTERATIONS] or complete
-        # 2. What explains another kind.
-        hinted = [self._counted(self._with(steps)) for steps in hints]
-        if explained := [one for one in hinted if one.is_complete]:
-            return [self._reduced(explained[0])]
-        # 3. A second alteration on the best and on what explains another kind, then a third on the best.
-        tried, bases, best = hinted, hinted, self.own
+        # 2. A second alteration on the best, then a third.
+        tried: list[Explanation] = []
+        best = self.own
         for number, width in (("two", 4), ("three", 2)):
-            counted = map(self._counted, self._more([best], "shares of outputs"))
-            better = [one for one in counted if any(map(gt, one.rank, best.rank))]
-            tried = [*tried, *better]
-            better = sorted((one for one in better if one.rank > best.rank), key=lambda one: one.rank, reverse=True)
-            found = map(self._reduced, self._complete([*bases, *better[:width]], f"{number} alterations"))
+            counted = list(map(self._counted, self._more([best], "shares of outputs")))
+            tried += [one for one in counted if one.rank != best.rank]
+            better = sorted((one for one in counted if one.rank > best.rank), key=lambda one: one.rank, reverse=True)
+            found = map(self._reduced, self._complete(better[:width], f"{number} alterations"))
             if alike := {frozenset(one.steps): one for one in found}:  # the plainer one needs no late alteration
                 return [*sorted(alike.values(), key=lambda one: max(map(self.alterations.index, one.steps))), *tried]
             if not better:
                 break
-            best, bases = better[0], []
+            best = better[0]
         return tried
 
     def _complete(self, bases: list[Explanation], title: str) -> list[Explanation]:
