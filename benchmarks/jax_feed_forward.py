@@ -184,6 +184,7 @@ def _prepared(entry: Entry, tensors: tuple[jax.Array, ...]) -> Callable[[], Any]
     if layers.settled is not None:
         *_, states = f8emu.jax.jit(step)(states, *tensors)  # scales of an earlier step
         states = [layers.settled(state) for state in states]
+    # Compiled ahead of time, so that the program can be looked at: its GEMMs, its memory.
     arguments = (states, *tensors)
     start = time.perf_counter()
     compiled = f8emu.jax.jit(step).lower(*arguments).compile()

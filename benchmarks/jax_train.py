@@ -158,6 +158,7 @@ def _programs(name: str, steps: int, lr: float) -> tuple[Transformer, Any, Calla
 
 def flax_model(name: str, weights: SameTransformer, arguments: argparse.Namespace) -> Model:
     """flax's model for a run, with the weights of torch's."""
+    # 1. Torch's weights, in the shapes that flax asks for.
     model, optimizer, step, evaluate = _programs(name, arguments.steps, arguments.lr)
     example = jax.random.key(0), jnp.zeros((1, SIZE["length"] + 1), jnp.int32)
     params = params_of(weights)

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = BENCH.parse(argv)
     arguments, device = run.arguments, run.device
     runner.compile_without_limits()
+    # 1. The machine: the speed of a copy for the floors, and tensorwise against torchao's own layers.
     tokens, dim, hidden = arguments.tokens, arguments.dim, arguments.hidden or arguments.dim * 7 // 2
     bandwidth = copy_bandwidth(device)
     run.announce(f", copy {bandwidth / 1e12:.3f} TB/s")
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     equality = _equality([(256, 512, 384), (tokens, dim, hidden)], device)
     run.report |= {"tokens": tokens, "rounds": arguments.rounds, "steps": arguments.steps}
     run.report |= {"copy_bytes_per_second": round(bandwidth), "equal_to_torchao": equality, "workloads": found}
+    # 2. Every workload, computed again in the backward pass or not.
     modes = MODES if arguments.mode == "both" else (arguments.mode,)
     for name, checkpointing in ((name, c) for name in arguments.workloads for c in arguments.checkpointing):
         workload = WORKLOADS[name](tokens, dim, hidden)
@@ -90,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             draw_kernels(f"{timed['subject']} {timed['mode']}: a step of {timed['ms']:.3f} ms{parts}", timed["kernels"])
         run.record(gemms=_gemm_entries(floor))
         forget()
+    # 3. The verdict: bits first, then failures.
     altered = not isinstance(equality, str) and is_altered(equality)
     altered |= any(is_altered(workload.get("equal_to_no_checkpointing", ())) for workload in found)
     return int(altered or any(is_wrong(e) for workload in found for e in workload["subjects"]))

@@ -66,13 +66,16 @@ def measure(
             ready.subject.free()
         return timed.ms
 
+    # 1. Times, all subjects in turn; the input and the weights are copies of the same tensors.
     entries: list[Entry] = [{"subject": name, "mode": mode} for name, mode in wanted]
     for entry, (subject, step, enqueue_ms) in race(entries, prepare, turn, rounds):
         entry["enqueue_ms"] = statistics.median(enqueue_ms)
+        # 2. Memory, one subject after the other; a graph keeps its own, which no step allocates.
         if not is_graph:
             entry["peak_bytes"] = peak_bytes(subject.step, device)
             subject.free()
             entry["kept_bytes"] = kept_bytes(subject.forward, device)
+        # 3. What must hold of the numbers, and what the time is made of.
         results = subject.gradients if is_graph else subject.results()
         entry["is_finite"] = all(bool(tensor.isfinite().all()) for tensor in results)
         if entry["subject"] in profiled:

@@ -25,11 +25,13 @@ Size = tuple[int, int]  # in_features K, out_features N
 
 def smallest(speeds: Mapping[Size, float]) -> Size | None:
     """(features, parameters): the threshold that leaves out fewest sizes; None where there is none."""
+    # 1. Each pair of least features and least parameters, with the sizes that it lets through.
     covered = {
         (features, parameters): [size for size in speeds if min(size) >= features and size[0] * size[1] >= parameters]
         for features in sorted({min(size) for size in speeds})
         for parameters in sorted({k * n for k, n in speeds})
     }
+    # 2. Those that let no size through that was slower.
     found = {pair: len(of) for pair, of in covered.items() if of and all(speeds[size] >= 1 for size in of)}
     return max(found, key=lambda pair: (found[pair], pair), default=None)  # of equals, the one that claims least
 

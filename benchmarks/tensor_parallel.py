@@ -157,12 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     def prepare(entry: Entry) -> Subject:
         return subjects.setdefault(entry["subject"], ranks.together(lambda: build(entry["subject"], task)))
 
+    # 1. Ranks agree after every turn whether it failed; a run that is divided keeps what it has.
     try:
         runner.race(entries, prepare, lambda subject: ranks.together(lambda: subject.turn(steps)), rounds)
     except DividedError as error:
         report["divided"] = str(error)
         for entry in (e for e in entries if not e.keys() & {"ms", "absent", "failed"}):
             entry["failed"] = str(error)
+    # 2. Figures of all ranks together; memory and losses are those of rank 0.
     for entry in (e for e in entries if "ms" in e):
         subject = subjects[entry["subject"]]
         entry |= {"tokens_per_second": 1e3 * batch * length / entry["ms"], "losses": subject.losses}

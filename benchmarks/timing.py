@@ -150,6 +150,7 @@ def profiled(step: Step, device: torch.device) -> Profile:
     kind = DeviceType.CUDA if is_cuda else DeviceType.CPU
     step()
     synchronize(device)
+    # The step before has compiled and allocated; the host's clock sees the profiler too.
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as seen:
         start = time.perf_counter()
         for _ in range(STEPS):
@@ -186,6 +187,7 @@ def exposure(runs: Sequence[Run], step_us: float, steps: int = STEPS) -> dict[st
 
     The three times are a step's; more than that only by the host's clock, which also sees the profiler.
     """
+    # 1. The time in which something computes; what a collective adds to it, nothing hides.
     collectives = [run for run in runs if re.search(KINDS["collectives"], run.name)]
     others = sorted((run for run in runs if not re.search(KINDS["collectives"], run.name)), key=lambda run: run.begin)
     computing, busy = _length(_union(others)), _length(_union([*others, *collectives]))
@@ -193,6 +195,7 @@ def exposure(runs: Sequence[Run], step_us: float, steps: int = STEPS) -> dict[st
         name: _length(_union([*others, *(run for run in collectives if run.name == name)])) - computing
         for name in {run.name for run in collectives}
     }
+    # 2. The gaps between computing kernels, each by the kernel that ends it.
     waits: defaultdict[str, float] = defaultdict(float)
     end = others[0].begin if others else 0.0
     for run in others:

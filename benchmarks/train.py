@@ -106,6 +106,7 @@ def train(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -
 
 def judge(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every recipe against the bfloat16 seeds."""
+    # Shifts are between runs of one seed: the same first weights, the same batches.
     bf16 = {run["seed"]: run for run in runs if run["name"] == BASELINE}
     verdicts: list[dict[str, Any]] = []
     for name in dict.fromkeys(run["name"] for run in runs if run["name"] != BASELINE):

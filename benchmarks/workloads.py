@@ -54,6 +54,7 @@ def launcher(gemm: Gemm, shape: Shape, device: torch.device) -> Step:
         return lambda: torch.mm(a, b.t())
     assert gemm.a.format is not None
     assert gemm.b.format is not None
+    # The library wants b column-major, scales of rows beside a and of columns beside b.
     codes = a.to(getattr(torch, gemm.a.format.name)), b.to(getattr(torch, gemm.b.format.name)).t()
     of_a, of_b = gemm.scaled_gemm_granularities
     scale_a, scale_b = (torch.rand(of.scale_shape(rows, k), device=device) + 0.5 for of, rows in ((of_a, m), (of_b, n)))
@@ -108,6 +109,7 @@ class Workload:
 
     def bytes_moved(self, recipe: Recipe | None) -> int:
         """Bytes that all but GEMMs and attention move; recipe None is bfloat16."""
+        # What is not a cast is the same in every recipe.
         total = _BYTES * self.moved
         if recipe is None:
             return total

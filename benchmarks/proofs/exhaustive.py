@@ -89,11 +89,13 @@ def _work(task: Task) -> list[Tally]:
 
 def run(names: Sequence[str], stride: int, workers: int) -> tuple[list[Tally], list[Tally]]:
     """Tallies of casts and of scales over all tasks."""
+    # 1. A worker a core; each takes the next free one.
     context = multiprocessing.get_context("spawn")  # a fork after JAX has started may deadlock
     cores: SimpleQueue[int] = context.SimpleQueue()
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(workers)
     for i in range(workers):
         cores.put(available[i % len(available)])
+    # 2. Tallies of all tasks, added as they come.
     casts, scales = dict[tuple[str, str, str], Tally](), dict[tuple[str, str, str], Tally]()
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(names, cores)) as pool:
         futures = {pool.submit(_work, task): casts if task.is_cast else scales for task in tasks(stride)}

@@ -138,6 +138,7 @@ def exact_steps(fmt: Format, overflow: Overflow) -> tuple[U32, U8]:
         Overflow.SATURATE: fmt.max_code,
         Overflow.NONFINITE: fmt.nan_code if fmt.infinity_code is None else fmt.infinity_code,
     }[overflow]
+    # 1. The positive half: from the midpoint below a code on, or one bit pattern above it where the tie goes down.
     starts, codes = [0], [0]
     for code in range(1, fmt.max_code + 2):
         midpoint = (_value(code - 1, fmt) + _value(code, fmt)) / 2
@@ -145,6 +146,7 @@ def exact_steps(fmt: Format, overflow: Overflow) -> tuple[U32, U8]:
         codes.append(code if code <= fmt.max_code else beyond)
     starts.append(FLOAT32.magnitude_mask - FLOAT32.fraction_mask + 1)  # the first NaN, after infinity
     codes.append(fmt.nan_code)
+    # 2. The negative half has the same steps, and the sign bit in every code but that of NaN.
     negative = [code if _is_nan_code(fmt)[code] else code | fmt.sign_mask for code in codes]
     both = np.array(starts, np.uint32)
     return np.concatenate([both, both | np.uint32(FLOAT32.sign_mask)]), np.array(codes + negative, np.uint8)
@@ -179,6 +181,7 @@ def check_cast(name: str, backend: Backend, bits: U32, fmt: Format, overflow: Ov
     assert observed.shape == expected.shape, f"{name}: cast of {expected.shape} gave {observed.shape}"
     if np.array_equal(observed, expected):
         return tally
+    # Another NaN code is a difference only where the backend's must be canonical.
     is_nan = _is_nan_code(fmt)
     wrong = observed != expected
     other_nan = wrong & is_nan[observed] & is_nan[expected]

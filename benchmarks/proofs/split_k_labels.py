@@ -97,12 +97,14 @@ class Asking:
         self.running[self.pool.submit(ask)] = take
 
     def _fit(self, table: Table) -> None:
+        # 1. Each tree sees a part of the labels of its own, so that they differ where labels are few.
         shapes, split = table.labels()
         table.is_fitting, table.fitted_on = True, table.count
         rng = np.random.default_rng(table.count)
         paths = [self.trees / f"{table.name} {table.count} {at}" for at in range(COMMITTEE)]
         left = [*paths]
 
+        # 2. The committee changes at once, when the last of its trees is there.
         def take(fitted: Path) -> None:
             left.remove(fitted)
             if not left:

@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.wheels is not None:
             install(arguments.wheels, Path(folder, "site"))
         for name in arguments.variants:
+            # A lent machine goes back at a fixed time: what would not end until then is not begun.
             left, start = arguments.seconds - (time.perf_counter() - begin), time.perf_counter()
             entry: Entry = {"variant": name}
             entries.append(entry)

@@ -31,11 +31,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step of rank 0")
     parser.add_argument("--result", type=Path, required=True)
     arguments = parser.parse_args(argv[:cut])
+    # 1. Stand-ins, before torchtitan is imported.
     datasets_if_broken()
     tensorboard_if_missing()
     if arguments.device == "cpu":
         cpu_as_accelerator()
         sums_that_gloo_has()
+    # 2. torchtitan's Trainer, on random tokens, with a logger that keeps its metrics.
     recorder = importlib.import_module("benchmarks.torchtitan.synthetic").register(arguments.layers)
     importlib.import_module("torchtitan.tools.logging").init_logger()
     config = importlib.import_module("torchtitan.config").ConfigManager().parse_args(list(argv[cut + 1 :]))
@@ -49,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
             found["kernels"] = seen.kernels
             if seen.runs:
                 found["exposure"] = exposure(seen.runs, seen.step_us)
+        # 3. The record of rank 0.
         if os.environ["RANK"] == "0":
             (model,) = trainer.model_parts
             kinds = Counter(type(module).__name__ for module in model.modules())
