@@ -5,6 +5,7 @@ in torch 2.13, torchao 36027d82, FBGEMM 71d6f8b2 and its wheel 1.6.0, DeepGEMM 5
 `seen` is of an H200, 2026-11-22: torch 2.11, CUDA 13.0, Triton 3.6, jax 0.11.2, torchao 0.17.0.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -85,6 +86,12 @@ _DEEPGEMM: _Options = {
     "install": "pip install sgl-deep-gemm (PyPI's deep-gemm is something else)",
     "needs_gpu": True,
 }
+
+
+def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
+    """A function called as `torch._scaled_mm` is, by `loaded.CONTRACT`."""
+    # who asks whether bits depend on M must get the M that was asked for
+    return Kernel(name=name, function=function, arguments=_OPERANDS, multiples=(1, 16, 16), **_LIKE_TORCH)
 
 
 def _declared(name: str, *, predicted: str, seen: str, function: str = "{0}:{1}", **options: Any) -> Kernel:

@@ -18,17 +18,10 @@ from f8emu.conformance.kernels import faults
 from f8emu.conformance.kernels.call import Calls, absent, calls_of
 from f8emu.conformance.kernels.faults import KernelFault, ProcessEnded, TimedOut
 from f8emu.conformance.kernels.imported import INTERPRETED, attribute, is_interpreted
-from f8emu.conformance.kernels.kernel import (
-    PADDED_K_BY_ROWS,
-    PADDED_ROWS_BY_K,
-    ROWWISE_MATRICES,
-    TENSORWISE_SCALARS,
-    Arg,
-    Kernel,
-)
-from f8emu.conformance.kernels.known import KERNELS
+from f8emu.conformance.kernels.kernel import Kernel
+from f8emu.conformance.kernels.known import KERNELS, scaled_mm_kernel
 from f8emu.conformance.workers import Worker
-from f8emu.spec import HIGH_PRECISION, F8Error, SpecError
+from f8emu.spec import F8Error, SpecError
 
 # For imports, of which some build what they import.
 _START_SECONDS = 300.0
@@ -110,21 +103,6 @@ def load_kernel(path: str) -> Kernel:
     raise SpecError(
         f"f8emu verify {path}: expected package.module:function or path/to/file.py:function, or a Kernel there; "
         f"{fault}. Run it where the module can be imported, or set PYTHONPATH"
-    )
-
-
-def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
-    """A function called as `torch._scaled_mm` is, by `CONTRACT`."""
-    return Kernel(
-        name=name,
-        function=function,
-        arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
-        keywords={"bias": Arg.BIAS, "out_dtype": Arg.OUT_DTYPE, "use_fast_accum": Arg.USE_FAST_ACCUM},
-        scales={**TENSORWISE_SCALARS, **ROWWISE_MATRICES},
-        a=PADDED_ROWS_BY_K,
-        b=PADDED_K_BY_ROWS,
-        out_dtypes=HIGH_PRECISION,
-        multiples=(1, 16, 16),  # who asks whether bits depend on M must get the M that was asked for
     )
 
 

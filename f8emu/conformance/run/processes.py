@@ -92,30 +92,19 @@ def parts_of(stages: Sequence[str], subjects: Sequence[str], processes: int) -> 
     return [Part(stage, tuple(subjects), i, count) for stage, count in shares.items() for i in range(count)]
 
 
-class Workers:
+class Workers(ExitStack):
     """Processes that run parts, ended with the context. Until then they import the modules of the subjects `early`."""
 
     def __init__(self, processes: int, early: Sequence[str] = ()) -> None:
-        with ExitStack() as stack:
-            programs = stack.enter_context(tempfile.TemporaryDirectory(prefix="f8emu-programs-"))
-            environment = _ENVIRONMENT | (_ONE_THREAD if processes > 2 else {}) | dict(os.environ)
-            environment |= {"JAX_COMPILATION_CACHE_DIR": programs, **_KEEPS_ALL}
-            self._connections: list[Connection] = []
-            for _ in range(processes):
-                worker = Worker(f"{__name__}:answers", tuple(early), environment=environment)
-                stack.callback(worker.end)
-                self._connections.append(worker.connection)
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the processes."""
-        self._stack.close()
+        super().__init__()
+        programs = self.enter_context(tempfile.TemporaryDirectory(prefix="f8emu-programs-"))
+        environment = _ENVIRONMENT | (_ONE_THREAD if processes > 2 else {}) | dict(os.environ)
+        environment |= {"JAX_COMPILATION_CACHE_DIR": programs, **_KEEPS_ALL}
+        self._connections: list[Connection] = []
+        for _ in range(processes):
+            worker = Worker(f"{__name__}:answers", tuple(early), environment=environment)
+            self.callback(worker.end)
+            self._connections.append(worker.connection)
 
     def run(
         self, parts: Sequence[Part], golden: GoldenFile, errors: int, progress: Progress

@@ -20,8 +20,8 @@ from f8emu.conformance.cases.tables import ALIGNED, is_aligned
 from f8emu.conformance.kernels.call import Calls, absent, question, rows_run
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.conformance.kernels.known import KERNELS
+from f8emu.conformance.kernels.known import scaled_mm_kernel as scaled_mm_kernel
 from f8emu.conformance.kernels.loaded import IsolatedKernel, LoadedKernel, load_kernel, loaded
-from f8emu.conformance.kernels.loaded import scaled_mm_kernel as scaled_mm_kernel
 from f8emu.conformance.layers.layer import LayerCase
 from f8emu.conformance.layers.trace import SplitK, engine_linear, planned
 from f8emu.conformance.layers.trained import JaxTraining, TorchTraining
