@@ -114,8 +114,8 @@ def fit(
             if isinstance(given, NoOutput):
                 found.error = given.reason
                 continue
-            found.left_out = given.left_out
-            _fit_kind(found, subject, kind, given.observations, ms, progress)
+            observed, found.left_out = given
+            _fit_kind(found, subject, kind, observed, ms, progress)
     except KeyboardInterrupt:
         result.is_interrupted = True
     return result

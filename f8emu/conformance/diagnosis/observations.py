@@ -60,14 +60,6 @@ class NoOutput:
     is_lost: bool = False  # it failed by a crash or a hang: the process of an isolated kernel is started anew
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeOutputs:
-    """What a subject gave to the probes of a kind."""
-
-    observations: tuple[Observation, ...]
-    left_out: str  # how many probes failed, and how the first did: nothing is known of these
-
-
 def observe(subject: Subject, case: GemmCase, at: Part | None = None) -> Observation | NoOutput:
     """One GEMM run by a subject, in the form that it accepts: its outputs, or why there are none."""
     try:
@@ -90,10 +82,11 @@ def observe(subject: Subject, case: GemmCase, at: Part | None = None) -> Observa
     return whole if at is None else whole.part(at)
 
 
-def observe_probes(subject: Subject, kind: Kind) -> ProbeOutputs | NoOutput:
+def observe_probes(subject: Subject, kind: Kind) -> tuple[list[Observation], str] | NoOutput:
     """What a subject gives to the probes of a kind that it offers; if it gives or offers nothing, why.
 
-    A probe on which it fails is left out, and so is one that has no point in the types of its output.
+    A probe on which it fails is left out: the text says how many were, and how the first failed. So is one that has no
+    point in the types of its output.
     """
     found: list[Observation] = []
     failures: list[NoOutput] = []
@@ -119,7 +112,7 @@ def observe_probes(subject: Subject, kind: Kind) -> ProbeOutputs | NoOutput:
         none = NoOutput(reason=f"{subject.name} has none of the output types", is_refusal=True)
         return [*failures, *refusals, none][0]
     of = f"{len(failures)} of {len(failures) + len(found)} probes failed, first: "
-    return ProbeOutputs(observations=tuple(found), left_out=of + failures[0].reason if failures else "")
+    return found, of + failures[0].reason if failures else ""
 
 
 def first_wrong(given: Sequence[Observation], rules: Rules, memory: Memory) -> dict[Places, int]:

@@ -112,10 +112,11 @@ def diagnose(
             if not given.is_refusal:
                 found.append(Diagnosis(kind=kind.name, error=given.reason, engine=subject.engine))
             continue
-        one = Search(given.observations, memory, progress, f"{subject.name}: {kind.name}").diagnosis(kind.name)
-        if given.left_out and one.is_right:
-            one = Diagnosis(kind=kind.name, error=f"no probe that is left differs; {given.left_out}")
-        found.append(replace(one, left_out=given.left_out, engine=subject.engine))
+        observed, left_out = given
+        one = Search(observed, memory, progress, f"{subject.name}: {kind.name}").diagnosis(kind.name)
+        if left_out and one.is_right:
+            one = Diagnosis(kind=kind.name, error=f"no probe that is left differs; {left_out}")
+        found.append(replace(one, left_out=left_out, engine=subject.engine))
     return tuple(found)
 
 
