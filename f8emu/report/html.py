@@ -32,7 +32,6 @@ def render(command: str, page: Page) -> str:
 <header><div>
 <div class="kicker">{escape(command)}</div>
 <h1>{escape(page.title)}</h1>
-{f'<p class="lead">{escape(page.lead)}</p>' if page.lead else ""}
 {_verdict(page.verdict)}
 {f'<nav aria-label="Parts"><ul>{links}</ul></nav>' if len(page.sections) > 1 else ""}
 </div></header>
@@ -83,8 +82,6 @@ def _block(block: Block, key: str) -> str:
             return f'<ul class="points">{"".join(f"<li>{escape(point)}</li>" for point in block.points)}</ul>'
         case Code():
             return f'<pre class="scroll" tabindex="0">{escape(chr(10).join(block.lines))}</pre>'
-        case Plot():
-            return _plot(block, key)
         case Plots():
             return f'<div class="plots">{"".join(_plot(p, f"{key}-{i}") for i, p in enumerate(block.plots, 1))}</div>'
     assert_never(block)
@@ -100,25 +97,13 @@ def _plot(plot: Plot, key: str) -> str:
 
 def _table(table: Table) -> str:
     heads = "".join(f"<th scope=col{_class(i, table)}>{escape(name)}</th>" for i, name in enumerate(table.columns))
-    rows = "".join(_row(n, table) for n in range(len(table.rows)))
+    cells = (("".join(_cell(cell, i, table) for i, cell in enumerate(row))) for row in table.rows)
+    rows = "".join(f"<tr>{row}</tr>" for row in cells)
     caption = f"<caption>{escape(table.caption)}</caption>"
     # wide tables scroll by themselves, also by the keyboard
     label = f'tabindex="0" role="region" aria-label="{escape(table.caption)}"'
     inner = f"{caption}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>"
     return f'<div class="scroll" {label}><table>{inner}</table></div>'
-
-
-def _row(number: int, table: Table) -> str:
-    row = table.rows[number]
-    if not table.starts:
-        return f"<tr>{''.join(_cell(cell, column, table) for column, cell in enumerate(row))}</tr>"
-    cells = "".join(_cell(cell, column, table) for column, cell in enumerate(row) if column)
-    if number not in table.starts:
-        return f"<tr>{cells}</tr>"
-    end = min((start for start in table.starts if start > number), default=len(table.rows))
-    # one head beside all rows of its group
-    head = escape(row[0] if isinstance(row[0], str) else row[0].text)
-    return f'<tr class="start"><th scope="rowgroup" rowspan="{end - number}">{head}</th>{cells}</tr>'
 
 
 def _cell(cell: str | Cell | Share, column: int, table: Table) -> str:

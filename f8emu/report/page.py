@@ -53,8 +53,6 @@ class Table:
     rows: Sequence[Sequence[str | Cell | Share]]
     numeric: frozenset[int] = frozenset()
     """Columns that are set flush right."""
-    starts: frozenset[int] = frozenset()
-    """Rows that begin a group: their first cell heads all rows up to the next."""
     only: Only = ""
 
 
@@ -93,13 +91,13 @@ class Plot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plots:
-    """Small figures side by side."""
+    """Figures, several of them side by side."""
 
     plots: Sequence[Plot]
 
 
 Row = list[str | Cell | Share]
-Block = Table | Facts | Text | Code | Plot | Plots
+Block = Table | Facts | Text | Code | Plots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +115,6 @@ class Page:
     """A whole page."""
 
     title: str
-    lead: str = ""
     verdict: Cell | None = None
     sections: Sequence[Section] = ()
 
@@ -163,9 +160,7 @@ def _table(table: Table) -> "rich.table.Table":
     drawn = Drawn(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for i, name in enumerate(table.columns):
         drawn.add_column(name, justify="right" if i in table.numeric else "left", overflow="fold")
-    for i, row in enumerate(table.rows):
-        if i in table.starts:
-            drawn.add_section()
+    for row in table.rows:
         cells = [Cell(text=cell) if isinstance(cell, str) else cell for cell in row]
         tones = [cell.tone if isinstance(cell, Cell) else "" for cell in cells]
         words = zip(cells, tones, strict=True)

@@ -151,26 +151,20 @@ def _first_parts(stage: StageResult) -> list[str]:
 
 def _breakdown(breakdown: Breakdown, name: str) -> Section:
     rows: list[Row] = []
-    starts: set[int] = set()
     for trait, values in breakdown.telling().items():
-        starts.add(len(rows))
-        for value, tally in values.items():
+        for i, (value, tally) in enumerate(values.items()):
             cases = f"{tally.cases_differing}/{tally.cases}", Share(value=tally.share_of_cases)
             outputs = f"{tally.outputs_differing}/{tally.outputs}", Share(value=tally.share_of_outputs)
-            rows.append([trait if len(rows) in starts else "", value, *cases, *outputs])
-    table = Table(
-        caption=f"{name}: what differs in {breakdown.title}",
-        columns=("by", "", "cases differ", "share", "outputs differ", "share"),
-        rows=rows,
-        numeric=frozenset((2, 3, 4, 5)),
-        starts=frozenset(starts),
-    )
+            rows.append(["" if i else trait, value, *cases, *outputs])
+    columns = ("by", "", "cases differ", "share", "outputs differ", "share")
+    caption = f"{name}: what differs in {breakdown.title}"
+    table = Table(caption=caption, columns=columns, rows=rows, numeric=frozenset((2, 3, 4, 5)))
     blocks: list[Block] = [table] if rows else []
     # + is farther from zero than expected
     found = [f"{name}: {breakdown.title}, {dtype}: {ulps.words()}" for dtype, ulps in breakdown.ulps.items()]
     blocks.append(Text(points=[*breakdown.sentences(), *found]))
     if any(histogram.total > histogram.not_compared for histogram in breakdown.ulps.values()):
-        blocks.append(ulp_plot(breakdown))
+        blocks.append(Plots(plots=[ulp_plot(breakdown)]))
     return Section(title=f"What differs: {breakdown.title}", blocks=blocks)
 
 

@@ -20,7 +20,7 @@ import f8emu
 from f8emu.torch.float8_layer import Float8Layer, float8_layers
 from f8emu.torch.gemm.emulation import emulator_name
 from f8emu.torch.inspection.config import InspectConfig, config_of
-from f8emu.torch.inspection.log import JsonLog, Log, TensorBoardLog
+from f8emu.torch.inspection.log import JsonLog, TensorBoardLog
 from f8emu.torch.inspection.recorder import Recorder, read
 from f8emu.torch.layer.observers import Observation
 from f8emu.torch.torch_internals import not_compiled, rank_of_process, to_list
@@ -107,7 +107,7 @@ class Inspector:
         self._is_closed = False
         known = weakref.WeakValueDictionary(layers)  # while a layer has a tap, what watches it is kept
         self._recorder = Recorder(config, known, first_step, self._rank, self._flush)
-        self._logs: list[Log] = []
+        self._logs: list[JsonLog | TensorBoardLog] = []
         if config.path is not None:
             self._logs.append(JsonLog(config.path + (f".rank{self._rank}" if self._rank else "")))
         if config.tensorboard is not None:

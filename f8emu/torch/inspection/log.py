@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from f8emu.spec.errors import SpecError, UnsupportedError
 
@@ -15,13 +15,6 @@ _log = logging.getLogger("f8emu")
 Record = Mapping[str, Any]
 _PLACE = ("step", "rank", "layer", "gemm", "operand", "tensor", "pass", "recipe")
 """The keys of a record that say what it is of."""
-
-
-class Log(Protocol):
-    """A place for the records of a step."""
-
-    def write(self, records: Iterable[Record]) -> None: ...
-    def close(self) -> None: ...
 
 
 class JsonLog:
