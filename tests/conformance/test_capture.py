@@ -158,8 +158,9 @@ def diffed(a: Path, b: Path, *options: object) -> tuple[int, str]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_replay_is_equal_under_every_recipe(name: str, layers: dict[str, Records], tmp_path: Path) -> None:
-    written(tmp_path, layers[name], name)
-    found = again(tmp_path)
+    """Whole, and of a sample; tensors may come after their casts, as the callbacks of JAX do."""
+    written(tmp_path / "run", layers[name], name)
+    found = again(tmp_path / "run")
     assert found.is_equal, [one.line() for one in found.findings]
     assert not found.not_replayed and not found.missing and not found.damaged
     counts = found.counts
@@ -167,14 +168,10 @@ def test_replay_is_equal_under_every_recipe(name: str, layers: dict[str, Records
     high = sum(gemm.is_high_precision for gemm in RECIPES[name].gemms.values())
     assert (counts["product"].parts, counts["codes"].parts) == (3, 6)
     assert counts["scale"].parts == (0 if name == "delayed" else 6 - 2 * high)  # a delayed one follows from elsewhere
-
-
-def test_tensors_may_come_after_their_casts(layers: dict[str, Records], tmp_path: Path) -> None:
-    """As the callbacks of JAX may."""
-    records = layers["blockwise"][:3]
-    backwards = [(replace(record, order=2 - record.order), arrays) for record, arrays in records]
-    written(tmp_path, backwards, "blockwise")
-    found = again(tmp_path)
+    sample = replay(read_capture(tmp_path / "run"), oracle="f8ref.numpy", outputs=400)
+    assert sample.is_equal and 0 < sample.counts["product"].elements < sample.outputs / 2
+    written(tmp_path / "turned", [(replace(r, order=2 - r.order), arrays) for r, arrays in layers[name][:3]], name)
+    found = again(tmp_path / "turned")
     assert found.is_equal and found.counts["codes"].parts == 2 and not found.not_replayed
 
 
@@ -221,29 +218,17 @@ def test_the_scale_of_a_sharded_tensor_is_taken_as_captured(tmp_path: Path) -> N
         assert found.counts["codes"].parts_equal == 2
 
 
-def test_without_tensors_the_pattern_names_the_operand(tmp_path: Path) -> None:
+def test_without_tensors_the_pattern_names_the_operand_or_a_split_that_was_not_planned(tmp_path: Path) -> None:
     gemms = [one for one in layer(RECIPES["rowwise"]) if isinstance(one[0], GemmRecord)]
-    written(tmp_path, flipped(gemms, "layers.0.w1", "output", "b.codes", (9, 1), bit=6))
-    found = again(tmp_path)
-    assert [one.part for one in found.findings] == ["product"]
-    assert "column 9" in found.findings[0].cause and "(weight)" in found.findings[0].cause
-    assert len(found.not_replayed) == 6
-
-
-def test_a_split_that_was_not_planned_is_named(tmp_path: Path) -> None:
+    written(tmp_path / "flipped", flipped(gemms, "layers.0.w1", "output", "b.codes", (9, 1), bit=6))
     records = layer(RECIPES["tensorwise"], split_k={"output": 3})
     planned = [(replace(r, split_k=1) if isinstance(r, GemmRecord) else r, arrays) for r, arrays in records]
-    written(tmp_path, planned, "tensorwise")
-    found = again(tmp_path)
-    assert [one.part for one in found.findings] == ["product"]
-    assert "every bit equals split-K with S = " in found.findings[0].cause
-
-
-@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
-def test_a_sample_is_of_the_same_product(name: str, layers: dict[str, Records], tmp_path: Path) -> None:
-    written(tmp_path, layers[name], name)
-    found = replay(read_capture(tmp_path), oracle="f8ref.numpy", outputs=400)
-    assert found.is_equal and 0 < found.counts["product"].elements < found.outputs / 2
+    written(tmp_path / "split", planned, "tensorwise")
+    for folder, words in (("flipped", ("column 9", "(weight)")), ("split", ("every bit equals split-K with S = ",))):
+        found = again(tmp_path / folder)
+        assert [one.part for one in found.findings] == ["product"]
+        assert all(word in found.findings[0].cause for word in words)
+        assert len(found.not_replayed) == (6 if folder == "flipped" else 0)
 
 
 # The files
@@ -395,13 +380,11 @@ def test_a_product_that_is_not_computed_again_is_not_equal(layers: dict[str, Rec
 
 
 def test_a_path_without_a_capture(layers: dict[str, Records], tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="found no step-"):
-        read_capture(tmp_path)
-    with pytest.raises(CaptureError, match="No such file"):
-        read_capture(tmp_path / "nowhere")
-    for step in (7, 8):
-        path = written(tmp_path, layers["rowwise"][:1], step=step)
-    (path / "index.json").unlink()
+    for path, message in ((tmp_path, "found no step-"), (tmp_path / "nowhere", "No such file")):
+        with pytest.raises(CaptureError, match=message):
+            read_capture(path)
+    paths = [written(tmp_path, layers["rowwise"][:1], step=step) for step in (7, 8)]
+    (paths[1] / "index.json").unlink()
     with pytest.raises(CaptureError, match=r"step-00000008-rank-00000: expected the index[.]json of a"):
         read_capture(tmp_path)
 
@@ -658,28 +641,24 @@ def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
         assert status == 1 and "\x1b" not in out and "\\x1b]0;w1\\x07\\n output" in out
 
 
-def test_ctrl_c_keeps_what_was_found(
-    layers: dict[str, Records], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_keeps_what_was_found(layers: dict[str, Records], tmp_path: Path) -> None:
     written(tmp_path, flipped(layers["tensorwise"], "layers.0.w1", "output", "a.codes", (3, 5)), "tensorwise")
+    steps = read_capture(tmp_path)
 
     class Interrupted:
-        def begin(self, subject: str, stage: str, cases: int) -> None:
-            self.left = 4
+        def __init__(self, left: int) -> None:
+            self.left = left
 
-        def advance(self) -> None:
+        def begin(self, subject: str = "", stage: str = "", cases: int = 0) -> None:
             self.left -= 1
             if not self.left:
                 raise KeyboardInterrupt
 
-    found = replay(read_capture(tmp_path), oracle="f8ref.numpy", progress=Interrupted())
+        def advance(self) -> None:
+            self.begin()
+
+    found = replay(steps, oracle="f8ref.numpy", progress=Interrupted(5))
     assert found.is_interrupted and not found.is_equal
     assert found.findings[0].part == "a.codes" and found.gemms == 1
-
-    class AtOnce(Interrupted):
-        def begin(self, subject: str, stage: str, cases: int) -> None:
-            raise KeyboardInterrupt
-
-    steps = read_capture(tmp_path)
-    assert replay_verdict(replay(steps, progress=AtOnce())) == "INTERRUPTED, nothing was computed again"
-    assert diff_verdict(diff_captures(steps, steps, progress=AtOnce())) == "INTERRUPTED, nothing was compared"
+    assert replay_verdict(replay(steps, progress=Interrupted(1))) == "INTERRUPTED, nothing was computed again"
+    assert diff_verdict(diff_captures(steps, steps, progress=Interrupted(1))) == "INTERRUPTED, nothing was compared"

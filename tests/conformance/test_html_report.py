@@ -165,13 +165,13 @@ def test_the_order_of_the_page(page: Path) -> None:
 
 
 def test_page_can_be_read_without_figures_and_colours(page: Path) -> None:
-    text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"<style\b.*?</style>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(re.findall(r'<figure aria-labelledby="[^"]+"><figcaption><strong', text)) == 7
     assert len(re.findall(r'role="img" aria-label="[^"]{40,}"', text)) == 7
     assert "</span>different</td>" in text and "</span>equal</td>" in text
     assert text.count("<table>") == text.count("<caption>") >= 4
-    assert "http:" not in text and "https:" in text, "of the hostile name alone"
-    assert text.count("https:") == unescape(text).count(HOSTILE)
+    assert "http:" not in text and text.count("https:") == unescape(text).count(HOSTILE), "of the hostile name alone"
+    assert "<script" not in text
 
 
 def test_helper_escapes_and_counts() -> None:
