@@ -38,6 +38,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     "f8ref": ("f8ref", "f8ref.numpy", "f8ref.jax", "f8ref.exact"),
 }
 """Page -> its rooms, in the order in which objects get their place."""
+_WHOLE = ("Capture",)
+"""Classes that are shown with what they inherit."""
 
 
 class Name(NamedTuple):
@@ -118,7 +120,8 @@ def _page(page: str, packages: griffe.ModulesCollection, described: dict[str, st
             if name.rendered != name.path:
                 yield from (f"[](){{#{name.path}}}", "")
             level = 3 if len(PAGES[page]) > 1 else 2
-            yield from (f"::: {name.rendered}", f"    options: {{heading_level: {level}}}", "")
+            whole = ", inherited_members: true" if name.name in _WHOLE else ""
+            yield from (f"::: {name.rendered}", f"    options: {{heading_level: {level}{whole}}}", "")
 
 
 def _text(module: griffe.Object) -> str:
