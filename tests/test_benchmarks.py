@@ -25,6 +25,7 @@ from benchmarks.timing import KINDS, Run, draw_exposure, exposure, kinds
 from benchmarks.torchtitan import __main__ as titan
 from benchmarks.torchtitan import worker
 from benchmarks.workloads import HIGH_PRECISION_GEMM, Shape
+from f8emu.native import library
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
 from f8emu.torch.dispatch_modes import saved_ops
 
@@ -82,6 +83,16 @@ def _casts(report: dict[str, Any]) -> None:
     assert all(e["differing"] == 0 and e["bytes"] > 40 * 136 and e["f8emu_ms"] > 0 for e in report["casts"])
 
 
+def _emulator(report: dict[str, Any]) -> None:
+    assert report["cpu"] and report["cores"]
+    names = ["f8emu.torch", *(f"f8emu.native {width}" for width in library.widths())]
+    runs = [(figure["subject"], figure["use_fast_accum"]) for figure in report["figures"]]
+    assert runs == [(name, is_fast) for is_fast in (True, False) for name in names]
+    for figure in report["figures"]:
+        assert figure["ratio"] == pytest.approx(figure["seconds"] / figure["baseline_seconds"])
+        assert figure["giga_multiply_adds_per_second"] == pytest.approx(64**3 / figure["seconds"] / 1e9)
+
+
 def _matmul(report: dict[str, Any]) -> None:
     assert len(report["gemms"]) == len(matmul.SHAPES) * len(matmul.KINDS)
     dim, hidden, kv_dim, gpus = 8192, 28672, 8 * 128, 8  # of Llama-2 70B
@@ -106,6 +117,7 @@ SCRIPTS: dict[str, Callable[[dict[str, Any]], None]] = {
     ),
     f"host {HOST} eager graph --subjects bf16 torchao/tensorwise f8emu/tensorwise f8emu/delayed": _host,
     "casts --device cpu --rows 40 --cols 136 --dtypes bfloat16": _casts,
+    "emulator --sizes 64 --rounds 1": _emulator,
     "matmul --device cpu --tokens 128 --dim 128 --rounds 1": _matmul,
     "train --device cpu --tiny --steps 2 --seeds 2 --recipes tensorwise delayed": _training,
 }
@@ -139,6 +151,18 @@ def test_a_script_runs_and_records(
         assert entry.get("is_finite", True), entry
     SCRIPTS[command](report)
     assert "\N{BOX DRAWINGS HEAVY VERTICAL}" in capsys.readouterr().out, "a table"
+
+
+@pytest.mark.parametrize("name", ["emulator-cpu", "emulator-cpu-intel"])
+def test_the_recorded_runs_keep_their_promises(name: str) -> None:
+    """At 2048 at most 5 times torch.mm with AVX-512, and 11 with AVX2: on the shared Intel host 9.4 to 10.6."""
+    report = json.loads((Path(runner.__file__).parent / "results" / f"{name}.json").read_text())
+    figures = [figure for figure in report["figures"] if figure["size"] == 2048]
+    limits = {"f8emu.torch": 5, "f8emu.native AVX-512": 5, "f8emu.native AVX2": 11}
+    assert report["cores"] == 2
+    assert {figure["subject"] for figure in figures} >= limits.keys()
+    for figure in figures:
+        assert figure["ratio"] <= limits.get(figure["subject"], float("inf"))
 
 
 def test_kinds_of_kernels() -> None:
@@ -321,8 +345,8 @@ def test_a_subject_that_fails_costs_its_row(tmp_path: Path, monkeypatch: pytest.
 
 def test_training_in_flax_beside_torch(tmp_path: Path) -> None:
     """bfloat16 runs; the recipes are traced, since compiling the emulation of a whole model takes a minute."""
-    for library in ("flax", "optax"):
-        pytest.importorskip(library)
+    for package in ("flax", "optax"):
+        pytest.importorskip(package)
     import jax
 
     from benchmarks import jax_train

@@ -1,11 +1,15 @@
-"""What the repository cites is there: files named in documents, the sections and rule ids of NUMERICS."""
+"""What the repository cites is there: files, sections and rule ids of NUMERICS, extras, its own version."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import f8emu
+
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NUMERICS = (ROOT / "reference" / "NUMERICS.md").read_text()
 FOLDERS = ("f8emu", "reference", "tests", "benchmarks", "examples")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
@@ -47,3 +51,23 @@ def test_the_search_finds_something() -> None:
         "f8emu/spec/none.py",
         "nowhere.md",
     }
+
+
+def test_the_base_installation_has_the_command_line_and_no_framework() -> None:
+    names = {re.split(r"[<>=!~ ]", one)[0] for one in PROJECT["dependencies"]}
+    assert names == {"numpy", "ml_dtypes", "typer", "rich"}
+
+
+def test_every_extra_that_an_error_names_exists() -> None:
+    """`MissingExtraError(call, package, extra)` and `pip install 'f8emu[...]'` in messages and documents."""
+    texts = [path.read_text() for room in ("f8emu", "reference") for path in (ROOT / room).rglob("*.py")]
+    named = {extra for text in texts for extra in re.findall(r'MissingExtraError\([^()]*, "(\w+)"\)', text)}
+    named |= {e for text in texts for found in re.findall(r"f8emu\[([\w,]+)\]", text) for e in found.split(",")}
+    assert {"torch", "jax"} <= named <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_citation_is_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {f8emu.__version__}\n" in text
+    assert f"\nlicense: {PROJECT['license']}\n" in text
+    assert PROJECT["description"] in text
