@@ -57,11 +57,10 @@ def seen_as_max(x: Tensor, run: _Run) -> Tensor:
 
 
 def saved_ops() -> tuple[OpOverload, ...]:
-    """What is worth keeping: GEMMs, expensive to recompute for the memory they take, and amaxes and scales.
-
-    Each of the latter reads a whole tensor and gives a few numbers. Casts are left out: their float8 results take
-    memory that checkpointing is meant to free, and recomputing them takes one pass over the tensor.
-    """
+    """What is worth keeping: GEMMs, amaxes and scales."""
+    # GEMMs are expensive to recompute for the memory they take. Each of the others reads a whole tensor and gives a few
+    # numbers. Casts are left out: their float8 results take memory that checkpointing is meant to free, and recomputing
+    # them takes one pass over the tensor.
     ours = torch.ops.f8emu
     return torch.ops.aten.mm.default, torch.ops.aten.max.default, ours.row_amax.default, ours.scales.default
 

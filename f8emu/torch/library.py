@@ -74,11 +74,6 @@ def no_gradients() -> Any:
     return nullcontext() if is_exporting() else torch.no_grad()
 
 
-def signature_of(x: Any) -> Any:
-    """All that a check looks at in an argument: of a tensor, everything but its elements and where they lie."""
-    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
-
-
 class Operator:
     """`f8emu::<name>`; its first argument is a tensor, or a list of them."""
 

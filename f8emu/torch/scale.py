@@ -189,13 +189,6 @@ def spread_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granula
     return scale if x.ndim == 2 else scale.reshape(*x.shape[:-1], scale.shape[1])
 
 
-def scale_of_rows(scale: Tensor, codes: Tensor, granularity: Granularity) -> Tensor:
-    """The scale at the GEMM's granularity: paired with a rowwise operand, a tensorwise scale is expanded per row."""
-    if granularity is Granularity.ROWWISE and scale.shape[0] != codes.shape[0]:
-        return scale.expand(codes.shape[0], 1).contiguous()
-    return scale
-
-
 def canonical_nan(values: Tensor) -> Tensor:
     """The float32 values, with every NaN replaced by the canonical NaN."""
     return torch.where(values.isnan(), _FLOAT32_NAN, values.view(torch.int32)).view(torch.float32)

@@ -34,6 +34,18 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  #
 foreach_copy: Callable[[list[Tensor], list[Tensor]], None]
 foreach_copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage, reportAssignmentType]
 
+# The elements of a tensor with dimensions.
+to_list: Callable[[Tensor], list[Any]] = Tensor.tolist
+
+# The function as one that a compiler does not trace into.
+not_compiled: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable  # pyright: ignore[reportAssignmentType]
+
+# A context in which autograd does not notice a write to a tensor, which it may have saved.
+keeping_version: Callable[[Tensor], Any] = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
+
+# The result of an operator on wrapper subclasses, as a view or as the argument where the operator's result is.
+with_aliases: Callable[[Any, Any, Any, Any], Any] = return_and_correct_aliasing
+
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters that `module` itself holds: none that is computed in every call."""
@@ -99,11 +111,6 @@ def replace_modules(module: nn.Module, new: Mapping[int, nn.Module]) -> nn.Modul
     return new.get(id(module), module)
 
 
-def bias_of(layer: nn.Linear) -> nn.Parameter | None:
-    """`layer.bias`, which may be None."""
-    return layer.bias
-
-
 def copied_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of `module`; its dicts, such as those of parameters and hooks, are copied."""
     attributes: dict[str, Any] = module.__dict__
@@ -128,17 +135,6 @@ def rank_of_process() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def to_list(x: Tensor) -> list[Any]:
-    """`x.tolist()` of a tensor with dimensions."""
-    return x.tolist()
-
-
-def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as one that a compiler does not trace into."""
-    disabled: Any = torch.compiler.disable(function)
-    return disabled
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -178,11 +174,6 @@ def is_in_autograd_function() -> bool:
                 return True
         frame = frame.f_back
     return False
-
-
-def keeping_version(x: Tensor) -> Any:
-    """A context in which autograd does not notice a write to `x`, which it may have saved."""
-    return torch.autograd._unsafe_preserve_version_counter(x)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def base_of(view: Tensor) -> Tensor:
@@ -225,11 +216,6 @@ def set_local(x: Any, local: Tensor) -> None:
     """Make `local` the part of a DTensor that this rank holds."""
     if is_dtensor(x) and x._local_tensor is not local:
         x._local_tensor = local
-
-
-def with_aliases(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    """The result of an operator on wrapper subclasses, as a view or as the argument where the operator's result is."""
-    return return_and_correct_aliasing(func, args, kwargs, out)
 
 
 def pickled_as(x: Tensor, protocol: Any) -> Any:

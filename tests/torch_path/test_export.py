@@ -14,9 +14,7 @@ from f8emu.spec import RECIPES
 from tests.torch_path.layers import draw
 
 # Dynamo itself instantiates every autograd function that it traces.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")]
 
 SIZES = ((1, 1), (3, 5), (3, 43))
 """Leading dimensions: a row, which torch likes to take for a constant; an odd number; more than a block of 128."""

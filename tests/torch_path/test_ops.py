@@ -7,14 +7,7 @@ import pytest
 import torch
 
 import f8emu.torch as f8
-from f8emu.spec import (
-    E4M3FN,
-    DelayedScaling,
-    Granularity,
-    Overflow,
-    ScaleRule,
-    UnsupportedError,
-)
+from f8emu.spec import E4M3FN, DelayedScaling, Granularity, Overflow, ScaleRule, UnsupportedError
 from f8emu.torch.gemm import operators as gemm_operators
 
 BF16 = torch.bfloat16

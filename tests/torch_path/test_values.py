@@ -192,12 +192,7 @@ BAD: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception], str]] = [
     (f8.amax, (X[0],), OperandError, "amax: x must have 2 dimensions or more"),
     (f8.amax, (X.double(),), OperandError, "amax: x must be float32.*got torch.float64"),
     (f8.scale_from_amax, (ONE.bfloat16(), E4M3FN), OperandError, "scale_from_amax: amax must be float32.*bfloat16"),
-    (
-        lambda amax: f8.scale_from_amax(amax, E4M3FN, margin=7),
-        (ONE,),
-        SpecError,
-        r"margin must be in 0..6; got 7",
-    ),
+    (lambda amax: f8.scale_from_amax(amax, E4M3FN, margin=7), (ONE,), SpecError, r"margin must be in 0..6; got 7"),
     (
         f8.update_delayed_state,
         (f8.initial_delayed_state(FOUR), torch.ones(2), E4M3FN, ScaleRule(), FOUR),

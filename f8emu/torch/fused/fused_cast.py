@@ -48,10 +48,9 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedCast:
-    """A decorator: the function, plain torch, becomes the operator `f8emu::<its name>`, with kernels on a GPU.
+    """A decorator: the function, plain torch, becomes the operator `f8emu::<its name>`, with kernels on a GPU."""
 
-    Its first argument decides where it runs; of a result that was not requested it may return any empty tensor.
-    """
+    # Its first argument decides where it runs; of a result that was not requested it may return any empty tensor.
 
     outputs: Callable[..., tuple[Output, ...]]  # of the arguments, checked by their shapes, dtypes and devices alone
     # `launch(on, out, *arguments)`, the first contiguous; in `out` None stands for a result that nobody reads. `on` is
@@ -65,7 +64,6 @@ class FusedCast:
     is_reduction: bool = False  # whether it only gives numbers to such a cast
 
     def __call__(self, plain: Implementation) -> Operator:
-        """Register the operator."""
         mutated = [list(inspect.signature(plain).parameters).index(name) for name in self.mutates_args]
         is_single = inspect.signature(plain).return_annotation is Tensor
 

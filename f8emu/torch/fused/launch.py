@@ -37,7 +37,7 @@ class LaunchPlan:
     _launches: dict[Any, _Launch] = field(default_factory=dict, repr=False)
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launch on the device of the tensors, even if it is not torch's current device."""
+        # On the device of the tensors, even if it is not torch's current device.
         x = tensors[0]
         if self.otherwise is not None and x.data_ptr() & 3:
             self.otherwise(*tensors)

@@ -34,7 +34,8 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
     is_traced = is_watched(a)
     if is_traced or not _are_plainly_aligned(a, b, scale_a, scale_b):
         a, b = _aligned(a, is_traced), _aligned_columns(b, is_traced)
-        scale_a, scale_b = _aligned_scale(scale_a, is_traced), _aligned_scale(scale_b, is_traced)
+        # The library requires the alignment of scales too.
+        scale_a, scale_b = (x if _starts_aligned(x, is_traced) else x.clone() for x in (scale_a, scale_b))
     if not granularities[0].is_blockwise:
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a,
@@ -94,9 +95,6 @@ def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:
 
     1x128: `[rows, blocks]` with strides `(1, rows)`. 128x128: `[blocks padded to a multiple of 4, row blocks]` with
     strides `(1, padded)`.
-
-    Shapes:
-        scale float32 `granularity.scale_shape(rows, K)`.
     """
     rows, blocks = scale.shape
     if granularity is Granularity.BLOCKWISE_1X128:
@@ -127,10 +125,6 @@ def _aligned_columns(b: Tensor, is_traced: bool) -> Tensor:
     is_canonical = b.shape[1] > 1 or b.stride(1) == b.shape[0]
     is_aligned = _starts_aligned(b, is_traced) and b.stride(1) % _ALIGNMENT == 0
     return b if is_canonical and is_aligned else _aligned(b.t(), is_traced).t()
-
-
-def _aligned_scale(scale: Tensor, is_traced: bool) -> Tensor:
-    return scale if _starts_aligned(scale, is_traced) else scale.clone()
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from f8emu.spec.gemm_call import GemmCall, check_group_ends
 from f8emu.torch.dispatch_modes import seen_as_mm
 from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.engine import Checked, Engine, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
-from f8emu.torch.library import fake, has_dispatch_mode, operator, signature_of
+from f8emu.torch.library import fake, has_dispatch_mode, operator
 
 _TAGS = (torch.Tag.needs_exact_strides,)  # a compiler must not change the layouts that the hardware requires
 _SCALED_MM = (
@@ -49,7 +49,8 @@ _MOST_PREPARED = 4096
 
 def _prepared(check: Callable[..., Checked], operands: tuple[Any, ...], options: tuple[Any, ...]) -> _Prepared:
     """The GEMM of these operands: checked, and described to the engine, once per signature."""
-    key = check, options, *[signature_of(x) for x in operands]
+    # All that a check looks at: of a tensor, everything but its elements and where they lie.
+    key = check, options, *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in operands]
     known = _PREPARED.get(key)
     if known is None:
         # 1. The rules of the hardware, and the engine.

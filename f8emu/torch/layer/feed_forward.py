@@ -25,7 +25,7 @@ from f8emu.torch.layer.matmul import Output
 from f8emu.torch.layer.observers import Tap, begin_call, observe_gated, show_gemm, show_tensor
 from f8emu.torch.layer.operands import Delayed, Operand, ScaleSource, cast_both, cast_delayed, format_name
 from f8emu.torch.library import differentiable_once, is_exporting
-from f8emu.torch.torch_internals import Function, bias_of, copied_attributes, has_hooks
+from f8emu.torch.torch_internals import Function, copied_attributes, has_hooks
 
 LLAMA_NAMES = ("w1", "w2", "w3")
 """The layers of Llama's and torchtitan's block. Hugging Face calls them gate_proj, down_proj, up_proj."""
@@ -158,7 +158,7 @@ def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w
     casts = (recipe.output.a, recipe.grad_weight.b, recipe.grad_input.a, recipe.grad_weight.a)
     if recipe.delayed is None or recipe.delayed.tensors != TENSORS or any(cast.format is None for cast in casts):
         return False
-    if bias_of(w1) is not None or bias_of(w3) is not None:
+    if any(bias is not None for bias in (w1.bias, w3.bias)):  # pyright: ignore[reportUnnecessaryComparison]
         return False
     if w1.weight.shape != w3.weight.shape or w1.out_features != w2.in_features:
         return False
@@ -198,7 +198,7 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, w1: Float8Linear, w2: Float8Line
     # 1. The states. A gradient flows back through w2 wherever one flows back through w1.
     states: Any = [layer.delayed_states(x1, source.weight) for layer, source in ((w1, w1), (w2, w1), (w3, w3))]
     of_inputs, of_weights, of_gradients = (tuple(of[i] for of in states) for i in range(3))
-    recipe, taps = w1.recipe, tuple([begin_call(layer.tap, x1) for layer in (w1, w2, w3)])
+    recipe, taps = w1.recipe, tuple([layer.tap and begin_call(layer.tap, x1) for layer in (w1, w2, w3)])
     settings = _Settings(recipe, w1.engine, x1.dtype, of_gradients, taps)
     weights = [w1.weight, w2.weight, w3.weight]
     with torch.no_grad():

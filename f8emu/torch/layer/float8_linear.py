@@ -23,7 +23,6 @@ from f8emu.torch.layer.operands import DelayedStates
 from f8emu.torch.library import is_exporting
 from f8emu.torch.parallel.placements import LocalCall, local_call
 from f8emu.torch.torch_internals import (
-    bias_of,
     copied_attributes,
     is_dtensor,
     is_in_autograd_function,
@@ -139,7 +138,8 @@ class Float8Linear(Float8Layer):
                 f"Float8Linear: input must be [..., in_features] with in_features = {self.in_features}; got shape "
                 f"{list(input.shape)}"
             )
-        x, weight, bias, parts = input, self.weight, bias_of(self), None
+        bias: Tensor | None = self.bias
+        x, weight, parts = input, self.weight, None
         delayed = self.delayed_states(x, weight)
         if is_dtensor(input) or is_dtensor(weight):
             is_set = (True, True, True) if self.delayed is None or delayed is None else self.delayed.are_set()
@@ -158,7 +158,7 @@ class Float8Linear(Float8Layer):
 
     def _multiplied(self, call: "_Call") -> Tensor:
         x, plan, delayed = call.x, call.plan, call.delayed or (None, None, None)
-        tap = begin_call(self.tap, x)
+        tap = None if self.tap is None else begin_call(self.tap, x)
         if tap is not None:
             for name, value in (("input", x), ("weight", call.weight)):
                 show_tensor(tap, name, value.detach(), is_delayed=call.delayed is not None)

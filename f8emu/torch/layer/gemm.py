@@ -15,7 +15,6 @@ from f8emu.torch.dtypes import CHIP
 from f8emu.torch.gemm import operators
 from f8emu.torch.layer.operands import Operand
 from f8emu.torch.library import differentiable_once, fake, is_exporting, is_known, operator
-from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.torch_internals import Function
 
 
@@ -78,8 +77,10 @@ def _padded(codes: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _padded_scale(operand: Operand, granularity: Granularity, rows: int) -> Tensor:
-    assert operand.scale is not None, "a float8 operand has a scale"
-    scale = scale_of_rows(operand.scale, operand.codes, granularity)
+    codes, scale = operand
+    assert scale is not None, "a float8 operand has one"
+    if granularity is Granularity.ROWWISE and scale.shape[0] != codes.shape[0]:  # a tensorwise one
+        scale = scale.expand(codes.shape[0], 1).contiguous()
     has_own = granularity in (Granularity.ROWWISE, Granularity.BLOCKWISE_1X128)  # every row has one
     return pad(scale, (0, 0, 0, rows)) if has_own and not is_known(rows == 0) else scale
 

@@ -157,9 +157,9 @@ def _number(tap: Tap) -> int:
 # What layers call.
 
 
-def begin_call(tap: Tap | None, x: Tensor) -> Tap | None:
+def begin_call(tap: Tap, x: Tensor) -> Tap:
     """The tap for one forward pass of its layer, with the input `x`, and the backward pass of that."""
-    return None if tap is None else tap._replace(call=next_call(x.detach()))
+    return tap._replace(call=next_call(x.detach()))
 
 
 def show_tensor(tap: Tap | None, tensor: str, value: Tensor, *, is_delayed: bool) -> None:
