@@ -70,8 +70,7 @@ def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE, 
     if not _is_compiled() or values.size == 0:
         return oracle.amax(values, granularity)
     found = np.empty(granularity.scale_shape(*values.shape), np.float32)
-    grid = caster.Grid(amax=found.ctypes.data, **_places(found))
-    _cast(values, granularity, grid, None, caster.Codes(), caster.FIND, width)
+    _cast(values, granularity, caster.FIND, found, width)
     return found
 
 
@@ -102,12 +101,8 @@ def quantize(
     factors = checked_scale(inv_scale, granularity, values.shape, "quantize: inv_scale")
     if not _is_compiled() or values.size == 0:
         return oracle.quantize(values, factors, target, granularity)
-    alive: list[Array] = []
-    factors = _readable(factors, alive)
-    codes = np.empty(values.shape, np.uint8)
-    grid = caster.Grid(inv_scale=factors.ctypes.data, **_places(factors))
-    of_codes = caster.Codes(codes.ctypes.data, *codes.strides)
-    _cast(values, granularity, grid, target, of_codes, caster.ENCODE, width)
+    factors, codes = _readable(factors, []), np.empty(values.shape, np.uint8)
+    _cast(values, granularity, caster.ENCODE, factors, width, target, codes)
     return codes.view(dtype_of(target))
 
 
@@ -118,25 +113,21 @@ VERBS = Verbs(amax, scale_from_amax, quantize, product)
 def _cast(
     x: Array,
     granularity: Granularity,
-    grid: caster.Grid,
-    format: Format | None,
-    codes: caster.Codes,
-    stages: int,
+    stage: int,
+    grid: Array,
     width: str | None,
+    format: Format | None = None,
+    codes: Array | None = None,
 ) -> None:
-    # The engine reads lines: one of the two strides must be 1.
-    alive: list[Array] = []
-    x = _readable(x, alive)
-    if 1 not in _strides(x):
-        x = np.ascontiguousarray(x)
-    (rows, k), (row_stride, k_stride) = x.shape, _strides(x)
-    values = caster.Values(x.ctypes.data, rows, k, row_stride, k_stride, x.dtype.name)
-    caster.run(values, granularity, grid, format, None, codes, stages, threads=_threads(), width=width)
-
-
-def _places(grid: Array) -> dict[str, int]:
-    row_stride, block_stride = _strides(grid)
-    return {"row_stride": row_stride, "block_stride": block_stride}
+    # 1. The engine reads lines: one of the two strides must be 1.
+    x = _readable(x, [])
+    x = x if 1 in _strides(x) else np.ascontiguousarray(x)
+    values = caster.Values(x.ctypes.data, *x.shape, *_strides(x), x.dtype.name)
+    # 2. What it finds, or takes, of each group that shares a scale; and codes.
+    found, taken = (grid.ctypes.data, 0) if stage == caster.FIND else (0, grid.ctypes.data)
+    places = caster.Grid(found, taken, 0, *_strides(grid))
+    of_codes = caster.Codes() if codes is None else caster.Codes(codes.ctypes.data, *codes.strides)
+    caster.run(values, granularity, places, format, None, of_codes, stage, threads=_threads(), width=width)
 
 
 def _matrix(codes: Array, scale: Array | None, granularity: Granularity | None, alive: list[Array]) -> engine.Matrix:

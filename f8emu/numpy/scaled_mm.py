@@ -202,18 +202,10 @@ def linear(
         input [M, K], weight [N, K], grad_output [M, N], bias [N], float32, bfloat16, float16 or values that float32
         holds; operands in the trace are [rows, summed dimension].
 
-    Args:
-        recipe: a Recipe, or the name of one.
-        input: the activations.
-        weight: the weights.
-        grad_output: the gradient of the loss by the output.
-        bias: added to the output.
-        delayed_state: tensor name -> state, for a recipe with delayed scaling. It stays as it is: calling
-            `update_delayed_state` once a step, with an amax of the trace, is the caller's. Until a state is
-            initialised, a cast uses its own amax.
-        split_k: GEMM name -> the number of slices of K [CHAIN-3]; for a GEMM that it does not name, the plan's, as in
-            `scaled_mm`.
-        chip: a profile, or its name, in place of the recipe's.
+    `delayed_state` is a mapping tensor name -> state, for a recipe with delayed scaling. It stays as it is: calling
+    `update_delayed_state` once a step, with an amax of the trace, is the caller's. Until a state is initialised, a cast
+    uses its own amax. `split_k` maps GEMM names to slices of K [CHAIN-3]; for others it is the plan's, as in
+    `scaled_mm`. `chip` is a profile, or its name, in place of the recipe's.
 
     Raises:
         OperandError: wrong dtypes or shapes; `delayed_state` missing, or given to a recipe without delayed scaling.
