@@ -122,7 +122,8 @@ def _cast(
     # 1. The engine reads lines: one of the two strides must be 1.
     x = _readable(x, [])
     x = x if 1 in _strides(x) else np.ascontiguousarray(x)
-    values = caster.Values(x.ctypes.data, *x.shape, *_strides(x), x.dtype.name)
+    (rows, k), (row_stride, k_stride) = x.shape, _strides(x)
+    values = caster.Values(x.ctypes.data, rows, k, row_stride, k_stride, x.dtype.name)
     # 2. What it finds, or takes, of each group that shares a scale; and codes.
     found, taken = (grid.ctypes.data, 0) if stage == caster.FIND else (0, grid.ctypes.data)
     places = caster.Grid(found, taken, 0, *_strides(grid))

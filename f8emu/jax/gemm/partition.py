@@ -27,7 +27,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from f8emu.jax.gemm.call import Gemm
-from f8emu.jax.lowering import is_partitioned
+from f8emu.jax.lowering import is_partitioned, lower_jaxpr
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.scaling import Granularity
 
@@ -79,11 +79,10 @@ def in_parts(product: Callable[..., jax.Array], gemm: Gemm, operands: Sequence[A
     """
     layout = layout_of(gemm, len(operands) == 5)
     arrays = [jnp.asarray(x) for x in operands]
+    dtypes = [x.dtype for x in arrays]
 
     def whole(*arrays: Any) -> jax.Array:
         return product(gemm, *arrays)
-
-    dtypes = [x.dtype for x in arrays]
 
     def of_bytes(*arrays: Any) -> jax.Array:
         return whole(*(lax.bitcast_convert_type(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)))
@@ -95,12 +94,18 @@ def in_parts(product: Callable[..., jax.Array], gemm: Gemm, operands: Sequence[A
     bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     of_whole = jax.make_jaxpr(whole)(*bare)
     (result,) = of_whole.out_avals
-    like = jax.make_jaxpr(functools.partial(_like, layout, result.dtype))(*arrays)
+
+    def like(*arrays: jax.Array) -> jax.Array:
+        # It varies along the axes of `jax.shard_map` as the product does, and is never computed.
+        total = functools.reduce(jnp.add, (jnp.sum(x.astype(jnp.float32)) for x in arrays))
+        return jnp.broadcast_to(total, result.shape).astype(result.dtype)
+
     product_of_part = of_bytes if is_emulated else whole
     parted = custom_partitioning(product_of_part)
     parted.def_partition(functools.partial(_partition, layout, product_of_part), sharding_rule=_rule(layout))
     of_parts = jax.make_jaxpr(from_bytes if is_emulated else parted)(*bare)
-    return _gemm.bind(*arrays, whole=of_whole, parted=of_parts, like=like, is_emulated=is_emulated)
+    like_product = jax.make_jaxpr(like)(*arrays)
+    return _gemm.bind(*arrays, whole=of_whole, parted=of_parts, like=like_product, is_emulated=is_emulated)
 
 
 _gemm = Primitive("f8emu_gemm")
@@ -127,26 +132,10 @@ def _lower(
             )
         chosen = whole if is_left_over else parted
     bare = ctx.replace(avals_in=chosen.in_avals, avals_out=chosen.out_avals)
-    return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(bare, *args)
+    return lower_jaxpr(bare, chosen, args)
 
 
 mlir.register_lowering(_gemm, _lower)
-
-
-def _like(layout: Layout, dtype: Any, *arrays: jax.Array) -> jax.Array:
-    """An array that varies along the axes of `jax.shard_map` as the product does; it is never computed."""
-    reduced = [jnp.max(x.astype(jnp.float32)) for x in arrays]
-    # Codes come before scales, which have fewer elements: they have the last word.
-    given = [*zip(arrays, layout.operands, strict=True)][::-1]
-    extents = {name: size for x, names in given for name, size in _sizes(x, names)}
-    shape = [extents[name] for name in layout.result if name is not None]
-    if len(shape) < 2:
-        shape = [arrays[0].shape[0], *shape]
-    return jnp.broadcast_to(functools.reduce(jnp.add, reduced), shape).astype(dtype)
-
-
-def _sizes(x: Any, names: Names) -> list[tuple[str, int]]:
-    return [(name, size) for name, size in zip(names, x.shape, strict=True) if name is not None]
 
 
 def _partition(

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from f8emu.jax.compiling import is_eager
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
+from f8emu.jax.lowering import lower_jaxpr
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.trace import Float8State
 
@@ -120,10 +121,6 @@ _linear.def_impl(lambda *leaves, product, jaxpr: product(*leaves))
 _linear.def_abstract_eval(lambda *_, product, jaxpr: jaxpr.out_avals[0])
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, product: _Product, jaxpr: ClosedJaxpr) -> Any:
-    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *leaves)
-
-
 def _batch(leaves: Any, axes: Any, *, product: _Product, jaxpr: ClosedJaxpr) -> tuple[jax.Array, int]:
     # Only x has an axis of examples: its rows are those of one layer, with one amax.
     x, *rest = leaves
@@ -145,6 +142,6 @@ def _jvp(primals: Any, tangents: Any, *, product: _Product, jaxpr: ClosedJaxpr) 
     return jax.jvp(of_given, [primals[i] for i in given], [tangents[i] for i in given])
 
 
-mlir.register_lowering(_linear, _lower)
+mlir.register_lowering(_linear, lambda ctx, *leaves, jaxpr, product: lower_jaxpr(ctx, jaxpr, leaves))
 batching.primitive_batchers[_linear] = _batch
 ad.primitive_jvps[_linear] = _jvp
