@@ -3,6 +3,8 @@
 Some outputs of each of the definition.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -26,11 +28,11 @@ def test_recorded_bits(case: GoldenCase) -> None:
 @CASES
 def test_recorded_bits_of_the_definition(case: GoldenCase) -> None:
     """Three rows and a few columns, more where K is short, and most where specials meet."""
-    verb, operands, options = case.gemm.call()
     draw, is_special = np.random.default_rng(list(case.id.encode())), case.name == "special"
     few = (8, 8) if is_special else (3, max(1, min(4, 8192 // (3 * case.gemm.k))))
     at = tuple(np.sort(draw.permutation(size)[:count]) for size, count in zip(case.out.shape, few, strict=True))
-    assert_same_bits(getattr(EXACT, verb)(*operands, **options, at=at), case.out[np.ix_(*at)])
+    verbs = {verb: partial(getattr(EXACT, verb), at=at) for verb in VERBS}
+    assert_same_bits(case.gemm.run(verbs), case.out[np.ix_(*at)])
 
 
 def test_recorded_bits_of_jax() -> None:
