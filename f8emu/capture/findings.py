@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from f8emu.capture.read import CapturedStep
 from f8emu.capture.record import CaptureError
 from f8emu.conformance.compare import Mismatch, counted
-from f8emu.conformance.run.result import Progress
+from f8emu.conformance.run.result import Progress, Silent
 from f8emu.report.page import Block, Page, Section, Text
 
 
@@ -52,17 +52,16 @@ class Found:
         self, command: str, steps: Iterable[tuple[str, Sequence[Callable[[], None]]]], progress: Progress | None
     ) -> None:
         """The tasks of each step, one a record. A CaptureError costs its record alone; Ctrl-C ends the walk."""
+        told = progress or Silent()
         try:
             for name, tasks in steps:
-                if progress is not None:
-                    progress.begin(command, name, len(tasks))
+                told.begin(command, name, len(tasks))
                 for task in tasks:
                     try:
                         task()
                     except CaptureError as error:
                         self.damaged.append(str(error))
-                    if progress is not None:
-                        progress.advance()
+                    told.advance()
         except KeyboardInterrupt:
             self.is_interrupted = True
 

@@ -138,24 +138,22 @@ def _torch_traps() -> Iterator[Trap]:
     just_above = np.array([0x39], np.uint8)  # the tie is between 0x38 (1.0) and 0x39 (1.125); by float32 it is one
     halves = "multiplies in float32: undo torch.set_flush_denormal(True)"
     quotient, inverse = np.float32(_MAX) / _ONES, np.float32(1) / _ONES
+
+    def cast(xp: Any, x: Any) -> Any:
+        return x.to(xp.float8_e4m3fn)
+
+    def divide(xp: Any, x: Any) -> Any:
+        return xp.div(xp.full_like(x, _MAX), x)
+
+    def divide_in_float64(_: Any, x: Any) -> Any:
+        return (_MAX / x.double()).float()
+
     rows: list[tuple[str, Callable[..., Any], np.ndarray, np.ndarray, str, bool]] = [
-        (
-            "cast float64 1 + 2^-4 + 2^-40 (no tie)",
-            lambda xp, x: x.to(xp.float8_e4m3fn),
-            *(no_tie, just_above, "refuses float64", False),
-        ),
+        ("cast float64 1 + 2^-4 + 2^-40 (no tie)", cast, no_tie, just_above, "refuses float64", False),
         ("448.0 / t, python scalar by tensor", lambda _, x: _MAX / x, _ONES, quotient, _DIVIDES, False),
-        (
-            "torch.div of two tensors",
-            lambda xp, x: xp.div(xp.full_like(x, _MAX), x),
-            *(_ONES, quotient, _DIVIDES, False),
-        ),
+        ("torch.div of two tensors", divide, _ONES, quotient, _DIVIDES, False),
         ("t.reciprocal()", lambda _, x: x.reciprocal(), _ONES, inverse, _DIVIDES, False),
-        (
-            "448 / t in float64, then float32",
-            lambda _, x: (_MAX / x.double()).float(),
-            *(_ONES, quotient, "takes its scales from it", True),
-        ),
+        ("448 / t in float64, then float32", divide_in_float64, _ONES, quotient, "takes its scales from it", True),
         (_LOG2, _floored_power, _BELOW, _POWERS[:-1], "clears the fraction bits of the integer pattern", False),
         ("subnormal * 0.5", lambda _, x: x * 0.5, _SUBNORMAL, _HALVES[1:], halves, True),
     ]

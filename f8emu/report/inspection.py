@@ -14,10 +14,7 @@ from f8emu.untrusted import open_regular
 COMMAND = "f8emu inspect"
 SCHEMA = 1
 """The newest that this reader knows."""
-MEASURES = (
-    *("sqnr", "underflow", "saturation"),
-    *("error_total", "error_quantisation", "error_accumulation", "nan", "inf"),
-)
+MEASURES = tuple("sqnr underflow saturation error_total error_quantisation error_accumulation nan inf".split())
 """The measures by which places can be sorted; of sqnr the lowest is the worst, of all others the highest."""
 _SHOWN = ("sqnr", "underflow", "saturation", "error_total", "nan", "inf")
 _FORMS = {"underflow": ".3%", "saturation": ".3%", "sqnr": ".1f", "nan": ".0f", "inf": ".0f"}
