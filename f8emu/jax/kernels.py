@@ -211,6 +211,7 @@ def _run(
     outs = {output: _output(output, launch, x.shape, format) for output in outputs}
 
     def kernel(x_ref: Any, *refs: Any) -> None:
+        # Each output is stored as soon as the body has it, to free its registers.
         out_refs = dict(zip(outs, refs[len(given) :], strict=True))
         inside = _inside(launch, x.shape)
         for output, tile in body(_loaded(x_ref, inside), *refs[: len(given)]):

@@ -137,12 +137,13 @@ def kernel_or_plain(
     JAX asks `runs_here` when it lowers a program for CUDA: whether the kernel is for these devices. Only the chosen one
     is lowered, and a kernel is traced only then.
     """
+    # 1. Primitives take arrays alone.
     leaves, tree = jax.tree.flatten(args)
 
     def flat(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
 
-    # The results vary along the axes of `jax.shard_map` as plain JAX's do.
+    # 2. Plain JAX is traced now: the results vary along the axes of `jax.shard_map` as its own do.
     jaxpr, shapes = jax.make_jaxpr(flat(plain), return_shape=True)(*leaves)
     found = _choice.bind(*leaves, kernel=flat(kernel), plain=jaxpr, runs_here=runs_here)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)

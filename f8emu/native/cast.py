@@ -103,6 +103,7 @@ def run(
     # The engine reads lines: what lies in one piece. Where K does not, blocks, scales and codes turn with the matrix.
     block_rows, block_k = granularity.block
     order = 1 if x.k_stride == 1 else -1
+    # The order is that of the struct's fields.
     call = _Cast(
         x.address,
         x.row_stride if order == 1 else x.k_stride,

@@ -58,12 +58,15 @@ def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HO
 def multiply(gemm: Gemm, operands: tuple[Any, ...]) -> jax.Array:
     """The product by the engine of the device, or of the backend that the trace is lowered for."""
     check_engine(gemm.call, gemm.engine)
+    # 1. A trace does not know where it will run: both engines, and under vmap one GEMM after another.
     if not is_eager(operands):
         traced = functools.partial(_traced, gemm, known_excess_precision())
         return (sequential_vmap(traced) if any(isinstance(x, Tracer) for x in operands) else traced)(*operands)
+    # 2. Arrays on several devices: a program that XLA partitions.
     operands = tuple(map(jnp.asarray, operands))  # numpy's, kept for a backward pass
     if any(len(x.devices()) > 1 for x in operands):
         return _program(gemm)(*operands)
+    # 3. One device: its own library if that has the chip's bits, else the emulation.
     (device,) = operands[0].devices()
     if gemm.engine != EMULATED and is_device_of(gemm.chip, device):
         if _has_own_split(gemm):

@@ -91,6 +91,7 @@ def in_parts(product: Callable[..., jax.Array], gemm: Gemm, operands: Sequence[A
         # XLA's CPU backend would gather float8 as float16.
         return parted(*(lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in arrays))
 
+    # 1. The product of whole arrays, where XLA partitions nothing.
     bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     of_whole = jax.make_jaxpr(whole)(*bare)
     (result,) = of_whole.out_avals
@@ -100,6 +101,7 @@ def in_parts(product: Callable[..., jax.Array], gemm: Gemm, operands: Sequence[A
         total = functools.reduce(jnp.add, (jnp.sum(x.astype(jnp.float32)) for x in arrays))
         return jnp.broadcast_to(total, result.shape).astype(result.dtype)
 
+    # 2. And of a device's part of each.
     product_of_part = of_bytes if is_emulated else whole
     parted = custom_partitioning(product_of_part)
     parted.def_partition(functools.partial(_partition, layout, product_of_part), sharding_rule=_rule(layout))

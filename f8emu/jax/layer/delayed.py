@@ -65,6 +65,7 @@ def linear_delayed_update(state: Float8State, amaxes: Float8State, recipe: Recip
         OperandError: states of another recipe; amaxes that JAX added or an optimizer changed, and a state without a
             scale (in a trace: inv_scale NaN).
     """
+    # 1. A state and amaxes of the same tensors.
     call = "linear_delayed_update"
     recipe = _delayed(call, recipe)
     _require_float8_states(call, state=state, amaxes=amaxes)
@@ -74,6 +75,7 @@ def linear_delayed_update(state: Float8State, amaxes: Float8State, recipe: Recip
                 f"{call}: state and amaxes must have a DelayedState for each tensor with delayed scales of recipe "
                 f"{recipe.name!r}; got {type(of_tensor).__name__} and {type(gradient).__name__} for {tensor}"
             )
+    # 2. The next states, and an error or NaN where one was used in another way.
     updated = _updated(state, amaxes, recipe)
     return _each(lambda tensor, of_tensor: _loud(call, tensor, *of_tensor), updated)
 
