@@ -79,6 +79,7 @@ def test_model_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [field.name for field in fields(section)] == [
         "recipe_name",
         "enable_fsdp_float8_all_gather",
+        "float8_primary_weights",
         "precompute_float8_dynamic_scale_for_fsdp",
         "filter_fqns",
     ]
@@ -86,13 +87,15 @@ def test_model_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(f"{NAME}.precompute_float8_dynamic_scale_for_fsdp", precomputed.append)
     options: dict[str, Any] = {"recipe_name": "delayed", "filter_fqns": ["output"]}
     gather = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
-    for keys, is_sharded in ((options, True), (options | gather, False), (options | gather, True)):
+    at_rest = {"float8_primary_weights": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+    kinds = ({}, True), (gather, False), (gather, True), (at_rest, False), (at_rest, True)
+    for keys, is_sharded in kinds:
         dims = SimpleNamespace(fsdp_enabled=is_sharded)
-        converter = found.Float8Converter(found.JobConfig(f8emu=replace(section, **keys)), dims)
+        converter = found.Float8Converter(found.JobConfig(f8emu=replace(section, **options, **keys)), dims)
         model = Model()
         converter.convert(model)
         assert converted(model) == {"last"}
-        gathers = "enable_fsdp_float8_all_gather" in keys and is_sharded
+        gathers = bool(keys) and is_sharded
         assert (type(model.last.weight.data) is not torch.Tensor) == gathers
         converter.post_optimizer_hook([model, model])
         assert precomputed == [model, model] * gathers

@@ -28,6 +28,8 @@ class Options:
     """The name of a recipe in `f8emu.RECIPES`."""
     enable_fsdp_float8_all_gather: bool = False
     """Cast weights to float8 on each rank, before FSDP gathers them."""
+    float8_primary_weights: bool = False
+    """Keep the float8 codes of each rank's weights from one optimizer step to the next; FSDP gathers them."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all gathered weights in one all-reduce after the optimizer step."""
     filter_fqns: list[str] = field(default_factory=list)
@@ -47,12 +49,14 @@ def _convert(model: nn.Module, options: Options, *, subclasses: Collection[type[
         ),
         subclasses=subclasses,
         enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,
+        float8_primary_weights=options.float8_primary_weights,
     )
 
 
 def _precompute(model_parts: Iterable[nn.Module], options: Options) -> None:
     # Of delayed scaling, backward passes update the scales.
-    if options.enable_fsdp_float8_all_gather and options.precompute_float8_dynamic_scale_for_fsdp:
+    gathers = options.enable_fsdp_float8_all_gather or options.float8_primary_weights
+    if gathers and options.precompute_float8_dynamic_scale_for_fsdp:
         for part in model_parts:
             precompute_float8_dynamic_scale_for_fsdp(part)
 
@@ -84,9 +88,9 @@ if find_spec("torchtitan.protocols.model_converter") is not None:  # 0.2
 
         def __init__(self, job_config: Any, parallel_dims: Any) -> None:
             options: Options = job_config.f8emu
-            # Without FSDP no weight is gathered.
-            gathers = options.enable_fsdp_float8_all_gather and parallel_dims.fsdp_enabled
-            self.options = replace(options, enable_fsdp_float8_all_gather=gathers)
+            if not parallel_dims.fsdp_enabled:  # then no weight is gathered
+                options = replace(options, enable_fsdp_float8_all_gather=False, float8_primary_weights=False)
+            self.options = options
 
         def convert(self, model: nn.Module) -> None:
             """Convert the model, before torchtitan parallelizes, checkpoints, compiles and shards it."""
