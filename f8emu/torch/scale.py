@@ -22,6 +22,7 @@ from f8emu.spec.trace import DelayedState, Scales
 from f8emu.torch import cpu_casts
 from f8emu.torch.dtypes import float8_format, require_tensor, require_values, rows_of
 from f8emu.torch.library import is_known
+from f8emu.torch.torch_internals import is_dtensor, reduced
 
 _FLOAT32_NAN = 0x7FFFFFFF  # the one NaN that f8emu emits [SPEC-1]
 _FRACTION_CLEARED = -0x800000  # 0xFF800000 as int32, a mask: the sign and exponent bits of a float32
@@ -49,6 +50,8 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
     if cpu_casts.takes(x):
         return cpu_casts.amax(x.reshape(rows, k), granularity)
     magnitude = x.detach().reshape(rows, k).abs()
+    if is_dtensor(x):  # as integers: a maximum of floats over ranks loses NaN
+        magnitude = magnitude.float().view(torch.int32)
     match granularity:
         case Granularity.TENSORWISE:
             largest = magnitude.amax().reshape(1, 1)
@@ -59,7 +62,7 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
         case Granularity.BLOCKWISE_128X128:
             padded = _padded(magnitude, shape[0] * 128, shape[1] * 128)
             largest = padded.view(shape[0], 128, shape[1], 128).amax(dim=(1, 3))
-    return canonical_nan(largest.float())
+    return canonical_nan(reduced(largest).view(torch.float32) if is_dtensor(x) else largest.float())
 
 
 def scale_from_amax(

@@ -212,6 +212,12 @@ def like_dtensor(x: Any, local: Tensor) -> Any:
     return type(x).from_local(local, x.device_mesh, x.placements, run_check=False, **whole)
 
 
+def reduced(x: Any) -> Any:
+    """The DTensor with its partial results reduced over the ranks."""
+    replicate = sys.modules["torch.distributed.tensor"].Replicate()
+    return x.redistribute(placements=[replicate if place.is_partial() else place for place in x.placements])
+
+
 def set_local(x: Any, local: Tensor) -> None:
     """Make `local` the part of a DTensor that this rank holds."""
     if is_dtensor(x) and x._local_tensor is not local:

@@ -93,6 +93,9 @@ def test_the_report_is_what_happens(caplog: pytest.LogCaptureFixture) -> None:
         f8.convert_to_float8_training(model, config=ROWWISE, module_filter_fn=is_chosen, pad=True)
     assert "2 converted, 1 filter, 1 type" in caplog.text
     assert [type(m) for m in list(model)[:3]] == [f8.Float8Linear, f8.Float8Linear, nn.Linear]
+    caplog.clear()
+    f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
+    assert "recipe tensorwise: 1 converted; float8 GEMMs multiply 97.0% of the parameters. This" in caplog.text
 
 
 def test_layers_that_compute_something_of_their_own_stay() -> None:

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import f8emu.torch as f8
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import recipe_by_name
+from f8emu.spec.scaling import Granularity
 from f8emu.torch.inspection.recorder import read
 from f8emu.torch.layer.gemm import gemm
 from f8emu.torch.layer.operands import cast_both, find_source
@@ -417,6 +418,10 @@ def refusals() -> None:
         convert("tensorwise", (N, K))[0](DTensor.from_local(part(x, 1, mesh), mesh, [Shard(1)]))
     with pytest.raises(OperandError, match="must be a Float8Linear; got Linear; convert the model first"):
         parallelize_module(nn.ModuleList([nn.Linear(K, N)]), mesh, {"0": f8.Float8ColwiseParallel()})
+    of_e5m2 = f8.PrepareFloat8ModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate(), float8_dtype=torch.float8_e5m2
+    )
+    refused("float8_dtype must be what the layers cast their input to", of_e5m2)
     with pytest.raises(UnsupportedError, match="use_local_output must be False"):
         parallelize_module(convert("tensorwise", (N, K)), mesh, f8.PrepareFloat8ModuleInput(use_local_output=True))
 
@@ -486,6 +491,48 @@ def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -
         same(observed, expected)
 
 
+def verbs() -> None:
+    """DTensors are operands of the verbs: codes, amaxes and products are parts of those of one device."""
+    mesh, placements = mesh_of_all(), (Shard(0), Shard(1), Replicate())
+
+    def over_ranks(x: Tensor, place: Any) -> Tensor:
+        own = x if place.is_replicate() else part(x, place.dim, mesh)
+        return DTensor.from_local(own, mesh, [place], run_check=False)
+
+    def whole(x: Any) -> Tensor:
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
+    def equal(found: Any, expected: Tensor) -> bool:
+        as_bytes = [x.contiguous().view(torch.uint8) for x in (found, expected)]
+        return found.dtype == expected.dtype and torch.equal(*as_bytes)
+
+    # 1. Amaxes, with a NaN on one rank, and casts.
+    x, weight = draw(32, 8192, seed=1), draw(64, 8192, seed=2)
+    x[-1, -1] = math.nan
+    for place in placements:
+        for granularity in Granularity:
+            assert equal(whole(f8.amax(over_ranks(x, place), granularity)), f8.amax(x, granularity)), granularity
+        inv_scale = f8.scale_from_amax(f8.amax(weight), "float8_e4m3fn").inv_scale
+        codes = f8.quantize(over_ranks(weight, place), inv_scale, "float8_e4m3fn")
+        expected = f8.quantize(weight, inv_scale, "float8_e4m3fn")
+        assert equal(local(codes), expected if place.is_replicate() else part(expected, place.dim, mesh))
+    # 2. Products. The plan splits K of the parts by 3 and that of the whole not at all.
+    a, b = (f8.cast(draw(n, 8192, seed=n), "float8_e4m3fn") for n in (256, 512))
+    for of_a, of_b in ((Shard(0), Replicate()), (Replicate(), Shard(1))):
+        operands = over_ranks(a, of_a), over_ranks(b.t(), of_b)
+        expected = f8.scaled_mm(a, b.t(), *(torch.ones(1, 1),) * 2, out_dtype=torch.float32, use_fast_accum=True)
+        one = over_ranks(torch.ones(1, 1), Replicate())
+        found = f8.scaled_mm(*operands, one, one, out_dtype=torch.float32, use_fast_accum=True)
+        assert equal(whole(found), expected)
+        scales, bias = [draw(*size, seed=5).float().abs() for size in ((256, 1), (1, 512))], draw(512, seed=4)
+        expected = f8.scaled_mm(a, b.t(), *scales, bias=bias, out_dtype=torch.bfloat16)
+        scales = [over_ranks(scale, place) for scale, place in zip(scales, (of_a, of_b), strict=True)]
+        found = f8.scaled_mm(*operands, *scales, bias=over_ranks(bias, Replicate()), out_dtype=torch.bfloat16)
+        assert equal(whole(found), expected)
+        high = a[:, :512].bfloat16(), b[:, :512].bfloat16().t()
+        assert equal(whole(f8.mm(over_ranks(high[0], of_a), over_ranks(high[1], of_b))), f8.mm(*high))
+
+
 case = functools.partial
 CASES: dict[int, dict[str, Callable[[], None]]] = {
     2: {
@@ -503,6 +550,7 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "unusual steps": unusual_steps,
         "refusals": refusals,
         "inspected": inspected,
+        "verbs": verbs,
     },
     3: {
         "unequal shards of N": case(parallel, "tensorwise", "column", bias=True, size=40),

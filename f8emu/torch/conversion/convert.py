@@ -28,7 +28,7 @@ from f8emu.torch.delayed.update import UpdateGroup
 from f8emu.torch.dtypes import CHIP
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.torch_internals import named_modules, own_parameters, replace_modules
+from f8emu.torch.torch_internals import named_modules, own_parameters, rank_of_process, replace_modules
 from f8emu.torch.weights.codes import require_codes
 from f8emu.torch.weights.float8_weight import Float8Weight
 from f8emu.torch.weights.sharded_weight import ShardedWeight
@@ -131,6 +131,12 @@ def convert_to_float8_training(
         known = f"{report.summary}; {first}" if (first := next(reasons, "")) else report.summary
         told = f"nothing to convert; {known}; plan_conversion(model) gives the report"
         warnings.warn(f"{_CALL}: {told}", UserWarning, stacklevel=2)
+    elif config is None and rank_of_process()[0] == 0:  # at WARNING, which is seen where no logging is set up
+        _log.warning(
+            "%s: %s; float8 GEMMs multiply %s of the parameters. This recipe is the default; name one to choose: "
+            "config='rowwise' (f8emu.RECIPES)",
+            *(_CALL, report.summary, f"{report.share:.1%}"),
+        )
     return module
 
 

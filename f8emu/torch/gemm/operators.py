@@ -19,9 +19,10 @@ from f8emu.native import gemm as native
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.gemm_call import GemmCall, check_group_ends
 from f8emu.torch.dispatch_modes import seen_as_mm
-from f8emu.torch.gemm import emulation, hardware
+from f8emu.torch.gemm import emulation, hardware, strategies
 from f8emu.torch.gemm.engine import Checked, Engine, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
 from f8emu.torch.library import fake, has_dispatch_mode, operator
+from f8emu.torch.torch_internals import is_dtensor
 
 _TAGS = (torch.Tag.needs_exact_strides,)  # a compiler must not change the layouts that the hardware requires
 _SCALED_MM = (
@@ -87,10 +88,11 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
     out_dtype, use_fast_accum, *_ = options
     assert gemm.granularities is not None
     pair = [granularity.value for granularity in gemm.granularities]
-    is_blockwise = gemm.granularities[0].is_blockwise
-    if engine is Engine.HARDWARE and not (is_blockwise or (has_dispatch_mode() and _tunes_gemms())):
+    is_opaque = gemm.granularities[0].is_blockwise or is_dtensor(a)
+    if engine is Engine.HARDWARE and not (is_opaque or (has_dispatch_mode() and _tunes_gemms())):
         return seen_as_mm(a, b, out_dtype, lambda: hardware.scaled_mm(*operands, gemm))
-    options = out_dtype, use_fast_accum, engine.value, *pair, gemm.split_k, gemm.chip.name
+    split_k = _of_whole(gemm, engine, a, b)
+    options = out_dtype, use_fast_accum, engine.value, *pair, split_k, gemm.chip.name
     return seen_as_mm(a, b, out_dtype, lambda: run_scaled_mm(*operands, *options))
 
 
@@ -117,8 +119,17 @@ def run_mm(a: Tensor, b: Tensor, *options: Any) -> Tensor:
 def mm(a: Tensor, b: Tensor, *options: Any) -> Tensor:
     """`f8emu.torch.mm`; the options are those of `checked_mm`."""
     gemm, engine = checked_mm(a, b, *options)
-    options = options[0], engine.value, gemm.split_k, gemm.chip.name
+    options = options[0], engine.value, _of_whole(gemm, engine, a, b), gemm.chip.name
     return seen_as_mm(a, b, options[0], lambda: run_mm(a, b, *options))
+
+
+def _of_whole(gemm: GemmCall, engine: Engine, a: Tensor, b: Tensor) -> int | None:
+    """The `split_k` of a call; of DTensors that of the whole sizes, which a rank does not see."""
+    if not is_dtensor(a) and not is_dtensor(b):
+        return gemm.split_k
+    strategies.register()
+    is_chosen = gemm.split_k is not None or engine is Engine.HARDWARE
+    return gemm.split_k if is_chosen else emulation.split_k_of(gemm, a, b)
 
 
 @fake(run_scaled_mm)

@@ -9,6 +9,7 @@ and gather in high precision.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -81,10 +82,25 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     tokens and has the shape of the whole, so `use_local_output` must be False. A desired layout is Replicate, or the
     layout that the input has. What cannot be done is refused when the style is applied.
 
+    Args:
+        float8_dtype: the format to which the layers cast their input; it is checked.
+        fwd_config_submodule_fqn: the layer whose format is checked; None checks all float8 layers of the module.
+        layouts: the arguments of `PrepareModuleInput`.
+
     Raises:
-        OperandError: a module without float8 layers.
+        OperandError: a module without float8 layers, or with inputs of another format.
         UnsupportedError: `use_local_output`; other layouts; a recipe with operands that cannot be gathered as float8.
     """
+
+    def __init__(
+        self,
+        *,
+        float8_dtype: torch.dtype = torch.float8_e4m3fn,
+        fwd_config_submodule_fqn: str | None = None,
+        **layouts: Any,
+    ) -> None:
+        super().__init__(**layouts)
+        self.float8_dtype, self.fwd_config_submodule_fqn = float8_dtype, fwd_config_submodule_fqn
 
     def _prepare_input_arg(
         self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
@@ -112,9 +128,16 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                     f"PrepareFloat8ModuleInput: an input can be gathered, from Shard of a dimension of tokens to "
                     f"Replicate(), or left as it is; got {layout} to {desired}; use PrepareModuleInput"
                 )
-        traced = TracedInput()
+        traced, checked = TracedInput(), self.fwd_config_submodule_fqn
         for layer in layers:
             require_gatherable("PrepareFloat8ModuleInput", layer.recipe)
+            format = layer.recipe.output.a.format
+            is_checked = checked is None or module.get_submodule(checked) is layer
+            if is_checked and (format is None or getattr(torch, format.name) is not self.float8_dtype):
+                raise OperandError(
+                    f"PrepareFloat8ModuleInput: float8_dtype must be what the layers cast their input to; got "
+                    f"{self.float8_dtype}, and {format} in recipe {layer.recipe.label}; leave float8_dtype out"
+                )
             layer.traced_input = traced
         module.register_forward_pre_hook(traced.begin)
         module.register_forward_hook(traced.end)
