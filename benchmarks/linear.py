@@ -3,6 +3,7 @@
     python -m benchmarks.linear --json OUT                  a linear layer, a feed-forward and a transformer block
     python -m benchmarks.linear --workloads feed_forward    one of them
     python -m benchmarks.linear --checkpointing full        the same, computed again in the backward pass
+    python -m benchmarks.linear --microbatches 4 --subjects bf16 f8emu/tensorwise f8emu/tensorwise+at-rest
     python -m benchmarks.linear --kernels f8emu/delayed     and the kernels of a step
 
 Subjects take turns, a few steps each, for several rounds, so that all see the same clocks and temperature; the figure
@@ -39,6 +40,7 @@ BENCH = runner.Bench(
     runner.option("subjects", SUBJECTS, choices=SUBJECTS),
     runner.option("kernels", (), "list the kernels of a step", choices=SUBJECTS, metavar="SUBJECT"),
     runner.option("checkpointing", ("none",), choices=CHECKPOINTING),
+    runner.option("microbatches", 1, "passes of a step, whose gradients accumulate"),
     runner.option("mode", "both", choices=(*MODES, "both")),
     runner.option("tokens", 8192),
     runner.option("dim", 4096),
@@ -78,8 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             device,
             rounds=arguments.rounds,
             steps=arguments.steps,
-            floor=floor if is_plain else None,  # it is the floor of computing everything once
+            # It is the floor of computing everything once.
+            floor=floor if is_plain and arguments.microbatches == 1 else None,
             checkpointing=checkpointing,
+            microbatches=arguments.microbatches,
             profiled=arguments.kernels,
         )
         found.append(entry)

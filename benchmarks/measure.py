@@ -42,6 +42,7 @@ def measure(
     floor: Floor | None = None,
     is_graph: bool = False,
     checkpointing: str = "none",
+    microbatches: int = 1,
     profiled: Sequence[str] = (),
 ) -> list[Entry]:
     """One entry for each (subject, mode): figures, or why there are none.
@@ -53,7 +54,8 @@ def measure(
     x, grad_output = workload.input(device), workload.grad_output(device)
 
     def prepare(entry: Entry) -> _Ready:
-        subject = make_subject(entry["subject"], entry["mode"], model, x, grad_output, checkpointing)
+        how = checkpointing, microbatches
+        subject = make_subject(entry["subject"], entry["mode"], model, x, grad_output, *how)
         for _ in range(WARMUP):
             subject.step()
         subject.free()

@@ -4,7 +4,7 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,10 +13,17 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from benchmarks.runner import BASELINE, AbsentError
 from f8emu.spec import RECIPES, Recipe
-from f8emu.torch import convert_to_float8_training, float8_checkpoint_policy
+from f8emu.torch import Float8Weight, convert_to_float8_training, float8_checkpoint_policy
+from f8emu.torch.weights.float8_weight import refill_all
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-SUBJECTS = (BASELINE, *(f"torchao/{name}" for name in TORCHAO_RECIPES), *(f"f8emu/{name}" for name in RECIPES))
+AT_REST = "+at-rest"  # the suffix of subjects whose weights rest as float8 from one optimizer step to the next
+SUBJECTS = (
+    BASELINE,
+    *(f"torchao/{name}" for name in TORCHAO_RECIPES),
+    *(f"f8emu/{name}" for name in RECIPES),
+    *(f"f8emu/{name}{AT_REST}" for name in ("tensorwise", "rowwise", "delayed")),
+)
 MODES = ("compiled", "eager")
 Call = Callable[[Tensor], Tensor]
 
@@ -35,7 +42,7 @@ def torchao(module: str = "torchao.float8") -> Any:
 
 def recipe_of(subject: str) -> Recipe | None:
     """None is bfloat16."""
-    return None if subject == BASELINE else RECIPES[subject.partition("/")[2]]
+    return None if subject == BASELINE else RECIPES[subject.partition("/")[2].removesuffix(AT_REST)]
 
 
 def converted(
@@ -54,7 +61,8 @@ def converted(
         return model
     if library == "f8emu":
         options: dict[str, Any] = {"module_filter_fn": is_wanted, "recompute_casts": recompute_casts}
-        model = convert_to_float8_training(model, config=RECIPES[name], **options)
+        options["float8_primary_weights"] = name.endswith(AT_REST)
+        model = convert_to_float8_training(model, config=recipe_of(subject), **options)
     else:
         config = torchao().Float8LinearConfig.from_recipe_name(name)
         model = torchao().convert_to_float8_training(model, config=config, module_filter_fn=is_wanted)
@@ -82,6 +90,8 @@ class Subject:
     model: nn.Module
     x: Tensor
     grad_output: Tensor
+    microbatches: int = 1
+    at_rest: list[Float8Weight] = field(default_factory=list)
 
     def free(self) -> None:
         """Drops the gradients."""
@@ -97,9 +107,11 @@ class Subject:
         return self.call(self.x.view_as(self.x))
 
     def step(self) -> None:
-        """What training does a step, without the optimizer: forward and backward, into fresh gradients."""
+        """What training does a step, without the optimizer: passes that accumulate gradients, and the new codes."""
         self.free()
-        self.forward().backward(self.grad_output)
+        for _ in range(self.microbatches):
+            self.forward().backward(self.grad_output)
+        refill_all(self.at_rest)
 
     def results(self) -> list[Tensor]:
         """Output and gradients of one more step."""
@@ -116,7 +128,13 @@ class Subject:
 
 
 def make_subject(
-    name: str, mode: str, model: nn.Module, x: Tensor, grad_output: Tensor, checkpointing: str = "none"
+    name: str,
+    mode: str,
+    model: nn.Module,
+    x: Tensor,
+    grad_output: Tensor,
+    checkpointing: str = "none",
+    microbatches: int = 1,
 ) -> Subject:
     """A subject on its own copy of `model` and `x`.
 
@@ -126,7 +144,11 @@ def make_subject(
     own = converted(name, copy.deepcopy(model))
     whole = checkpointed(name, own, checkpointing)
     call = compiled(name, whole) if mode == "compiled" else whole
-    return Subject(call=call, model=own, x=x.clone().requires_grad_(), grad_output=grad_output)
+    at_rest = [weight for weight in own.parameters() if isinstance(weight, Float8Weight)]
+    for weight in at_rest:
+        weight.take_master()  # as an optimizer does
+    own_x = x.clone().requires_grad_()
+    return Subject(call=call, model=own, x=own_x, grad_output=grad_output, microbatches=microbatches, at_rest=at_rest)
 
 
 # Activation checkpointing: which results are kept, and which are computed again

@@ -90,9 +90,10 @@ def test_model_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     at_rest = {"float8_primary_weights": True, "precompute_float8_dynamic_scale_for_fsdp": True}
     kinds = ({}, True), (gather, False), (gather, True), (at_rest, False), (at_rest, True)
     for keys, is_sharded in kinds:
-        dims = SimpleNamespace(fsdp_enabled=is_sharded)
-        converter = found.Float8Converter(found.JobConfig(f8emu=replace(section, **options, **keys)), dims)
+        config = found.JobConfig(f8emu=replace(section, **options, **keys))
+        converter = found.Float8Converter(config, SimpleNamespace(fsdp_enabled=is_sharded))
         model = Model()
+        precomputed.clear()
         converter.convert(model)
         assert converted(model) == {"last"}
         gathers = bool(keys) and is_sharded
@@ -104,7 +105,7 @@ def test_model_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert {name: state.model for name, state in checkpoints.states.items()} == {"float8": model}
     small = replace(section, filter_fqns=["output", "auto_filter_small_kn"])
     with pytest.warns(UserWarning, match="nothing to convert"):
-        found.Float8Converter(found.JobConfig(f8emu=small), dims).convert(Model())
+        found.Float8Converter(found.JobConfig(f8emu=small), SimpleNamespace(fsdp_enabled=True)).convert(Model())
 
 
 def test_config_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,7 +232,7 @@ _KERNELS = (
     ),
     _declared(
         "deepgemm.fp8_gemm_nt_1d1d",
-        **_DEEPGEMM | {"arguments": (*_DEEPGEMM["arguments"], Arg.ZEROS, (1, 1, 128))},
+        **_Options({**_DEEPGEMM, "arguments": (*_DEEPGEMM["arguments"], Arg.ZEROS, (1, 1, 128))}),
         scales={(_VECTOR, _VECTOR): (ScaleLayout(), ScaleLayout())},
         out_dtypes=(FLOAT32,),
         block_multiples=(128, 128, 128),  # for M = 16 its program does not compile; 128, 144 and 256 ran
