@@ -144,7 +144,7 @@ def make_subject(
     own = converted(name, copy.deepcopy(model))
     whole = checkpointed(name, own, checkpointing)
     call = compiled(name, whole) if mode == "compiled" else whole
-    at_rest = [weight for weight in own.parameters() if isinstance(weight, Float8Weight)]
+    at_rest: list[Float8Weight] = [weight for weight in own.parameters() if isinstance(weight, Float8Weight)]
     for weight in at_rest:
         weight.take_master()  # as an optimizer does
     own_x = x.clone().requires_grad_()

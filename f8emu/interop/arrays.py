@@ -190,7 +190,9 @@ def _tensor_to_jax(jax: Any, source: "torch.Tensor", copy: bool | None) -> Any:
         source = source.contiguous().cpu()
     elif copy or not is_shared:
         source = source.clone(memory_format=require_torch("interop.to_jax").contiguous_format)
-    return jax.numpy.from_dlpack(source)
+    # JAX's first use of several GPUs leaves another one the current device; torch exports from the current one alone.
+    with require_torch("interop.to_jax").cuda.device_of(source):
+        return jax.numpy.from_dlpack(source)
 
 
 def _plain(tensor: "torch.Tensor") -> "torch.Tensor":

@@ -44,8 +44,13 @@ def build(recipe: str, mesh: DeviceMesh, seed: int) -> tuple[Any, Optimizer]:
     recipe, _, kind = recipe.partition(", ")
     model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 32, bias=False))
     model[3].weight = model[0].weight
-    how = {"float8_primary_weights" if kind else "enable_fsdp_float8_all_gather": True}
-    f8.convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, fqn: fqn != "3", **how)
+    f8.convert_to_float8_training(
+        model,
+        config=recipe,
+        module_filter_fn=lambda _, fqn: fqn != "3",
+        float8_primary_weights=bool(kind),
+        enable_fsdp_float8_all_gather=not kind,
+    )
     for layer in (model[1], model[2], model):
         fully_shard(layer, mesh=mesh)
     masters = functools.partial(f8.MasterWeights, optimizer_class=AdamW) if kind else AdamW
