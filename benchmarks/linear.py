@@ -28,7 +28,7 @@ from benchmarks.measure import (
     verdict,
 )
 from benchmarks.runner import Entry, figure, is_wrong
-from benchmarks.subjects import CHECKPOINTING, MODES, SUBJECTS
+from benchmarks.subjects import CHECKPOINTING, MODES, RESTING, SUBJECTS
 from benchmarks.timing import copy_bandwidth, draw_kernels
 from benchmarks.workloads import Floor
 
@@ -37,7 +37,7 @@ BENCH = runner.Bench(
     "benchmarks.linear",
     __doc__,
     runner.option("workloads", tuple(WORKLOADS), choices=WORKLOADS),
-    runner.option("subjects", SUBJECTS, choices=SUBJECTS),
+    runner.option("subjects", SUBJECTS, choices=(*SUBJECTS, *RESTING)),
     runner.option("kernels", (), "list the kernels of a step", choices=SUBJECTS, metavar="SUBJECT"),
     runner.option("checkpointing", ("none",), choices=CHECKPOINTING),
     runner.option("microbatches", 1, "passes of a step, whose gradients accumulate"),

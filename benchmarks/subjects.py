@@ -18,12 +18,8 @@ from f8emu.torch.weights.float8_weight import refill_all
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 AT_REST = "+at-rest"  # the suffix of subjects whose weights rest as float8 from one optimizer step to the next
-SUBJECTS = (
-    BASELINE,
-    *(f"torchao/{name}" for name in TORCHAO_RECIPES),
-    *(f"f8emu/{name}" for name in RECIPES),
-    *(f"f8emu/{name}{AT_REST}" for name in ("tensorwise", "rowwise", "delayed")),
-)
+SUBJECTS = (BASELINE, *(f"torchao/{name}" for name in TORCHAO_RECIPES), *(f"f8emu/{name}" for name in RECIPES))
+RESTING = tuple(f"f8emu/{name}{AT_REST}" for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"))
 MODES = ("compiled", "eager")
 Call = Callable[[Tensor], Tensor]
 

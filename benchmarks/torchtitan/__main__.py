@@ -47,6 +47,7 @@ def _f8emu(recipe: str) -> list[str]:
     return ["--model.converters", "f8emu", *imports, "--f8emu.recipe_name", recipe, "--f8emu.filter_fqns", "output"]
 
 
+_AT_REST = ["--f8emu.float8_primary_weights", "--f8emu.precompute_float8_dynamic_scale_for_fsdp"]
 # Options of torchtitan.
 VARIANTS: dict[str, list[str]] = {
     BASELINE: [],
@@ -55,6 +56,7 @@ VARIANTS: dict[str, list[str]] = {
     "torchao/rowwise": [*_TORCHAO, "--quantize.linear.float8.recipe_name", "rowwise"],
     **{f"f8emu/{recipe}": _f8emu(recipe) for recipe in _RECIPES},
     **{f"f8emu/{recipe}+all-gather": [*_f8emu(recipe), *_all_gather("f8emu")] for recipe in _RECIPES},
+    **{f"f8emu/{recipe}+at-rest": [*_f8emu(recipe), *_AT_REST] for recipe in _RECIPES},
 }
 _ENVIRONMENT = {
     **MULTICAST_OFF,
