@@ -91,7 +91,8 @@ BENCH = Bench(
     DEVICE,
 )
 _COLUMNS = (
-    "tokens_per_second_per_gpu:.0f speed:.3f step_ms:.1f mfu_percent:.1f peak_active_gib:.2f peak_reserved_gib:.2f"
+    "tokens_per_second_per_gpu:.0f speed:.3f step_ms:.1f mfu_percent:.1f peak_active_gib:.2f peak_reserved_gib:.2f "
+    "rest_gib:.2f memory:.3f"
 )
 
 

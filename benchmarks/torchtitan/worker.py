@@ -52,12 +52,14 @@ def main(argv: Sequence[str]) -> None:
             if seen.runs:
                 found["exposure"] = exposure(seen.runs, seen.step_us)
         # 3. The record of rank 0.
+        trainer.optimizers.zero_grad()
         if os.environ["RANK"] == "0":
             (model,) = trainer.model_parts
             kinds = Counter(type(module).__name__ for module in model.modules())
             found["linear_modules"] = {kind: count for kind, count in kinds.items() if "Linear" in kind}
             found["parameters"] = sum(p.numel() for p in model.parameters())
             if arguments.device == "cuda":
+                found["rest_gib"] = torch.cuda.memory_allocated() / 2**30  # weights, optimizer, codes; no gradients
                 found["memory_by_stream"] = memory_by_stream(torch.cuda.memory_snapshot())
             found["device"] = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
             found["versions"] = {name: package_version(name) for name in ("torchtitan", "torchao", "triton")}
