@@ -38,7 +38,7 @@ BENCH = runner.Bench(
     __doc__,
     runner.option("workloads", tuple(WORKLOADS), choices=WORKLOADS),
     runner.option("subjects", SUBJECTS, choices=(*SUBJECTS, *RESTING)),
-    runner.option("kernels", (), "list the kernels of a step", choices=SUBJECTS, metavar="SUBJECT"),
+    runner.option("kernels", (), "list the kernels of a step", choices=(*SUBJECTS, *RESTING), metavar="SUBJECT"),
     runner.option("checkpointing", ("none",), choices=CHECKPOINTING),
     runner.option("microbatches", 1, "passes of a step, whose gradients accumulate"),
     runner.option("mode", "both", choices=(*MODES, "both")),

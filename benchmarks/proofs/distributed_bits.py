@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.proofs.distributed_bits --tiny    2 processes on a CPU, emulated
 
 FSDP2 with float8 all-gather, with and without `reshard_after_forward` and
-`precompute_float8_dynamic_scale_for_fsdp`: blocks of LayerNorm and two linear layers, a bias, an odd number of hidden
+`precompute_float8_dynamic_scale_for_fsdp`, and with weights at rest (`float8_primary_weights`): blocks of LayerNorm and two linear layers, a bias, an odd number of hidden
 units, so that the ranks' shards are unequal, and an odd number of tokens. One device is given the batches of the ranks
 in turn; its gradients are added in the order of the ranks and divided by their number. Outputs, losses and gradients of
 every step, the weights after it and the states of delayed scaling are compared.
@@ -101,12 +101,18 @@ class Block(nn.Module):
         return x + self.w2(torch.relu(self.w1(self.norm(x))))
 
 
-def blocks(setting: Setting, *, gathers: bool) -> nn.Sequential:
+def blocks(setting: Setting, *, gathers: bool, rests: bool) -> nn.Sequential:
     """Two converted blocks, the same on every rank."""
     torch.manual_seed(0)
     sizes = setting.sizes
     model = nn.Sequential(*(Block(sizes.dim, sizes.hidden) for _ in range(2))).to(setting.device, torch.bfloat16)
-    f8.convert_to_float8_training(model, config=setting.recipe, pad=True, enable_fsdp_float8_all_gather=gathers)
+    f8.convert_to_float8_training(
+        model,
+        config=setting.recipe,
+        pad=True,
+        enable_fsdp_float8_all_gather=gathers,
+        float8_primary_weights=rests,
+    )
     return model
 
 
@@ -116,14 +122,17 @@ def batch(setting: Setting, step: int, rank: int) -> Tensor:
     return x * (rank + 1) * 2**step
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+def optimizer_of(model: nn.Module, rests: bool = False) -> torch.optim.Optimizer:
+    adamw = partial(f8.MasterWeights, optimizer_class=torch.optim.AdamW) if rests else torch.optim.AdamW
+    return adamw(model.parameters(), lr=1e-2, foreach=False)
 
 
-def data_parallel(setting: Setting, *, is_cut: bool, reshards: bool = True, precomputes: bool = False) -> Trace:
+def data_parallel(
+    setting: Setting, *, is_cut: bool, reshards: bool = True, precomputes: bool = False, rests: bool = False
+) -> Trace:
     """By FSDP2, or on one device with the batches of all ranks in turn: this rank's part of what must be equal."""
     # 1. The model, its shards if it is cut.
-    model = blocks(setting, gathers=is_cut)
+    model = blocks(setting, gathers=is_cut, rests=rests)
     if is_cut:
         for module in (*model, model):
             fully_shard(module, mesh=setting.mesh, reshard_after_forward=reshards)
@@ -131,7 +140,7 @@ def data_parallel(setting: Setting, *, is_cut: bool, reshards: bool = True, prec
         f8.set_amax_reduction_group(model, False)
     for block in model if setting.mode == "compiled" else ():
         block.compile(fullgraph=True, dynamic=False)
-    optimizer, found, own = optimizer_of(model), Trace(), setting.mesh.get_local_rank()
+    optimizer, found, own = optimizer_of(model, rests), Trace(), setting.mesh.get_local_rank()
     parameters, mine = list(model.parameters()), local if is_cut else setting.own
     for step in range(STEPS):
         # 2. One pass of all ranks; it adds two gradients in either order.
@@ -147,7 +156,8 @@ def data_parallel(setting: Setting, *, is_cut: bool, reshards: bool = True, prec
         optimizer.zero_grad()
         if precomputes:
             f8.precompute_float8_dynamic_scale_for_fsdp(model)
-        found += [("weights", mine(parameter.detach()).clone()) for parameter in parameters]
+        values = [p.master if isinstance(p, f8.Float8Weight) else p.detach() for p in parameters]
+        found += [("weights", mine(value).clone()) for value in values]
         found += states_of(model)
     return found
 
@@ -232,12 +242,12 @@ def compared(observed: Trace, expected: Trace) -> Counts:
 
 def cases(setting: Setting) -> Iterator[tuple[str, Callable[[], Counts]]]:
     """(name, call) of a recipe and a mode."""
-    expected: list[Trace] = []  # of one device, by the first case that needs it
+    expected: dict[bool, Trace] = {}  # of one device, by the first case that needs it
 
-    def fsdp(**how: bool) -> Counts:
-        if not expected:
-            expected.append(data_parallel(setting, is_cut=False))
-        return compared(data_parallel(setting, is_cut=True, **how), expected[0])
+    def fsdp(rests: bool = False, **how: bool) -> Counts:
+        if rests not in expected:
+            expected[rests] = data_parallel(setting, is_cut=False, rests=rests)
+        return compared(data_parallel(setting, is_cut=True, rests=rests, **how), expected[rests])
 
     def parallel(is_float8: bool) -> Counts:
         of_one, of_ranks = cut(setting, is_float8=is_float8)
@@ -247,6 +257,8 @@ def cases(setting: Setting) -> Iterator[tuple[str, Callable[[], Counts]]]:
         for precomputes in (False, True):
             name = f"FSDP2{', reshard' if reshards else ''}{', precompute' if precomputes else ''}"
             yield name, partial(fsdp, reshards=reshards, precomputes=precomputes)
+    for reshards in (True, False):
+        yield f"FSDP2, at rest{', reshard' if reshards else ''}", partial(fsdp, rests=True, reshards=reshards)
     yield "tensor parallel, torch's styles", partial(parallel, False)
     # A product in high precision has no codes to gather.
     if setting.recipe != "rowwise_with_gw_hp":
