@@ -4,10 +4,11 @@
     torchrun --nproc-per-node 2 -m benchmarks.proofs.distributed_bits --tiny    2 processes on a CPU, emulated
 
 FSDP2 with float8 all-gather, with and without `reshard_after_forward` and
-`precompute_float8_dynamic_scale_for_fsdp`, and with weights at rest (`float8_primary_weights`): blocks of LayerNorm and two linear layers, a bias, an odd number of hidden
-units, so that the ranks' shards are unequal, and an odd number of tokens. One device is given the batches of the ranks
-in turn; its gradients are added in the order of the ranks and divided by their number. Outputs, losses and gradients of
-every step, the weights after it and the states of delayed scaling are compared.
+`precompute_float8_dynamic_scale_for_fsdp`, and with weights at rest (`float8_primary_weights`): blocks of LayerNorm and
+two linear layers, a bias, an odd number of hidden units, so that the ranks' shards are unequal, and an odd number of
+tokens. One device is given the batches of the ranks in turn; its gradients are added in the order of the ranks and
+divided by their number. Outputs, losses and gradients of every step, the weights after it (at rest their masters) and
+the states of delayed scaling are compared.
 
 Tensor parallelism, in torch's styles and in f8emu's: the output of a column-parallel layer is a slice of that of one
 device, and so are the weight gradients of a column-parallel and of a row-parallel layer and the input gradient of the

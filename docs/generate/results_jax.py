@@ -114,6 +114,16 @@ def titan_two() -> str:
     return _titan("torchtitan-all-gather-h200x2", 16)
 
 
+def titan_at_rest() -> str:
+    """The same with the codes of weights at rest."""
+    rows, name = [], "torchtitan-at-rest-h100x2"
+    for found in record(name)["variants"]:
+        label = found["variant"].replace("/", " ").replace("bf16", "bfloat16").replace("+at-rest", ", at rest")
+        held = (f"{found[key]:.2f}" for key in ("rest_gib", "peak_active_gib"))
+        rows.append([label.replace("+all-gather", ", all-gather"), f"{found['speed']:.3f}", *held])
+    return f"{table(['', 'speed', 'at rest, GiB', 'peak, GiB'], rows)}\n\n{source(name, _TITAN)}"
+
+
 def titan_plot() -> str:
     """Medians of four GPUs."""
     runs = record("torchtitan-all-gather-h200x4")["runs"]
@@ -211,6 +221,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "jax-sharding": jax_sharding,
     "titan-four": titan_four,
     "titan-two": titan_two,
+    "titan-at-rest": titan_at_rest,
     "titan-plot": titan_plot,
     "titan-bfloat16-gather": titan_bfloat16_gather,
     "titan-step": titan_step,

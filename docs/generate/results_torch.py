@@ -221,6 +221,17 @@ def inspection() -> str:
     return f"{table(['inspection', 'eager', 'compiled'], rows)}\n\n{source('inspection-h200')}"
 
 
+def microbatches() -> str:
+    """Steps that accumulate gradients."""
+    rows = []
+    for found in record("microbatches-h100")["workloads"][0]["subjects"]:
+        label = found["subject"].removeprefix("f8emu/").replace("bf16", "bfloat16").replace("+at-rest", ", at rest")
+        bounds = f"{found['ms_min']:.1f} to {found['ms_max']:.1f}"
+        rows.append([label, f"{found['ms']:.1f}", bounds, times(found["speed"]), times(found["memory"])])
+    columns = ["", "ms", "turns, ms", "speed", "memory"]
+    return f"{table(columns, rows)}\n\n{source('microbatches-h100')}"
+
+
 def training() -> str:
     """Losses of a small model on held-out text."""
     held = record("train-h200")
@@ -258,6 +269,7 @@ def equal_to_torchao() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "microbatches": microbatches,
     "speed": speed,
     "speed-plot": lambda: inline(speed_plot()),
     "feed-forward": feed_forward,
