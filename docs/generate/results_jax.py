@@ -117,11 +117,15 @@ def titan_two() -> str:
 def titan_at_rest() -> str:
     """The same with the codes of weights at rest."""
     rows, name = [], "torchtitan-at-rest-h100x2"
+    weights = record(name)["layers"] * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)  # of q, k, v, o and w1, w2, w3
     for found in record(name)["variants"]:
         label = found["variant"].replace("/", " ").replace("bf16", "bfloat16").replace("+at-rest", ", at rest")
-        held = (f"{found[key]:.2f}" for key in ("rest_gib", "peak_active_gib"))
-        rows.append([label.replace("+all-gather", ", all-gather"), f"{found['speed']:.3f}", *held])
-    return f"{table(['', 'speed', 'at rest, GiB', 'peak, GiB'], rows)}\n\n{source(name, _TITAN)}"
+        codes = {"f8emu tensorwise, at rest": 1, "f8emu rowwise, at rest": 2}.get(label, 0) * weights
+        held = [f"{found[key]:.2f}" for key in ("rest_gib", "peak_active_gib")]
+        predicted = f"{codes / record(name)['gpus'] / 2**30:.2f}"
+        rows.append([label.replace("+all-gather", ", all-gather"), f"{found['speed']:.3f}", predicted, *held])
+    columns = ["", "speed", "codes, predicted, GiB", "at rest, GiB", "peak, GiB"]
+    return f"{table(columns, rows)}\n\n{source(name, _TITAN)}"
 
 
 def titan_plot() -> str:

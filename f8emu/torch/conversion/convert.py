@@ -78,8 +78,9 @@ def convert_to_float8_training(
         float8_primary_weights: like TransformerEngine's `fp8_model_init`: on the device a layer holds only float8 codes
             and scales of its weight, 1 byte an element under tensorwise and delayed, 2 under rowwise and
             rowwise_with_gw_hp. The values move to the host, and become the float32 masters of the optimizer,
-            `MasterWeights`, which is made after this call. The state dict holds these masters. Not with blockwise,
-            sharding, or weights that other modules read.
+            `MasterWeights`, which is made after this call. The state dict holds these masters. Under FSDP2 and tensor
+            parallelism each rank holds codes and float32 masters of its part, and FSDP2 gathers the codes. Not with
+            blockwise, or weights that other modules read.
 
     Returns:
         `module`, converted in place; for a single linear layer, the new one.
