@@ -19,12 +19,13 @@ class MasterWeights(Optimizer):
 
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 
-    It holds a float32 master of every float8 weight, or of this rank's part of it, and steps it with the gradient of the
-    layer. Make it after `fully_shard` and `parallelize_module`. After each step, and at no other time, it casts the
+    It holds a float32 master of every float8 weight, or of this rank's part of it, and steps it with the gradient of
+    the layer. Make it after `fully_shard` and `parallelize_module`. After each step, and at no other time, it casts the
     masters into the codes of the layers, under the scales of the whole weights (one reduction over the ranks): passes
-    that accumulate gradients multiply the same codes. Other parameters are stepped as they are. Parameter groups, schedulers, GradScaler, closures, hooks and
-    state dict are those of `optimizer_class` over the parameters of the model. The masters are in the state dict of the
-    model, under the keys of nn.Linear. A step converts all gradients that are not float32 at once: 4 bytes an element.
+    that accumulate gradients multiply the same codes. Other parameters are stepped as they are. Parameter groups,
+    schedulers, GradScaler, closures, hooks and state dict are those of `optimizer_class` over the parameters of the
+    model. The masters are in the state dict of the model, under the keys of nn.Linear. A step converts all gradients
+    that are not float32 at once: 4 bytes an element.
 
     Exactness: masters, codes and optimizer state equal those of `optimizer_class` and a `Float8Linear` whose weight is
     the master.
