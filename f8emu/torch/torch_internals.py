@@ -255,4 +255,5 @@ def reduce_amax(amax: Tensor, groups: Sequence[Any]) -> Tensor:
 
 def all_gather(out: Tensor, own: Tensor, group: Any) -> None:
     """`own` of all ranks of a group, in their order, into `out`."""
-    dist.all_gather_into_tensor(out, own, group)  # pyright: ignore[reportUnknownMemberType, reportDeprecated]
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(out, own, group)

@@ -357,3 +357,13 @@ def test_groups_of_ranks() -> None:
     step(sharded, f8.MasterWeights(sharded.parameters(), AdamW, lr=0.05), 0)
     whole = {key: x.full_tensor() for key, x in sharded.state_dict().items()}
     assert_same_state(whole, alone.state_dict())
+    # A bfloat16 weight has a float32 master, which no optimizer over the weight can step.
+    for optimizer in (SGD, AdamW):
+        with pytest.raises(UnsupportedError, match=r"step it with MasterWeights\(params, torch.optim.AdamW, ...\)"):
+            step(sharded, optimizer(sharded.parameters(), lr=0.1), 1)
+    # Another dtype rounds the masters, whose codes are cast again.
+    wide: Any = fully_shard(primary("rowwise", torch.float32))
+    wide(batch(0).float())
+    wide.reshard()
+    wide.to(torch.bfloat16)
+    assert torch.equal(wide(batch(0)), convert(plain(), "rowwise").to(torch.bfloat16)(batch(0)))

@@ -7,7 +7,7 @@
 Exactness: codes and scales are those of the whole weight on one device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,17 @@ from f8emu.torch import torch_internals as internals
 from f8emu.torch.delayed.state import DelayedBuffers
 from f8emu.torch.fused.fused_cast import CODES
 from f8emu.torch.parallel.sharding import Shards, global_delayed
-from f8emu.torch.weights.coded_weight import ALIASES, COPIES, EMPTIES, MOVES, NEW, PARTS, CodedWeight, GatherMemory
+from f8emu.torch.weights.coded_weight import (
+    ALIASES,
+    COPIES,
+    EMPTIES,
+    FILLED,
+    MOVES,
+    NEW,
+    PARTS,
+    CodedWeight,
+    GatherMemory,
+)
 from f8emu.torch.weights.codes import (
     LocalWeight,
     OwnRows,
@@ -103,18 +113,36 @@ class ShardedWeight(Tensor):
         is_write = func._schema.is_mutable
         if is_write:
             for x in _written(func, args, kwargs):
+                x._require_own_step(func, args)
                 x.forget()
+        if func in FILLED and kwargs.get("dtype") is None:
+            kwargs = {**kwargs, "dtype": args[0].dtype}
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda x: x.plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if is_write:
             return internals.with_aliases(func, args, kwargs, out)
         if func in _VIEWS or func in _OTHERS:
             first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
-            state = first.state if func in _VIEWS else first.state.of_another()
             dtype = kwargs.get("dtype") or first.dtype
+            state = first.state if func in _VIEWS else first.state.of_another()
+            if dtype != first.dtype:
+                state = replace(first.state.of_another(), memory=first.state.memory, own=first.state.own)
+            if state.resting is not None:  # another dtype rounds the values of the master, which stays float32
+                out = tree_map_only(Tensor, lambda x: x.to(first.plain.dtype), out)
             out = tree_map_only(Tensor, lambda x: ShardedWeight(x, first.recipe, state, dtype), out)
             return internals.with_aliases(func, args, kwargs, out)
         return out
+
+    def _require_own_step(self, func: Any, args: Any) -> None:
+        # An optimizer over the weight itself would step the float32 master by gradients and moments of another dtype.
+        is_other = self.plain.dtype != self.dtype and "copy" not in func._schema.name
+        plain = (x for x in tree_leaves(args) if isinstance(x, Tensor) and not isinstance(x, ShardedWeight))
+        if is_other and any(x.dtype == self.dtype for x in plain):
+            raise UnsupportedError(
+                f"{func}: the weight rests as float8 codes with a float32 master, and its gradients are {self.dtype}; "
+                "step it with MasterWeights(params, torch.optim.AdamW, ...), or convert a model of float32 parameters "
+                "(fully_shard's mp_policy computes in bfloat16)"
+            )
 
     def forget(self) -> None:
         """After a write, or a change of the layer's scales: what was found from the values is no longer true."""
