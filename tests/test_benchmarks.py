@@ -1,6 +1,7 @@
 """The benchmarks of layers, GEMMs and training run, on a CPU and tiny; what they count is checked by hand."""
 
 import functools
+import gc
 import json
 import math
 import sys
@@ -34,6 +35,12 @@ ONCE = "--device cpu --tokens 128 --rounds 1 --steps 1"
 TINY = f"{ONCE} --dim 128 --hidden 128 --mode eager"
 LINEAR = f"{TINY} --workloads linear --subjects"
 HOST = "--device cpu --tiny --modes"
+
+
+@pytest.fixture(autouse=True)
+def what_is_frozen_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn would unfreeze what conftest.py froze: every search for garbage would take seconds from then on."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 def _report(path: Path) -> dict[str, Any]:
