@@ -19,7 +19,7 @@ from f8emu.spec.formats import HIGH_PRECISION, Format, float8_format
 from f8emu.spec.scaling import Granularity, ScaleRule, granularity_by_name
 from f8emu.spec.trace import Scales
 from f8ref import numpy as oracle
-from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
+from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm, grouped_product
 from f8ref.numpy.codec import canonical_nan, typed_array
 from f8ref.numpy.linear import Verbs
 from f8ref.numpy.scale import as_matrix, checked_amax, checked_scale
@@ -55,7 +55,7 @@ def scaled_mm(*operands: ArrayLike, width: str | None = None, **options: Any) ->
 
 def scaled_grouped_mm(*operands: ArrayLike, width: str | None = None, **options: Any) -> Array:
     """`f8ref.numpy.scaled_grouped_mm`."""
-    return np.concatenate([product(gemm, width=width) for gemm in checked_scaled_grouped_mm(*operands, **options)])
+    return grouped_product(functools.partial(product, width=width), *operands, **options)
 
 
 def mm(*operands: ArrayLike, width: str | None = None, **options: Any) -> Array:

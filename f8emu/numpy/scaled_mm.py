@@ -21,7 +21,7 @@ from f8emu.spec.trace import DelayedState, LinearTrace
 from f8emu.split_k.ask import known_split_k
 from f8emu.split_k.gemm import of_call, of_layer
 from f8ref import numpy as oracle
-from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
+from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm, grouped_product
 from f8ref.numpy.linear import traced
 
 _LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
@@ -95,37 +95,42 @@ def scaled_grouped_mm(
     b: ArrayLike,
     scale_a: ArrayLike,
     scale_b: ArrayLike,
-    offs: ArrayLike,
+    offs: ArrayLike | None = None,
     *,
     out_dtype: FormatLike = "bfloat16",
     use_fast_accum: bool = False,
     chip: Chip | str = HOPPER,
 ) -> Array:
-    """`(acc * scale_a) * scale_b` per group of rows, each with its own `b[i]` [EPI-6].
+    """`(acc * scale_a) * scale_b` of every group, each a GEMM of its own [EPI-6].
 
-    Group g is the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; a group may be empty.
+    `offs` divides one dimension: group g runs from `offs[g - 1]` (0 for the first) up to `offs[g]`, and may be empty.
 
     Shapes:
-        a [total_M, K], b [groups, K, N], float8; scale_a float32 [total_M], scale_b float32 [groups, N]; offs
-        integers [groups], the end of each group's rows, the last one total_M -> [total_M, N] of out_dtype.
+        a and b float8, scales float32, offs integers [G]; the result is of out_dtype.
+        rows of a: a [M, K], b [G, K, N], scale_a [M], scale_b [G, N] -> [M, N].
+        columns of b: a [G, M, K], b [K, N], scale_a [G, M], scale_b [N] -> [M, N].
+        K: a [M, K], b [K, N], scale_a [G * M], scale_b [G * N] -> [G, M, N].
+        nothing, without offs: a [G, M, K], b [G, K, N], scale_a [G, M], scale_b [G, N] -> [G, M, N].
 
     Raises:
-        OperandError: offsets that do not rise to total_M.
+        OperandError: offsets that do not rise to the size that they divide.
         OperandError, SpecError, UnsupportedError: as for `scaled_mm`.
     """
     call = "scaled_grouped_mm"
-    ends = array_of(call, "offs", offs)
-    gemms = checked_scaled_grouped_mm(
+    ends = None if offs is None else array_of(call, "offs", offs)
+    if ends is not None and ends.dtype.kind in "iu" and (np.abs(ends) < 2**31).all():
+        ends = ends.astype(np.int32)
+    return grouped_product(
+        emulation.product,
         array_of(call, "a", a),
         array_of(call, "b", b),
         typed(call, "scale_a", scale_a),
         typed(call, "scale_b", scale_b),
-        ends.astype(np.int32) if ends.dtype.kind in "iu" and (np.abs(ends) < 2**31).all() else ends,
+        ends,
         out_dtype=output_format(call, out_dtype),
         use_fast_accum=use_fast_accum,
         chip=chip_of(call, chip),
     )
-    return np.concatenate([emulation.product(gemm) for gemm in gemms])
 
 
 def mm(

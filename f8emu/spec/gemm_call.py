@@ -4,9 +4,12 @@ A backend describes its arrays by shape and dtype (`Shaped`). It gets a `GemmCal
 which is the same in every backend. Strides and devices are the backend's own business.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from f8emu.spec.chip import AccumulationModel, Chip
 from f8emu.spec.chips import HOPPER
@@ -23,6 +26,31 @@ class Shaped(NamedTuple):
     """The name of its dtype, which need not be the name of a format."""
 
 
+class _Dims(NamedTuple):
+    """The dimensions of a grouped GEMM, in the order of its arguments; "G*M" are those of all groups in a row."""
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    scale_a: tuple[str, ...]
+    scale_b: tuple[str, ...]
+    out: tuple[str, ...]
+    divided: str | None  # what `offs` divides into groups
+
+
+class GroupKind(Enum):
+    """What has groups in a `scaled_grouped_mm`: the dimensions of a and b tell."""
+
+    ROWS = _Dims(("M", "K"), ("G", "K", "N"), ("M",), ("G", "N"), ("M", "N"), "M")
+    COLUMNS = _Dims(("G", "M", "K"), ("K", "N"), ("G", "M"), ("N",), ("M", "N"), "N")
+    INNER = _Dims(("M", "K"), ("K", "N"), ("G*M",), ("G*N",), ("G", "M", "N"), "K")
+    BATCH = _Dims(("G", "M", "K"), ("G", "K", "N"), ("G", "M"), ("G", "N"), ("G", "M", "N"), None)
+
+    @property
+    def told(self) -> str:
+        """For messages."""
+        return "every group has its own a and b" if self.value.divided is None else f"offs divides {self.value.divided}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmCall:
     """A GEMM `[M, K] @ [K, N]` that is not refused; `scaled_mm_call` and its neighbours make it."""
@@ -30,7 +58,7 @@ class GemmCall:
     call: str
     """The name of the verb, for messages."""
     sizes: tuple[int, int, int]
-    """M, N and K; M counts the rows of all groups."""
+    """M, N and K; what is divided into groups counts that of all."""
     formats: tuple[Format, Format]
     granularities: tuple[Granularity, Granularity] | None = None
     """The granularities of scale_a and scale_b; None: bfloat16 operands, without scales."""
@@ -40,12 +68,30 @@ class GemmCall:
     """The slices of K [CHAIN-3]; None: as the library or its plan says."""
     chip: Chip = HOPPER
     groups: int = 0
-    """The groups of rows of `a`, each with a `b` of its own [EPI-6]; 0: it is no grouped GEMM."""
+    """The groups of a grouped GEMM [EPI-6]; 0: it is none."""
+    group_kind: GroupKind | None = None
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Of the output."""
+        sizes = dict(zip("MNKG", (*self.sizes, self.groups), strict=True))
+        return self.sizes[:2] if self.group_kind is None else tuple([sizes[dim] for dim in self.group_kind.value.out])
 
     @property
     def model(self) -> AccumulationModel:
         """How the chip accumulates it."""
         return self.chip.accumulation(self.granularities, use_fast_accum=self.use_fast_accum)
+
+
+class GroupPart(NamedTuple):
+    """A group of a grouped GEMM: a GEMM, and the indices of its operands, scale vectors and output."""
+
+    gemm: GemmCall
+    a: tuple[Any, ...]
+    b: tuple[Any, ...]
+    scale_a: tuple[Any, ...]
+    scale_b: tuple[Any, ...]
+    out: tuple[Any, ...]
 
 
 def scaled_mm_call(
@@ -102,13 +148,13 @@ def scaled_grouped_mm_call(
     b: Shaped,
     scale_a: Shaped,
     scale_b: Shaped,
-    offs: Shaped,
+    offs: Shaped | None = None,
     *,
     out_dtype: Format | str = BFLOAT16,
     use_fast_accum: bool = False,
     chip: Chip = HOPPER,
 ) -> GemmCall:
-    """A `scaled_grouped_mm` [EPI-6]; `check_group_ends` checks the values of `offs`.
+    """A `scaled_grouped_mm` [EPI-6]; `group_parts` checks the values of `offs`.
 
     It raises as `scaled_mm_call`.
     """
@@ -117,33 +163,41 @@ def scaled_grouped_mm_call(
     formats = _format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats)
     _check_scales(call, scale_a, scale_b)
     # 2. Shapes, which depend on each other: one message names all.
-    found = [list(x.shape) for x in (a, b, scale_a, scale_b, offs)]
-    groups, k, n = (found[1] + [-1] * 3)[:3]
-    m = a.shape[0] if a.shape else -1
-    if found != [[m, k], [groups, k, n], [m], [groups, n], [groups]]:
+    given = (a, b, scale_a, scale_b) if offs is None else (a, b, scale_a, scale_b, offs)
+    found = [list(x.shape) for x in given]
+    known = {(len(kind.value.a), len(kind.value.b)): kind for kind in GroupKind}
+    kind = known.get((len(a.shape), len(b.shape)), GroupKind.ROWS)
+    sizes = dict(zip((*kind.value.a, *kind.value.b), (*a.shape, *b.shape), strict=False))
+    sizes["G"] = sizes.get("G", offs.shape[0] if offs is not None and offs.shape else -1)
+    expected = [[math.prod(sizes.get(one, -1) for one in dim.split("*")) for dim in dims] for dims in kind.value[:4]]
+    expected += [] if offs is None else [[sizes["G"]]]
+    if found != expected or (offs is None) != (kind is GroupKind.BATCH):
+        shapes = ", ".join(f"[{', '.join(dims)}]" for dims in kind.value[:4])
         raise OperandError(
-            f"{call}: a, b, scale_a, scale_b and offs must be [total_M, K], [groups, K, N], [total_M], [groups, N] and "
-            f"[groups]; got {', '.join(map(str, found))}; a b of two dimensions has no groups: that is scaled_mm"
+            f"{call}: a, b, scale_a, scale_b and offs must be {shapes} and "
+            f"{'absent' if kind is GroupKind.BATCH else '[G]'} where {kind.told}; got {', '.join(map(str, found))}"
+            f"{' and no offs' if offs is None else ''}; without groups it is scaled_mm"
         )
-    if not groups:
-        raise OperandError(f"{call}: b has no groups; there is nothing to compute, skip the call")
-    if offs.dtype != "int32":
+    if not sizes["G"]:
+        raise OperandError(f"{call}: there are no groups, and nothing to compute; skip the call")
+    if offs is not None and offs.dtype != "int32":
         raise OperandError(
-            f"{call}: offs must be int32, the end of each group's rows; got {offs.dtype}; take the cumulative sum of "
-            "the groups' sizes as int32"
+            f"{call}: offs must be int32, the end of each group; got {offs.dtype}; take the cumulative sum of the "
+            "groups' sizes as int32"
         )
     # 3. What the chip pairs.
     _check_paired(call, chip, formats, pair, use_fast_accum)
     return GemmCall(
         call=call,
-        sizes=(m, n, k),
+        sizes=(sizes["M"], sizes["N"], sizes["K"]),
         formats=formats,
         granularities=pair,
         out=output_format(call, out_dtype),
         use_fast_accum=use_fast_accum,
         split_k=1,
         chip=chip,
-        groups=groups,
+        groups=sizes["G"],
+        group_kind=kind,
     )
 
 
@@ -210,17 +264,35 @@ def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
         raise OperandError(f"{call}: bias must be of out_dtype {gemm.out}; got {bias.dtype}; convert it")
 
 
-def check_group_ends(ends: Sequence[int], rows: int) -> None:
-    """Check that the groups of a `scaled_grouped_mm` end one after another, and the last with the last row of `a`.
+def group_parts(gemm: GemmCall, ends: Sequence[int] | None) -> list[GroupPart]:
+    """The groups of a `scaled_grouped_mm`, each as a GEMM of its own.
 
     Raises:
-        OperandError: they do not.
+        OperandError: `ends` do not rise to the size that is divided.
     """
-    if [0, *ends] != sorted([0, *ends]) or [0, *ends][-1] != rows:
-        raise OperandError(
-            f"scaled_grouped_mm: offs must rise to the {rows} rows of a; got {list(ends)}; give the end of each "
-            "group's rows"
-        )
+    # 1. Which of M, N and K each group has, from where to where; a batch divides none.
+    kind = gemm.group_kind
+    assert kind is not None, "only such a GEMM has groups"
+    divided = kind.value.divided
+    if divided is None or ends is None:
+        runs = [slice(None)] * gemm.groups
+    else:
+        total = gemm.sizes["MNK".index(divided)]
+        if [0, *ends] != sorted([0, *ends]) or [0, *ends][-1] != total:
+            raise OperandError(
+                f"{gemm.call}: offs must rise to the {total} of {divided}; got {list(ends)}; give the end of each group"
+            )
+        runs = [slice(start, stop) for start, stop in pairwise([0, *ends])]
+    # 2. An index for each dimension: the group's number, its run, or all. Scales of a divided K follow one another.
+    whole, parts = slice(None), list[GroupPart]()
+    for group, run in enumerate(runs):
+        own = {"G": group, divided: run}
+        sizes = [run.stop - run.start if one == divided else size for one, size in zip("MNK", gemm.sizes, strict=True)]
+        m, n, _ = sizes
+        own |= {"G*M": slice(group * m, (group + 1) * m), "G*N": slice(group * n, (group + 1) * n)}
+        indices = [tuple([own.get(dim, whole) for dim in dims]) for dims in kind.value[:5]]
+        parts.append(GroupPart(replace(gemm, sizes=tuple(sizes)), *indices))
+    return parts
 
 
 def _format(call: str, name: str, x: Shaped, allowed: tuple[Format, ...]) -> Format:

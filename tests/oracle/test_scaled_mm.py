@@ -234,3 +234,25 @@ def test_nothing_to_sum() -> None:
     assert f8.mm(np.zeros((0, 5), BF16), np.zeros((5, 4), BF16)).shape == (0, 4)
     of_groups = np.ones((1, 3), np.float32), np.zeros(1, np.int32)
     assert f8.scaled_grouped_mm(a[:0], b[None], ONE[:0], *of_groups).shape == (0, 3)
+
+
+@pytest.mark.parametrize("kind", ["columns", "K", "batch"])
+def test_groups_of_every_kind_are_groups_of_rows(kind: str) -> None:
+    """Each group by itself, as rows of which there is one group: recorded are GEMMs that divide rows."""
+    r, groups, m, n, k = np.random.default_rng(0), 3, 5, 7, 70
+    ends = {"columns": [2, 2, n], "K": [33, 33, k], "batch": None}[kind]
+    a = r.standard_normal((m, k) if kind == "K" else (groups, m, k)).astype(E4M3)
+    b = r.standard_normal((groups, k, n) if kind == "batch" else (k, n)).astype(E4M3)
+    scale_a = r.random((groups, m), np.float32)
+    scale_b = r.random(n if kind == "columns" else (groups, n), np.float32)
+    flat = [scale.reshape(-1) if kind == "K" else scale for scale in (scale_a, scale_b)]
+    found = f8.scaled_grouped_mm(a, b, *flat, None if ends is None else np.array(ends, np.int32))
+    parts = []
+    for group in range(groups):
+        run = slice(None) if ends is None else slice(([0, *ends])[group], ends[group])
+        own_a = a[:, run] if kind == "K" else a[group]
+        own_b = b[run] if kind == "K" else b[group] if kind == "batch" else b[:, run]
+        own_scale = scale_b[run] if kind == "columns" else scale_b[group]
+        parts.append(f8.scaled_grouped_mm(own_a, own_b[None], scale_a[group], own_scale[None], np.array([m], np.int32)))
+    expected = np.concatenate(parts, axis=1) if kind == "columns" else np.stack(parts)
+    assert_same_bits(found, expected)

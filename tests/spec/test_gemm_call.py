@@ -13,8 +13,8 @@ import f8ref.numpy
 from f8emu.spec import E4M3FN, E5M2, HOPPER, F8Error, Granularity, OperandError, SpecError, UnsupportedError
 from f8emu.spec.gemm_call import (
     Shaped,
-    check_group_ends,
     check_library,
+    group_parts,
     mm_call,
     scaled_grouped_mm_call,
     scaled_mm_call,
@@ -84,12 +84,14 @@ BAD: list[tuple[str, dict[str, Any], type[F8Error], str]] = [
     ("mm", {"a": Shaped((M, K), F32)}, OPERAND, "a must be bfloat16; got float32; quantize or cast it first"),
     ("mm", {"b": Shaped((M, K), BF16)}, OPERAND, "a must be [M, K] and b [K, N]; got shapes [4, 256] and [4,"),
     ("mm", {"split_k": -1}, SPEC, "split_k must be a static integer of at least 1, which means no split-K; got -1"),
-    (GROUPED, {"b": Shaped((G, N, K), E4M3)}, OPERAND, "[groups]; got [4, 256], [2, 6, 256], [4], [2, 6]"),
-    (GROUPED, {"b": Shaped((K, N), E4M3)}, OPERAND, "a b of two dimensions has no groups: that is scaled_mm"),
+    (GROUPED, {"b": Shaped((G, N, K), E4M3)}, OPERAND, "divides M; got [4, 256], [2, 6, 256], [4], [2, 6]"),
+    (GROUPED, {"b": Shaped((K, N), E4M3)}, OPERAND, "[M, K], [K, N], [G*M], [G*N] and [G] where offs divides K"),
     (GROUPED, {"scale_a": Shaped((M, 1), F32)}, OPERAND, "got [4, 256], [2, 256, 6], [4, 1], [2, 6], [2]"),
     (GROUPED, {"scale_b": Shaped((N,), F32)}, OPERAND, "got [4, 256], [2, 256, 6], [4], [6], [2]"),
     (GROUPED, {"offs": Shaped((3,), "int32")}, OPERAND, "got [4, 256], [2, 256, 6], [4], [2, 6], [3]"),
-    (GROUPED, {"offs": Shaped((G,), "int64")}, OPERAND, "offs must be int32, the end of each group's rows; got int64"),
+    (GROUPED, {"offs": Shaped((G,), "int64")}, OPERAND, "offs must be int32, the end of each group; got int64"),
+    (GROUPED, {"offs": None}, OPERAND, "[4], [2, 6] and no offs; without groups it is scaled_mm"),
+    (GROUPED, {"a": Shaped((G, M, K), E4M3)}, OPERAND, "absent where every group has its own a and b; got [2, 4, 256]"),
 ]
 
 
@@ -99,7 +101,7 @@ def arrays_of(operands: dict[str, Any]) -> dict[str, Any]:
     for name, x in operands.items():
         if isinstance(x, Shaped):
             found[name] = np.zeros(x.shape, getattr(ml_dtypes, x.dtype, None) or x.dtype)
-    if "offs" in found:
+    if found.get("offs") is not None:
         found["offs"][-1:] = M
     return found
 
@@ -174,7 +176,9 @@ def test_the_library_s_groups() -> None:
         check_library(other)
     with pytest.raises(UnsupportedError, match="out_dtype must be bfloat16; got float32"):
         check_library(scaled_grouped_mm_call(**good, out_dtype=F32))
-    for ends in ([3, 7], [9, 8], [-1, 8], [4, 9]):
-        with pytest.raises(OperandError, match=re.escape(f"offs must rise to the 8 rows of a; got {ends}; give the")):
-            check_group_ends(ends, 8)
-    check_group_ends([0, 3, 3, 8], 8)
+    for ends in ([3, M - 1], [M + 1, M], [-1, M], [2, M + 1]):
+        with pytest.raises(OperandError, match=re.escape(f"offs must rise to the {M} of M; got {ends}; give the end")):
+            group_parts(scaled_grouped_mm_call(**good), ends)
+    first, second = group_parts(scaled_grouped_mm_call(**good), [0, M])
+    assert (first.gemm.sizes, second.gemm.sizes) == ((0, N, K), (M, N, K))
+    assert second.a == second.out == (slice(0, M), slice(None)) and second.b == (1, slice(None), slice(None))

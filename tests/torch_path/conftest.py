@@ -80,10 +80,10 @@ def assert_same_bits() -> Callable[..., None]:
 def expect(to_numpy: Callable[[torch.Tensor], np.ndarray]) -> Callable[..., np.ndarray]:
     """A verb of the oracle, called with tensors."""
 
-    def call(verb: str, *tensors: torch.Tensor, **options: Any) -> np.ndarray:
+    def call(verb: str, *tensors: torch.Tensor | None, **options: Any) -> np.ndarray:
         options = {k: to_numpy(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         options["out_dtype"] = str(options["out_dtype"]).removeprefix("torch.")
-        return getattr(reference, verb)(*(to_numpy(x) for x in tensors), **options)
+        return getattr(reference, verb)(*(None if x is None else to_numpy(x) for x in tensors), **options)
 
     return call
 

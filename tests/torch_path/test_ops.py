@@ -37,6 +37,18 @@ def gemm_arguments() -> dict[str, tuple[Any, tuple]]:
             gemm_operators.scaled_grouped_mm,
             (a, codes(3, 2, 48, 64).mT, torch.rand(32), torch.rand(2, 48), offs, BF16, False, "auto"),
         ),
+        "scaled_grouped_mm, a batch": (
+            gemm_operators.scaled_grouped_mm,
+            (
+                codes(4, 2, 32, 64),
+                codes(3, 2, 48, 64).mT,
+                *(torch.rand(2, n) for n in (32, 48)),
+                None,
+                BF16,
+                False,
+                "auto",
+            ),
+        ),
         "run_mm": (gemm_operators.run_mm, (high, high.t(), torch.float32, "emulated", 1)),
     }
 

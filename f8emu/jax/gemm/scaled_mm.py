@@ -12,8 +12,8 @@ from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.lowering import without_gradient
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
-from f8emu.spec.errors import OperandError
-from f8emu.spec.gemm_call import GemmCall, Shaped, mm_call, scaled_grouped_mm_call, scaled_mm_call
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.gemm_call import GemmCall, GroupKind, Shaped, mm_call, scaled_grouped_mm_call, scaled_mm_call
 from f8emu.spec.scaling import Granularity
 
 
@@ -64,7 +64,7 @@ def scaled_grouped_mm(
     b: jax.Array,
     scale_a: jax.Array,
     scale_b: jax.Array,
-    offs: jax.Array,
+    offs: jax.Array | None = None,
     *,
     out_dtype: Any = "bfloat16",
     use_fast_accum: bool = False,
@@ -84,7 +84,8 @@ def scaled_grouped_mm(
     Raises:
         OperandError, SpecError, UnsupportedError: as for `scaled_mm`.
     """
-    operands = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": offs}
+    operands = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
+    operands |= {} if offs is None else {"offs": offs}
     return _product(scaled_grouped_mm_call, operands, out_dtype, engine, chip, use_fast_accum=use_fast_accum)
 
 
@@ -122,6 +123,8 @@ def _product(
     engines.check_engine(call, engine)
     shaped = {name: _shaped(call, name, x) for name, x in given.items()}
     found = describe(**shaped, out_dtype=out, chip=chip_by_name(call, chip), **options)
+    if found.group_kind not in (None, GroupKind.ROWS):
+        raise UnsupportedError(f"{call}: in JAX offs divides the rows of a; use jax.vmap of scaled_mm, or f8emu.numpy")
     # 2. The operands as arrays, tensorwise scales [1, 1].
     arrays = {name: jnp.asarray(x) for name, x in given.items()}
     if found.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):

@@ -9,8 +9,6 @@ Each function takes a checked call (`engine`), and raises MissingExtraError wher
 """
 
 import contextlib
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +18,8 @@ from f8emu import interop
 from f8emu.native import gemm as native
 from f8emu.native import library
 from f8emu.spec.chip import Chip
-from f8emu.spec.gemm_call import GemmCall
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.gemm_call import GemmCall, GroupKind, group_parts
 from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
 from f8emu.split_k.ask import known_split_k, split_of
@@ -50,17 +49,24 @@ def scaled_mm(
     return _run_jax(gemm, (a, b, scale_a, scale_b), bias, **options)
 
 
-def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, gemm: GemmCall) -> Tensor:
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, gemm: GemmCall
+) -> Tensor:
     """A `scaled_grouped_mm`."""
     if not _is_native(a.device):
+        if gemm.group_kind is not GroupKind.ROWS or offs is None:
+            raise UnsupportedError(
+                "scaled_grouped_mm: without the compiled engine, and on a GPU, only groups of rows of a are emulated; "
+                "call scaled_mm for each group, or move the operands to the CPU"
+            )
         return _run_jax(gemm, (a, b, scale_a, scale_b, offs), use_fast_accum=gemm.use_fast_accum)
     out = _empty(gemm, a)
-    for group, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+    for part in group_parts(gemm, None if offs is None else offs.tolist()):
         of_group = native.described(
-            replace(gemm, sizes=(end - start, *gemm.sizes[1:])),
-            _matrix(a[start:end], scale_a[start:end, None], Granularity.ROWWISE),
-            _matrix(b[group].t(), scale_b[group, :, None], Granularity.ROWWISE),
-            _output(out[start:end], None),
+            part.gemm,
+            _matrix(a[part.a], scale_a[part.scale_a][:, None], Granularity.ROWWISE),
+            _matrix(b[part.b].t(), scale_b[part.scale_b][:, None], Granularity.ROWWISE),
+            _output(out[part.out], None),
         )
         native.run(of_group, threads=torch.get_num_threads())
     return out
@@ -134,7 +140,7 @@ def _is_native(device: torch.device) -> bool:
 
 
 def _empty(gemm: GemmCall, a: Tensor) -> Tensor:
-    return a.new_empty(gemm.sizes[:2], dtype=dtype_of(gemm.out))
+    return a.new_empty(gemm.out_shape, dtype=dtype_of(gemm.out))
 
 
 def _matrix(x: Tensor, scale: Tensor | None, granularity: Granularity | None) -> native.Matrix:

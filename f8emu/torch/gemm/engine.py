@@ -122,7 +122,7 @@ def checked_scaled_grouped_mm(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    offs: Tensor,
+    offs: Tensor | None,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     engine: str,
@@ -131,11 +131,13 @@ def checked_scaled_grouped_mm(
     """A `scaled_grouped_mm` [EPI-6]."""
     call = "scaled_grouped_mm"
     out = _output_name(call, out_dtype)
-    operands = map(_shaped, (a, b, scale_a, scale_b, offs))
-    gemm = scaled_grouped_mm_call(*operands, out_dtype=out, use_fast_accum=use_fast_accum, chip=CHIPS[chip])
+    ends = None if offs is None else _shaped(offs)
+    of_a, of_b, of_scale_a, of_scale_b = map(_shaped, (a, b, scale_a, scale_b))
+    options = {"out_dtype": out, "use_fast_accum": use_fast_accum, "chip": CHIPS[chip]}
+    gemm = scaled_grouped_mm_call(of_a, of_b, of_scale_a, of_scale_b, ends, **options)
     check_library(gemm)
-    _check_float8_layout(gemm, a, b[0])
-    if not scale_a.is_contiguous() or scale_b.stride(-1) != 1:
+    _check_float8_layout(gemm, *(x if x.ndim == 2 else x[0] for x in (a, b)))
+    if scale_a.stride(-1) != 1 or scale_b.stride(-1) != 1:
         raise OperandError(f"{call}: scales must be contiguous; call scale.contiguous() first")
     _check_devices(call, a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
     return _with_engine(gemm, a, engine)

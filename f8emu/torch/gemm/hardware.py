@@ -58,7 +58,9 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
     )
 
 
-def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, gemm: GemmCall) -> Tensor:
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, gemm: GemmCall
+) -> Tensor:
     """`torch._scaled_grouped_mm` [EPI-6].
 
     Raises:
@@ -71,7 +73,7 @@ def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, of
         _aligned(b.mT, is_traced).mT,
         scale_a,
         scale_b,
-        offs=offs.contiguous(),
+        offs=None if offs is None else offs.contiguous(),
         out_dtype=dtype_of(gemm.out),
         use_fast_accum=gemm.use_fast_accum,
     )

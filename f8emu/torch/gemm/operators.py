@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from f8emu.native import gemm as native
 from f8emu.spec.chips import HOPPER
-from f8emu.spec.gemm_call import GemmCall, check_group_ends
+from f8emu.spec.gemm_call import GemmCall, group_parts
 from f8emu.torch.dispatch_modes import seen_as_mm
 from f8emu.torch.gemm import emulation, hardware, strategies
 from f8emu.torch.gemm.engine import Checked, Engine, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
@@ -30,7 +30,7 @@ _SCALED_MM = (
     f'str engine, str? granularity_a, str? granularity_b, int? split_k, str chip="{HOPPER.name}") -> Tensor'
 )
 _SCALED_GROUPED_MM = (
-    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, ScalarType out_dtype, bool use_fast_accum, "
+    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? offs, ScalarType out_dtype, bool use_fast_accum, "
     f'str engine, str chip="{HOPPER.name}") -> Tensor'
 )
 _MM = f'(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k, str chip="{HOPPER.name}") -> Tensor'
@@ -97,14 +97,16 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
 
 
 @operator(schema=_SCALED_GROUPED_MM, tags=_TAGS)
-def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *options: Any) -> Tensor:
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, *options: Any
+) -> Tensor:
     """`f8emu.torch.scaled_grouped_mm`; the options are those of `checked_scaled_grouped_mm`."""
     operands = a, b, scale_a, scale_b, offs
     gemm, engine, _ = _prepared(checked_scaled_grouped_mm, operands, options)
     if engine is Engine.HARDWARE:
         return hardware.scaled_grouped_mm(*operands, gemm)
-    if offs.device.type == "cpu":  # on a GPU, reading the values would wait for the device
-        check_group_ends(offs.tolist(), a.shape[0])
+    if offs is not None and offs.device.type == "cpu":  # on a GPU, reading the values would wait for the device
+        group_parts(gemm, offs.tolist())
     return emulation.scaled_grouped_mm(*operands, gemm)
 
 
@@ -138,9 +140,9 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | Non
 
 
 @fake(scaled_grouped_mm)
-def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *options: Any) -> Tensor:
-    checked_scaled_grouped_mm(a, b, scale_a, scale_b, offs, *options)
-    return a.new_empty((a.shape[0], b.shape[2]), dtype=options[0])
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, *options: Any) -> Tensor:
+    gemm, _ = checked_scaled_grouped_mm(a, b, scale_a, scale_b, offs, *options)
+    return a.new_empty(gemm.out_shape, dtype=options[0])
 
 
 @fake(run_mm)

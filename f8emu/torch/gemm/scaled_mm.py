@@ -96,18 +96,22 @@ def scaled_grouped_mm(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    offs: Tensor,
+    offs: Tensor | None = None,
     *,
     out_dtype: torch.dtype | Format | str = torch.bfloat16,
     use_fast_accum: bool = False,
     engine: str = "auto",
     chip: Chip | str = HOPPER,
 ) -> Tensor:
-    """`(acc * scale_a) * scale_b` per group of rows, each with its own `b[i]` [EPI-6], as `torch._scaled_grouped_mm`.
+    """`(acc * scale_a) * scale_b` of every group, each a GEMM of its own [EPI-6], as `torch._scaled_grouped_mm`.
 
     Shapes:
-        a [total_M, K] row-major, b [groups, K, N] column-major, float8_e4m3fn; scale_a float32 [total_M], scale_b
-        float32 [groups, N]; offs int32 [groups], the end of each group's rows -> bfloat16 [total_M, N].
+        a row-major and b column-major, float8_e4m3fn, scales float32; offs int32 [G], the end of each group in the
+        dimension that it divides -> bfloat16.
+        rows of a: a [M, K], b [G, K, N], scale_a [M], scale_b [G, N] -> [M, N].
+        columns of b: a [G, M, K], b [K, N], scale_a [G, M], scale_b [N] -> [M, N].
+        K: a [M, K], b [K, N], scale_a [G * M], scale_b [G * N] -> [G, M, N].
+        nothing, without offs: a [G, M, K], b [G, K, N], scale_a [G, M], scale_b [G, N] -> [G, M, N].
 
     Exactness: as for `scaled_mm`.
 
@@ -117,7 +121,8 @@ def scaled_grouped_mm(
         MissingExtraError: emulation on a GPU, or without the compiled engine, but jax is not installed.
     """
     for name, x in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b), ("offs", offs)):
-        require_tensor("scaled_grouped_mm", name, x)
+        if x is not None:
+            require_tensor("scaled_grouped_mm", name, x)
     dtype = output_dtype("scaled_grouped_mm", out_dtype)
     name = chip_by_name("scaled_grouped_mm", chip).name
     return gemm_operators.scaled_grouped_mm(a, b, scale_a, scale_b, offs, dtype, use_fast_accum, engine, name)

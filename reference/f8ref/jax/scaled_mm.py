@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from f8emu.spec import BFLOAT16, FLOAT8, FORMATS, HOPPER, Chip, Format, Granularity, OperandError, output_format
-from f8emu.spec.gemm_call import Shaped, mm_call, scaled_grouped_mm_call, scaled_mm_call
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.gemm_call import GroupKind, Shaped, mm_call, scaled_grouped_mm_call, scaled_mm_call
 from f8ref.jax import softfloat
 from f8ref.jax.chain import Chain
 from f8ref.jax.codec import codes, dtype_format, float32_bits, round_to_code, typed
@@ -66,15 +67,19 @@ def scaled_grouped_mm(
     b: jax.Array,
     scale_a: jax.Array,
     scale_b: jax.Array,
-    offs: jax.Array,
+    offs: jax.Array | None = None,
     *,
     out_dtype: Format | str = "bfloat16",
     use_fast_accum: bool = False,
     chip: Chip = HOPPER,
 ) -> jax.Array:
-    """`f8ref.numpy.scaled_grouped_mm`, traceable [EPI-6]; `offs` [G] int32, rows after the last group give zeros."""
-    operands = (a, b, scale_a, scale_b, offs)
+    """`f8ref.numpy.scaled_grouped_mm` that divides rows, traceable [EPI-6]; rows after the last group give zeros."""
+    operands = (a, b, scale_a, scale_b) if offs is None else (a, b, scale_a, scale_b, offs)
     gemm = scaled_grouped_mm_call(*_shaped(*operands), out_dtype=out_dtype, use_fast_accum=use_fast_accum, chip=chip)
+    if gemm.group_kind is not GroupKind.ROWS or offs is None:
+        raise UnsupportedError(
+            "scaled_grouped_mm: in JAX offs divides the rows of a; use jax.vmap of scaled_mm, or numpy"
+        )
     a, b, scale_a, scale_b, offs = map(jnp.asarray, operands)
     a, b, formats = taken(gemm.model, a, b, gemm.formats)
     chain = Chain(gemm.model, *formats, a.shape[1])

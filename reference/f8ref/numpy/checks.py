@@ -3,15 +3,14 @@
 Shape suffixes as in `f8ref.numpy.scaled_mm`.
 """
 
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from f8emu.spec import Granularity
-from f8emu.spec.gemm_call import GemmCall, Shaped, check_group_ends, mm_call, scaled_grouped_mm_call, scaled_mm_call
+from f8emu.spec.gemm_call import GemmCall, Shaped, group_parts, mm_call, scaled_grouped_mm_call, scaled_mm_call
 from f8ref.numpy.codec import Array, as_float32
 
 
@@ -45,24 +44,32 @@ def checked_scaled_mm(
     return Gemm(call, a_MK, b_KN.T, factor_a, factor_b.T, values)
 
 
-def checked_scaled_grouped_mm(
-    a: ArrayLike, b: ArrayLike, scale_a: ArrayLike, scale_b: ArrayLike, offs: ArrayLike, **options: Any
-) -> list[Gemm]:
-    """The GEMM of each group of `scaled_grouped_mm`; raises what that raises."""
-    arrays = [np.asarray(x) for x in (a, b, scale_a, scale_b, offs)]
-    call = scaled_grouped_mm_call(*map(_shaped, arrays), **options)
-    a_MK, b_GKN, scale_a_M, scale_b_GN, ends_G = arrays
-    check_group_ends(ends_G.tolist(), call.sizes[0])
-    return [
-        Gemm(
-            replace(call, sizes=(stop - start, *call.sizes[1:])),
-            a_MK[start:stop],
-            b_GKN[group].T,
-            scale_a_M[start:stop, None],
-            scale_b_GN[group, :, None],
-        )
-        for group, (start, stop) in enumerate(pairwise([0, *ends_G.tolist()]))
-    ]
+def grouped_product(
+    product: Callable[[Gemm], Array],
+    a: ArrayLike,
+    b: ArrayLike,
+    scale_a: ArrayLike,
+    scale_b: ArrayLike,
+    offs: ArrayLike | None,
+    **options: Any,
+) -> Array:
+    """`scaled_grouped_mm`, group by group; raises what that raises."""
+    # 1. The groups.
+    arrays = [np.asarray(x) for x in (a, b, scale_a, scale_b)]
+    ends = None if offs is None else np.asarray(offs)
+    of_a, of_b, of_scale_a, of_scale_b = map(_shaped, arrays)
+    of_ends = None if ends is None else _shaped(ends)
+    call = scaled_grouped_mm_call(of_a, of_b, of_scale_a, of_scale_b, of_ends, **options)
+    a, b, scale_a, scale_b = arrays
+    parts = group_parts(call, None if ends is None else ends.tolist())
+    scales = [(scale_a[part.scale_a][:, None], scale_b[part.scale_b][:, None]) for part in parts]
+    # 2. Their products, each in its place.
+    gemms = [Gemm(part.gemm, a[part.a], b[part.b].T, *of) for part, of in zip(parts, scales, strict=True)]
+    products = [product(gemm) for gemm in gemms]
+    out = np.empty(call.out_shape, products[0].dtype)
+    for part, found in zip(parts, products, strict=True):
+        out[part.out] = found
+    return out
 
 
 def checked_mm(a: ArrayLike, b: ArrayLike, **options: Any) -> Gemm:

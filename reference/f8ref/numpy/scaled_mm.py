@@ -22,7 +22,7 @@ from f8emu.spec import (
 from f8emu.spec.gemm_call import GemmCall
 from f8ref.numpy.accumulate import TILE, Operand, accumulate, chain, multiply_add, operand, side_by_side
 from f8ref.numpy.cast import convert
-from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
+from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm, grouped_product
 from f8ref.numpy.codec import Array, as_float32, typed_array
 
 _TILE_N = 256
@@ -84,26 +84,32 @@ def scaled_grouped_mm(
     b: ArrayLike,
     scale_a: ArrayLike,
     scale_b: ArrayLike,
-    offs: ArrayLike,
+    offs: ArrayLike | None = None,
     *,
     out_dtype: Format | str = "bfloat16",
     use_fast_accum: bool = False,
     chip: Chip = HOPPER,
 ) -> Array:
-    """`(acc * scale_a) * scale_b` of every group of rows of `a` with the group's own `b` [EPI-6].
+    """`(acc * scale_a) * scale_b` of every group, each a GEMM of its own [EPI-6].
 
-    Group g has the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; a group may be empty.
+    `offs` divides one dimension: group g runs from `offs[g - 1]` (0 for the first) up to `offs[g]`, and may be empty.
 
-    Shapes: `a` [M, K], `b` [G, K, N], `scale_a` [M], `scale_b` [G, N], `offs` [G]; result [M, N].
-    Exactness: as for a rowwise `scaled_mm`.
+    | divided | `a` | `b` | `scale_a` | `scale_b` | result |
+    |---|---|---|---|---|---|
+    | rows of `a` | [M, K] | [G, K, N] | [M] | [G, N] | [M, N] |
+    | columns of `b` | [G, M, K] | [K, N] | [G, M] | [N] | [M, N] |
+    | K | [M, K] | [K, N] | [G * M] | [G * N] | [G, M, N] |
+    | nothing, without `offs` | [G, M, K] | [G, K, N] | [G, M] | [G, N] | [G, M, N] |
+
+    Exactness: as for a rowwise `scaled_mm`; recorded are GEMMs that divide rows.
 
     Raises:
-        OperandError: wrong dtypes or shapes, or offsets that do not rise to M.
+        OperandError: wrong dtypes or shapes, or offsets that do not rise to the size that they divide.
         SpecError: an unknown `out_dtype`.
         UnsupportedError: formats or an `out_dtype` that the chip has no GEMM for.
     """
     options = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum, "chip": chip}
-    return np.concatenate([product(g) for g in checked_scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)])
+    return grouped_product(product, a, b, scale_a, scale_b, offs, **options)
 
 
 def mm(
