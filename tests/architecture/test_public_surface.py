@@ -73,7 +73,9 @@ SIGNATURES = {
     "mma": "(a, b, c, *, chip=Hopper, out_dtype='float32')",
     "quantize": "(x, inv_scale, format, granularity=TENSORWISE)",
     "scale_from_amax": "(amax, format, rule=ScaleRule(), *, margin=0)",
-    "scaled_grouped_mm": "(a, b, scale_a, scale_b, offs=None, *, out_dtype='bfloat16', use_fast_accum=False, chip=Hopper)",
+    "scaled_grouped_mm": (
+        "(a, b, scale_a, scale_b, offs=None, *, out_dtype='bfloat16', use_fast_accum=False, chip=Hopper)"
+    ),
     "scaled_mm": (
         "(a, b, scale_a, scale_b, *, granularity_a=TENSORWISE, granularity_b=TENSORWISE, bias=None, "
         "out_dtype='bfloat16', use_fast_accum=False, split_k=1, chip=Hopper)"
