@@ -470,8 +470,8 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
     4: {"hybrid": hybrid, "rowwise": case(bits, "rowwise", True, True)},
 }
 _AT_REST = {
-    *(f"{recipe}, reshards True" for recipe in RECIPES),
-    *(f"{kind}, {recipe}" for kind in ("mixed precision", "from meta", "checkpointed", "unusual") for recipe in TWO),
+    *(f"{recipe}, reshards True" for recipe in ("tensorwise", *TWO)),
+    *("mixed precision, delayed", "from meta, rowwise", "checkpointed, rowwise", "unusual, delayed"),
     *("hybrid", "compiled, delayed", "fused", "traffic, rowwise", "traffic, recomputed", "held", "skipped"),
     *("NaN, rowwise", "forgotten", "not gathered", "rowwise", "unequal and empty shards, delayed"),
 }

@@ -569,7 +569,7 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
 }
 _AT_REST = {
     *("by column, delayed", "by row, rowwise", "gathered input, tensorwise", "scattered output, delayed"),
-    *("compiled, rowwise", "compiled, delayed", "unequal shards of N", "an empty shard of K"),
+    *("compiled, rowwise", "unequal shards of N", "an empty shard of K"),
     *(f"with FSDP2, {recipe}, gathers False" for recipe in GATHERED),
 }
 for _cases in CASES.values():
