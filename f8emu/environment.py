@@ -1,9 +1,17 @@
-"""The environment that a result belongs to: versions of the packages and the driver, and the devices."""
+"""What surrounds f8emu: the versions and devices that a result belongs to, and what comes from outside.
 
+That is files, which may be pipes, devices or endless, and text, which a terminal would obey.
+"""
+
+import errno
+import os
 import platform
+import stat
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from io import BufferedReader
+from pathlib import Path
 
 from f8emu import __version__
 
@@ -33,3 +41,35 @@ def devices() -> dict[str, list[str]]:
     if jax := sys.modules.get("jax"):
         found["jax"] = [device.device_kind for device in jax.devices()]
     return found
+
+
+def open_regular(path: Path, *, follows_links: bool = True) -> BufferedReader:
+    """A regular file, to read: a pipe is not waited for, a device not read without end.
+
+    Raises:
+        OSError: missing or not readable; a directory, a pipe, a device; a link where none is followed.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """A whole regular file of at most `most` bytes.
+
+    Raises:
+        OSError: as `open_regular`, or a larger file, of which nothing is read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"expected a file of at most {most} bytes; found {size}", str(path))
+        return file.read(most)
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey escaped, as in a string of Python."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -28,7 +28,7 @@ from benchmarks.torchtitan import worker
 from benchmarks.workloads import HIGH_PRECISION_GEMM, Shape
 from f8emu.native import library
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
-from f8emu.torch.dispatch_modes import saved_ops
+from f8emu.torch.library import saved_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor imports it
 ONCE = "--device cpu --tokens 128 --rounds 1 --steps 1"

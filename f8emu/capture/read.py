@@ -34,8 +34,8 @@ from f8emu.capture.record import (
 )
 from f8emu.conformance.cases.container import decode_container
 from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.environment import open_regular
 from f8emu.spec import FLOAT32, GoldenFileError, Granularity, SpecError, format_by_name
-from f8emu.untrusted import open_regular
 
 REMEDY = "copy the capture again, or make another with f8emu.torch.capture"
 _LARGEST_INDEX = 256 * 2**20

@@ -99,7 +99,7 @@ def _run(command: str, paths: list[Path], json_file: Path | None, options: dict[
 
 def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Path | None) -> int:
     from f8emu.report import inspection
-    from f8emu.report.html import render
+    from f8emu.report.page import render
 
     if by not in inspection.MEASURES:
         raise SpecError(f"inspect: --by must be one of {', '.join(inspection.MEASURES)}; got {by!r}")

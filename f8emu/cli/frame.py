@@ -14,8 +14,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from f8emu.environment import printable, read_regular
 from f8emu.spec import F8Error, SpecError
-from f8emu.untrusted import printable, read_regular
 
 if TYPE_CHECKING:
     from rich.console import Console

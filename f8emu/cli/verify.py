@@ -251,20 +251,20 @@ def _conclude(
 ) -> int:
     """The exit status, after everything was printed and written; `source` names the recording.
 
-    Every output is written, even if another one fails. `facts` are fields of `report.verdict.Run`.
+    Every output is written, even if another one fails. `facts` are fields of `report.verify.Run`.
     """
-    from f8emu.report import verdict, verify
-    from f8emu.report.html import render
+    from f8emu.report import verify
+    from f8emu.report.page import render
 
     seconds = time.perf_counter() - start
-    run = verdict.Run(command=frame.command_line(), seconds=seconds, errors=errors, **facts)
+    run = verify.Run(command=frame.command_line(), seconds=seconds, errors=errors, **facts)
     page = functools.cache(lambda: verify.page(result, run))
-    say(f"{verdict.verdict(result)}; {source}; {seconds:.1f} s")
+    say(f"{verify.verdict(result)}; {source}; {seconds:.1f} s")
     print()
     with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
         if html is not None:
             afterwards.callback(lambda: html.write(render(verify.COMMAND, page())))
         if out is not None:
-            afterwards.callback(lambda: out.write_json(verdict.to_json(result, run)))
+            afterwards.callback(lambda: out.write_json(verify.to_json(result, run)))
         frame.show(page())
     return frame.status_of(result)

@@ -101,7 +101,7 @@ def _tried(what: str, function: Callable[[], _T], otherwise: _T, problems: list[
 
 def _torch_devices() -> list[Device]:
     torch = interop.require_torch("doctor")
-    from f8emu.torch.device import has_float8_hardware
+    from f8emu.torch.chip import has_float8_hardware
 
     found = [Device(library="torch", kind="cpu", name=torch.backends.cpu.get_cpu_capability())]
     if torch.cuda.is_available():
@@ -123,7 +123,7 @@ def engine_of_torch(device: str) -> str:
     import torch
 
     from f8emu.torch import engine_of
-    from f8emu.torch.device import is_device_of
+    from f8emu.torch.chip import is_device_of
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an idle GPU, or of no engine: the text says it

@@ -14,7 +14,7 @@ from f8emu.interop.delayed import float8_states_from_delayed_state_dict as float
 from f8emu.interop.frameworks import jax_device as jax_device
 from f8emu.interop.frameworks import require_jax as require_jax
 from f8emu.interop.frameworks import require_torch as require_torch
+from f8emu.interop.parameters import DEFAULT_RULES as DEFAULT_RULES
+from f8emu.interop.parameters import ParameterRule as ParameterRule
 from f8emu.interop.parameters import params_from_state_dict as params_from_state_dict
 from f8emu.interop.parameters import state_dict_from_params as state_dict_from_params
-from f8emu.interop.rules import DEFAULT_RULES as DEFAULT_RULES
-from f8emu.interop.rules import ParameterRule as ParameterRule

@@ -13,12 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from f8emu.interop.arrays import to_jax, to_numpy, to_torch
-from f8emu.interop.parameters import nested
-from f8emu.interop.rules import DEFAULT_RULES, ParameterRule, renamed
+from f8emu.interop.parameters import DEFAULT_RULES, ParameterRule, nested, renamed
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.recipe import Recipe, recipe_by_name
-from f8emu.spec.scaling import TENSORS, DelayedScaling
-from f8emu.spec.trace import DelayedState, Float8State
+from f8emu.spec.scaling import TENSORS, DelayedScaling, DelayedState, Float8State
 
 _FIELDS = ("amax_history", "inv_scale", "initialized", "counts", "amax")
 _UNCALLED = -1.0

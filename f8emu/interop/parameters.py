@@ -1,12 +1,179 @@
-"""Whole models: torch's state dict, names with dots, and JAX's parameter tree, nested dicts or any pytree."""
+"""Whole models: torch's state dict, names with dots, and JAX's parameter tree, nested dicts or any pytree.
 
+Rules, which read both ways, say how names and axes differ between torch and flax.
+"""
+
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from f8emu.interop.arrays import to_jax, to_torch
 from f8emu.interop.frameworks import library_of, require_jax
-from f8emu.interop.rules import DEFAULT_RULES, ParameterRule, renamed
-from f8emu.spec.errors import OperandError
+from f8emu.spec.errors import OperandError, SpecError
+
+_FIELD = re.compile(r"\{(\w+)(\*?)\}")
+_AXIS = re.compile(r"\(([^()]*)\)|(\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRule:
+    """One kind of parameter: its name and the order of its axes on either side.
+
+        ParameterRule(
+            torch="layers.{i}.attention.wq.weight",
+            flax="layers_{i}.attention.query.kernel",
+            axes="(heads head_dim) in -> in heads head_dim",
+            sizes={"heads": 8},
+        )
+
+    Raises:
+        SpecError: names with different fields, or axes that differ between the two sides.
+    """
+
+    torch: str
+    """Name in a state dict. `{x}` stands for any characters but dots, `{x*}` for any characters; both may be empty."""
+    flax: str
+    """Name in a parameter tree, its keys joined by dots; the same fields."""
+    axes: str | None = None
+    """torch's axes -> flax's, as in einops: names, with parentheses around axes that are one axis in memory. None: any
+    number of axes, unchanged."""
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Sizes of axes in parentheses; one axis of each pair of parentheses may be left out."""
+
+    def __post_init__(self) -> None:
+        # 1. Fields: a name must lead there and back. 2. Axes: the same on both sides, each once.
+        fields = [sorted(_FIELD.findall(name)) for name in (self.torch, self.flax)]
+        if fields[0] != fields[1]:
+            raise SpecError(
+                f"ParameterRule: both names need the same fields, or a name has no way back; got {self.torch!r} and "
+                f"{self.flax!r}"
+            )
+        sides = [] if self.axes is None else self.axes.split("->")
+        axes = [sorted(axis for group in _groups(side) for axis in group) for side in sides]
+        if self.axes is not None and (len(sides) != 2 or axes[0] != axes[1] or len(set(axes[0])) != len(axes[0])):
+            raise SpecError(
+                "ParameterRule: axes must be 'torch axes -> flax axes' with the same names on both sides, each once, "
+                f"as in 'out in -> in out'; got {self.axes!r}"
+            )
+
+    def renamed(self, name: str, *, to: str) -> str | None:
+        """The name on side `to` (torch or flax); None if this rule does not match `name`."""
+        source, target = (self.torch, self.flax) if to == "flax" else (self.flax, self.torch)
+        match = _pattern(source).fullmatch(name)
+        return None if match is None else _FIELD.sub(lambda found: match[found[1]], target)
+
+    def takes(self, ndim: int, *, to: str) -> bool:
+        """Whether an array with `ndim` axes fits the side that is not `to`."""
+        return self.axes is None or len(self._sides(to)[0]) == ndim
+
+    def arranged(self, array: Any, *, to: str) -> Any:
+        """The array of torch, JAX or numpy with its axes in the order of side `to`; a view if the library gives one.
+
+        Raises:
+            OperandError: an axis in parentheses that its sizes do not divide, or sizes that are not given.
+        """
+        if self.axes is None:
+            return array
+        # As einops: split the axes in parentheses, permute, join.
+        source, target = self._sides(to)
+        sizes = dict(self.sizes)
+        for group, size in zip(source, array.shape, strict=True):
+            sizes |= self._split(group, int(size))
+        flat = [axis for group in source for axis in group]
+        order = [flat.index(axis) for group in target for axis in group]
+        split = array if len(flat) == array.ndim else array.reshape(tuple(sizes[axis] for axis in flat))
+        turned = split.permute(order) if hasattr(split, "permute") else split.transpose(order)
+        shape = tuple(math.prod(sizes[axis] for axis in group) for group in target)
+        return turned if len(flat) == len(shape) else turned.reshape(shape)
+
+    def _sides(self, to: str) -> tuple[Sequence[tuple[str, ...]], Sequence[tuple[str, ...]]]:
+        # of a rule for any number of axes: none
+        torch, flax = (_groups(side) for side in (self.axes or "->").split("->"))
+        return (torch, flax) if to == "flax" else (flax, torch)
+
+    def _split(self, group: tuple[str, ...], size: int) -> dict[str, int]:
+        # One axis of a group follows from the others.
+        given = {axis: self.sizes[axis] for axis in group if axis in self.sizes}
+        left = [axis for axis in group if axis not in given]
+        known = math.prod(given.values())
+        if len(left) > 1 or size % known or (not left and size != known):
+            raise OperandError(
+                f"ParameterRule {self.torch!r}: axis ({' '.join(group)}) of size {size} must be split by sizes of all "
+                f"of its axes but one; got {dict(self.sizes)}; give the sizes of this model"
+            )
+        return given | {axis: size // known for axis in left}
+
+
+def renamed(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> tuple[str, ParameterRule]:
+    """The name on side `to` (torch or flax), and the rule that gives it: the first that fits name and axes.
+
+    Raises:
+        OperandError: no rule fits, or the rules lead back to another name.
+    """
+    back = "torch" if to == "flax" else "flax"
+    found = _first(rules, name, ndim, to=to)
+    if found is None:
+        raise OperandError(
+            f"parameter {name!r} with {ndim} axes: no rule fits its name on the side of {back}; add a ParameterRule, "
+            "or end the rules with DEFAULT_RULES"
+        )
+    # A name without a way back would be another parameter after the next conversion.
+    target = len(found[1]._sides(to)[1]) if found[1].axes is not None else ndim
+    returned, _ = _first(rules, found[0], target, to=back) or (None, None)
+    if returned != name:
+        raise OperandError(
+            f"parameter {name!r}: the rules rename it to {found[0]!r}, and that to {returned!r}; put a ParameterRule "
+            "for this name before the others, so that it has a way back"
+        )
+    return found
+
+
+def _first(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> tuple[str, ParameterRule] | None:
+    for rule in rules:
+        found = rule.renamed(name, to=to)
+        if found is not None and rule.takes(ndim, to=to):
+            return found, rule
+    return None
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    parts: list[str] = []
+    end = 0
+    for found in _FIELD.finditer(name):
+        parts += [re.escape(name[end : found.start()]), f"(?P<{found[1]}>{'.*' if found[2] else '[^.]*'})"]
+        end = found.end()
+    return re.compile("".join([*parts, re.escape(name[end:])]))
+
+
+@cache
+def _groups(side: str) -> tuple[tuple[str, ...], ...]:
+    # The axes of one side; those in one pair of parentheses together.
+    return tuple(tuple((found[1] or found[2]).split()) for found in _AXIS.finditer(side))
+
+
+DEFAULT_RULES = (
+    ParameterRule(
+        torch="{path*}embed{rest}.weight", flax="{path*}embed{rest}.embedding", axes="vocabulary d -> vocabulary d"
+    ),
+    ParameterRule(torch="{path*}.weight", flax="{path*}.kernel", axes="out in -> in out"),
+    ParameterRule(torch="{path*}.weight", flax="{path*}.kernel", axes="out in h w -> h w in out"),
+    ParameterRule(torch="{path*}.weight", flax="{path*}.kernel", axes="out in w -> w in out"),
+    ParameterRule(torch="{path*}.weight", flax="{path*}.scale", axes="d -> d"),
+    ParameterRule(torch="{path*}.weight_scale", flax="{path*}.kernel_scale", axes="out in -> in out"),
+    ParameterRule(torch="{path*}.weight_scale", flax="{path*}.kernel_scale"),
+    ParameterRule(torch="{path*}.weight", flax="{path*}.embedding", axes="vocabulary d -> vocabulary d"),
+    ParameterRule(torch="{path*}", flax="{path*}"),
+)
+"""Rules for layers that have the same names in both models. The first rule that fits a name and its number of axes
+holds: embeddings, recognised by their names; linear layers and convolutions; norms; scales of float8 weights, which are
+transposed with them; everything else, such as biases, unchanged.
+
+Transposed convolutions need a rule of their own: by names and axes they look like convolutions, and torch has
+[in, out, h, w]."""
 
 
 def params_from_state_dict(

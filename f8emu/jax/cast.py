@@ -18,7 +18,7 @@ from jax import lax
 
 from f8emu.jax import bits
 from f8emu.jax.bits import FLOAT8_NAMES, float8_format, format_of, output_format
-from f8emu.jax.lowering import without_gradient
+from f8emu.jax.compiling import without_gradient
 from f8emu.jax.scale import Block, checked_scales, spread
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, Format, Overflow

@@ -5,7 +5,7 @@ A linear layer needs each matrix `x` [M, N] as two operands: `x` itself, with K 
 arguments.
 
 Exactness: kernels and plain JAX give the same bits, those of the verbs `amax`, `scale_from_amax` and `quantize`.
-`lowering.kernel_or_plain` says where kernels run. Empty and very large matrices, and formats that the chip does not
+`compiling.kernel_or_plain` says where kernels run. Empty and very large matrices, and formats that the chip does not
 multiply, take plain JAX everywhere. It casts a matrix as it is stored, also for its transpose: it transposes the codes,
 a byte an element.
 """
@@ -19,12 +19,11 @@ import jax
 from f8emu.jax import kernels
 from f8emu.jax.bits import CHIP
 from f8emu.jax.cast import quantize_blocks
+from f8emu.jax.compiling import kernel_or_plain
 from f8emu.jax.kernels import Cast
-from f8emu.jax.lowering import kernel_or_plain
 from f8emu.jax.scale import Block, group_amax, scales_of
 from f8emu.spec.formats import Format
-from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.spec.trace import Scales
+from f8emu.spec.scaling import Granularity, ScaleRule, Scales
 
 Codes = tuple[jax.Array | None, jax.Array | None]
 """Codes of `x` [M, N] and of `x^T` [N, M]; None for an operand that is left out."""

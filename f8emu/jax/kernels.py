@@ -28,8 +28,7 @@ from jax.experimental.pallas import triton as plgpu
 from f8emu.jax import bits
 from f8emu.jax.scale import inv_scale_bits, scales_of
 from f8emu.spec.formats import Format
-from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.spec.trace import Scales
+from f8emu.spec.scaling import Granularity, ScaleRule, Scales
 
 Cast = tuple[jax.Array, Scales]
 """Codes and scales of an operand."""
@@ -62,8 +61,8 @@ CAST_BLOCKS = Launch(rows=128, cols=128, warps=4)
 MOST_ELEMENTS = 2**31 - 2**20
 """Pallas counts the offsets of smaller matrices, tiles that overhang included, as signed integers of 32 bits."""
 
-# In `jax.shard_map` a kernel must say along which axes of the mesh its results vary; `lowering` says it for them. JAX
-# 0.10 and 0.11 call the argument so.
+# In `jax.shard_map` a kernel must say along which axes of the mesh its results vary; `kernel_or_plain` says it for
+# them. JAX 0.10 and 0.11 call the argument so.
 NOT_VARYING: dict[str, Any] = (
     {"manual_axis_type": jax.sharding.ManualAxisType()} if hasattr(jax.sharding, "ManualAxisType") else {}
 )

@@ -15,19 +15,20 @@ from jax import lax
 
 from f8emu.jax import bits
 from f8emu.jax.bits import float8_format, format_of, rows_of
-from f8emu.jax.lowering import without_gradient
+from f8emu.jax.compiling import without_gradient
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import FLOAT32, Format
 from f8emu.spec.scaling import (
     MAX_MARGIN,
     AmaxHistoryReduction,
     DelayedScaling,
+    DelayedState,
     Granularity,
     ScaleRule,
+    Scales,
     granularity_by_name,
     scale_number,
 )
-from f8emu.spec.trace import DelayedState, Scales
 
 Block = tuple[int | None, int | None]
 """Extents of the elements that share a scale, None for all of them, as `Granularity.block`."""

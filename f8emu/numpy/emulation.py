@@ -8,22 +8,28 @@ import functools
 import os
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from f8emu.native import cast as caster
 from f8emu.native import gemm as engine
 from f8emu.native import library
-from f8emu.numpy.dtypes import Array, dtype_of
 from f8emu.spec.formats import HIGH_PRECISION, Format, float8_format
-from f8emu.spec.scaling import Granularity, ScaleRule, granularity_by_name
-from f8emu.spec.trace import Scales
+from f8emu.spec.scaling import Granularity, ScaleRule, Scales, granularity_by_name
 from f8ref import numpy as oracle
 from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm, grouped_product
 from f8ref.numpy.codec import canonical_nan, typed_array
 from f8ref.numpy.linear import Verbs
 from f8ref.numpy.scale import as_matrix, checked_amax, checked_scale
 from f8ref.numpy.scaled_mm import product as product_of_oracle
+
+Array = NDArray[Any]
+
+
+def dtype_of(format: Format) -> np.dtype[Any]:
+    """The dtype of a format: numpy's own or one of ml_dtypes."""
+    return np.dtype(getattr(ml_dtypes, format.name, format.name))
 
 
 def product(gemm: Gemm, *, width: str | None = None) -> Array:

@@ -10,14 +10,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from f8emu.numpy import emulation
-from f8emu.numpy.dtypes import Array, FormatLike, array_of, chip_of, output_format, typed
+from f8emu.numpy.cast import FormatLike, array_of, chip_of, output_format, typed
+from f8emu.numpy.emulation import Array
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import BFLOAT16
+from f8emu.spec.gemm import LinearTrace
 from f8emu.spec.recipe import OPERANDS, Recipe, recipe_by_name
-from f8emu.spec.scaling import Granularity
-from f8emu.spec.trace import DelayedState, LinearTrace
+from f8emu.spec.scaling import DelayedState, Granularity
 from f8emu.split_k.ask import known_split_k
 from f8emu.split_k.gemm import of_call, of_layer
 from f8ref import numpy as oracle

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from f8emu.environment import open_regular
 from f8emu.report.page import Block, Cell, Facts, Page, Row, Section, Table, Text
 from f8emu.spec import SpecError
-from f8emu.untrusted import open_regular
 
 COMMAND = "f8emu inspect"
 SCHEMA = 1

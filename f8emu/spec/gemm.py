@@ -7,10 +7,11 @@ With `input` [M, K], `weight` [N, K] and `grad_output` [M, N] the layer computes
 - `grad_weight` [N, K] = grad_output^T [N, M] @ (input^T [K, M])^T,      summed over M
 
 Each GEMM is `a @ b^T` of two operands seen as `[rows, summed dimension]`, and each operand is cast along the
-dimension that its own GEMM sums over.
+dimension that its own GEMM sums over. A trace holds what the three computed, in any array type (`Any` below).
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, OPERAND_FORMATS
@@ -117,3 +118,34 @@ class Gemm:
         if set(pair) == {Granularity.TENSORWISE, Granularity.ROWWISE}:
             return (Granularity.ROWWISE, Granularity.ROWWISE)
         return pair
+
+
+class OperandTrace(NamedTuple):
+    """One operand of one GEMM, seen as `[rows, summed dimension]`."""
+
+    amax: Any
+    """Float32, the amax of this tensor now, also under delayed scaling, where the scale comes from earlier steps."""
+    inv_scale: Any
+    scale: Any
+    codes: Any
+    """[rows, summed dimension], of the cast's float8 dtype; in a high precision GEMM the bfloat16 values, and
+    amax, inv_scale and scale are None."""
+
+
+class GemmTrace(NamedTuple):
+    """One GEMM: `product = a @ b^T`."""
+
+    a: OperandTrace
+    b: OperandTrace
+    product: Any
+    """[rows of a, rows of b], in the dtype of the layer's input; before a bias."""
+
+
+class LinearTrace(NamedTuple):
+    """Forward and backward of one linear layer; None for parts that were not requested."""
+
+    output: GemmTrace
+    grad_input: GemmTrace | None
+    grad_weight: GemmTrace | None
+    result: Any
+    """[M, N], the layer's output: `output.product`, plus the bias, if there is one."""

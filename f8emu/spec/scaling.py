@@ -1,4 +1,6 @@
-"""How a tensor gets its scales: granularity, the scale rule, and the rule of delayed scaling.
+"""How a tensor gets its scales: granularity, the scale rule, and the rule of delayed scaling; and what it gets.
+
+Scales and states are of any array type (`Any` below), as every backend returns them.
 
 Glossary:
 
@@ -13,6 +15,7 @@ An operand of a GEMM is seen as `[rows, K]`, K being the dimension that is summe
 import struct
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, NamedTuple
 
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import changed_fields
@@ -173,3 +176,35 @@ class DelayedScaling:
             raise SpecError(
                 f"DelayedScaling: margin must be in 0..{MAX_MARGIN}, so that no scale is subnormal; got {self.margin}"
             )
+
+
+class Scales(NamedTuple):
+    """Float32 factors of one operand; shapes are those of `Granularity.scale_shape`."""
+
+    inv_scale: Any
+    """The factor that is multiplied while quantising."""
+    scale: Any
+    """The factor that decodes: `value = decode(code) * scale`."""
+
+
+class DelayedState(NamedTuple):
+    """State of one tensor under `DelayedScaling`."""
+
+    amax_history: Any
+    """[history_length] float32, newest first."""
+    inv_scale: Any
+    """[] float32."""
+    initialized: Any
+    """[] bool."""
+
+
+class Float8State(NamedTuple):
+    """The states of delayed scaling of a linear layer; None for a tensor without delayed scales.
+
+    JAX differentiates floating-point leaves only, so `initialized` is a float32 here, 0 or 1. None says that the scale
+    is known to be set, which saves a pass over the tensor. In a cotangent, `amax_history[0]` is the amax of the casts.
+    """
+
+    input: DelayedState | None
+    weight: DelayedState | None
+    grad_output: DelayedState | None

@@ -11,7 +11,7 @@ from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import Format, Overflow
 from f8emu.spec.scaling import Granularity, granularity_by_name
 from f8emu.torch import cpu_casts
-from f8emu.torch.dtypes import (
+from f8emu.torch.chip import (
     FLOAT8_DTYPES,
     HIGH_PRECISION_DTYPES,
     float8_format,

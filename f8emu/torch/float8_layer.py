@@ -16,8 +16,8 @@ from f8emu.spec.recipe import Recipe
 from f8emu.torch.torch_internals import named_modules
 
 if TYPE_CHECKING:
-    from f8emu.torch.delayed.state import DelayedBuffers
-    from f8emu.torch.delayed.update import UpdateGroup
+    from f8emu.torch.layer.delayed_state import DelayedBuffers
+    from f8emu.torch.layer.delayed_update import UpdateGroup
     from f8emu.torch.layer.observers import Tap
 
 

@@ -13,14 +13,15 @@ from f8emu.spec.scaling import (
     MAX_MARGIN,
     AmaxHistoryReduction,
     DelayedScaling,
+    DelayedState,
     Granularity,
     ScaleRule,
+    Scales,
     granularity_by_name,
     scale_number,
 )
-from f8emu.spec.trace import DelayedState, Scales
 from f8emu.torch import cpu_casts
-from f8emu.torch.dtypes import float8_format, require_tensor, require_values, rows_of
+from f8emu.torch.chip import float8_format, require_tensor, require_values, rows_of
 from f8emu.torch.library import is_known
 from f8emu.torch.torch_internals import is_dtensor, reduced
 

@@ -32,7 +32,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
     ],
     "spec": [
         ("f8emu/spec/formats.py", "def later():\n    import ml_dtypes"),
-        ("f8emu/spec/trace.py", "import f8ref"),
+        ("f8emu/spec/gemm.py", "import f8ref"),
     ],
     "native": [
         ("f8emu/native/library.py", "import numpy"),

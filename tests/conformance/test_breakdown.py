@@ -33,8 +33,7 @@ from f8emu.conformance.run.result import MAX_CELLS, StageResult, Status, differe
 from f8emu.conformance.run.subject import NotOffered
 from f8emu.conformance.run.verify import Result
 from f8emu.report.page import parts
-from f8emu.report.verdict import Run, to_json
-from f8emu.report.verify import page
+from f8emu.report.verify import Run, page, to_json
 from tests.conformance.command import raising
 from tests.conformance.planted_gemm import never_promoting
 

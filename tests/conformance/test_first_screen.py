@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import f8ref.numpy as f8
-from f8emu.cli.process import run_supervised
+from f8emu.cli import run_supervised
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.arrays import torch_arrays
 from f8emu.conformance.cases.gemm import Mode

@@ -17,10 +17,8 @@ from f8emu.conformance import load_subject, shipped_golden, verify
 from f8emu.conformance.run import subject
 from f8emu.conformance.run.result import DifferenceMap
 from f8emu.report.figures import map_plot, runs, ticks
-from f8emu.report.html import render
-from f8emu.report.page import Cell, Page, Section, Share, Table, Text
-from f8emu.report.verdict import Run
-from f8emu.report.verify import COMMAND
+from f8emu.report.page import Cell, Page, Section, Share, Table, Text, render
+from f8emu.report.verify import COMMAND, Run
 from f8emu.report.verify import page as page_of
 from tests.conformance.command import few_recorded, invoke
 from tests.conformance.planted_gemm import never_promoting

@@ -22,10 +22,15 @@ from f8emu.spec import BFLOAT16, DELAYED, FLOAT32, RECIPES, TENSORWISE, Recipe
 torch = pytest.importorskip("torch")
 pytest.importorskip("jax")
 
-from f8emu.torch.delayed import update as delayed_update  # noqa: E402
 from f8emu.torch.gemm import emulation, hardware  # noqa: E402
-from f8emu.torch.layer import casts, float8_linear, matmul, operands  # noqa: E402
-from f8emu.torch.layer import gemm as padded_gemm  # noqa: E402
+from f8emu.torch.layer import (  # noqa: E402
+    casts,
+    delayed_update,
+    float8_linear,
+    matmul,
+    operands,
+)
+from f8emu.torch.layer import matmul as padded_gemm  # noqa: E402
 from f8emu.torch.layer.casts import LastInput  # noqa: E402
 
 Planted = Callable[[], Iterator[Any]]

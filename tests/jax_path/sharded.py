@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import f8emu.jax as f8
 import f8ref.numpy as reference
 from f8emu.spec import DELAYED, TENSORS, Granularity, OperandError, Recipe, UnsupportedError, recipe_by_name
-from f8emu.spec.trace import GemmTrace, OperandTrace
+from f8emu.spec.gemm import GemmTrace, OperandTrace
 from tests.jax_path.layers import KERNEL, assert_same_bits, draw
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -17,7 +17,7 @@ import pytest
 
 import f8emu.jax as f8
 import f8ref.numpy as reference
-from f8emu.jax import lowering
+from f8emu.jax import compiling
 from f8emu.jax.gemm import block_kernel, hardware
 from f8emu.jax.gemm.block_kernel import Launch
 from f8emu.jax.gemm.call import Gemm
@@ -120,9 +120,9 @@ def test_a_program_for_hopper_has_one_kernel(pair: str, monkeypatch: pytest.Monk
 
 def test_other_chips_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     ada, hopper = (SimpleNamespace(platform="gpu", compute_capability=capability) for capability in ("8.9", "9.0"))
-    monkeypatch.setattr(lowering, "cuda_devices", lambda: (ada,))
+    monkeypatch.setattr(compiling, "cuda_devices", lambda: (ada,))
     assert lowered((VECTOR, VECTOR)).count(TRITON) == 0
-    monkeypatch.setattr(lowering, "cuda_devices", lambda: (hopper, hopper))
+    monkeypatch.setattr(compiling, "cuda_devices", lambda: (hopper, hopper))
     assert lowered((VECTOR, VECTOR)).count(TRITON) == 1
 
 

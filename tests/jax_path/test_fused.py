@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import f8ref.numpy as reference
+from f8emu.jax import compiling, kernels
 from f8emu.jax import fused as casts
-from f8emu.jax import kernels, lowering
 from f8emu.jax.kernels import Launch
 from f8emu.spec import E4M3FN, E4M3FNUZ, E5M2, Granularity, ScaleRule, Scales
 from tests.oracle import exactly
@@ -172,7 +172,7 @@ def test_what_kernels_do_not_take_is_plain(name, monkeypatch) -> None:
     assert lowered(CASTS[name], matrix((0, 64))).count(TRITON) == 0
     assert lowered(CASTS[name], matrix((256, 256), sharding=sharding)).count(TRITON) == 0
     without = SimpleNamespace(platform="gpu", compute_capability="8.0")
-    monkeypatch.setattr(lowering, "cuda_devices", lambda: (without,))
+    monkeypatch.setattr(compiling, "cuda_devices", lambda: (without,))
     assert lowered(CASTS[name], matrix((256, 256))).count(TRITON) == 0
 
 

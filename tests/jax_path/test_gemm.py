@@ -16,10 +16,10 @@ import pytest
 import f8emu.jax as f8
 import f8ref.jax
 import f8ref.numpy as reference
+from f8emu.jax.compiling import is_device_of
 from f8emu.jax.gemm import engine, hardware
 from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.gemm.hardware import Form, form_of
-from f8emu.jax.lowering import is_device_of
 from f8emu.spec import (
     BFLOAT16,
     CHIPS,

@@ -10,8 +10,8 @@ from torch.optim import SGD, Optimizer
 
 import f8emu.torch as f8
 from f8emu.spec import DELAYED, Recipe
-from f8emu.spec.trace import DelayedState
-from f8emu.torch.delayed.state import DelayedBuffers
+from f8emu.spec.scaling import DelayedState
+from f8emu.torch.layer.delayed_state import DelayedBuffers
 from tests.torch_path.states import assert_same_state, state_of
 
 BF16 = torch.bfloat16

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from f8emu.spec import E4M3FN, E5M2, Format, Granularity, ScaleRule
-from f8emu.spec.trace import Scales
+from f8emu.spec.scaling import Scales
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import UNSET, cast_pair_delayed
 from f8emu.torch.library import Operator

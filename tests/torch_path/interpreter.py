@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from f8emu.torch import library
-from f8emu.torch.device import has_float8_hardware
+from f8emu.torch.chip import has_float8_hardware
 from f8emu.torch.fused.delayed import mark_set
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -83,7 +83,7 @@ def prepare_silu(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton.language as tl  # pyright: ignore[reportMissingImports]
     import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
 
-    from f8emu.torch.fused.kernels import silu as silu_kernels
+    from f8emu.torch.fused import silu_kernels
 
     def elementwise(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any], Any]:
         def call(x: Any) -> Any:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 import f8emu.torch as f8
 from f8emu.spec import DELAYED, Recipe, ScaleRule
-from f8emu.torch.delayed import state as delayed_state
-from f8emu.torch.delayed import update as delayed_update
-from f8emu.torch.delayed.state import DelayedBuffers, Report, report_of
 from f8emu.torch.fused.delayed import STATE
+from f8emu.torch.layer import delayed_state, delayed_update
+from f8emu.torch.layer.delayed_state import DelayedBuffers, Report, report_of
 from tests.torch_path.delayed import buffers_of
 
 CUDA = torch.device("cuda", 0)

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
-from f8emu.torch.delayed import update as delayed_update
+from f8emu.torch.layer import delayed_update
 from tests.torch_path.delayed import (
     BF16,
     STEPS,

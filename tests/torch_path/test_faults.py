@@ -31,7 +31,7 @@ from f8emu.spec import (
     UnsupportedError,
 )
 from f8emu.spec.gemm_call import Shaped, mm_call
-from f8emu.torch.device import capability_of, has_float8_hardware
+from f8emu.torch.chip import capability_of, has_float8_hardware
 from f8emu.torch.gemm import engine as gemm_engine
 from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm.engine import Engine, resolve_engine, warn_of_idle_gpu

@@ -277,11 +277,9 @@ def test_missing_triton_is_said_once(monkeypatch) -> None:
     from f8emu.torch import fused as package
 
     monkeypatch.setitem(sys.modules, "triton", None)
-    modules = [name for name in sys.modules if name.startswith("f8emu.torch.fused.kernels")]
-    for name in ("f8emu.torch.fused.plans", *modules):  # an import finds them in sys.modules
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for name in ("plans", "kernels"):  # and in their package
-        monkeypatch.delattr(package, name, raising=False)
+    for name in ("plans", "block_kernels", "cast_kernels", "scale_kernels", "silu_kernels"):
+        monkeypatch.delitem(sys.modules, f"f8emu.torch.fused.{name}", raising=False)  # an import finds them here
+        monkeypatch.delattr(package, name, raising=False)  # and in their package
     monkeypatch.setattr(library, "has_float8_hardware", lambda device: True)
     library.launch_plans.cache_clear()
     try:

@@ -40,8 +40,7 @@ from f8emu.spec import (
 )
 from f8emu.torch.float8_layer import all_float8_layers, float8_layers
 from f8emu.torch.inspection import recorder
-from f8emu.torch.inspection.config import STATISTICS, config_of
-from f8emu.torch.inspection.log import JsonLog
+from f8emu.torch.inspection.config import STATISTICS, JsonLog, config_of
 from f8emu.torch.layer import observers
 from f8emu.torch.layer.observers import GemmSeen, Observation, TensorSeen
 from f8emu.torch.layer.operands import Operand

@@ -243,8 +243,8 @@ def test_instructions_of_a_hopper_gpu(fmt: Format, instruction, monkeypatch, tmp
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource, compile  # pyright: ignore[reportMissingImports]
 
-    from f8emu.torch.fused.kernels import blocks as block_kernels
-    from f8emu.torch.fused.kernels import casts as kernels
+    from f8emu.torch.fused import block_kernels
+    from f8emu.torch.fused import cast_kernels as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     rule: dict[str, Any] = {"QUOTIENT": fmt.max, "FLOOR": 2.0**-40, "AT_FLOOR": 2.0**49, "POWER_OF_TWO": False}

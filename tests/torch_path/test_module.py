@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import f8emu.torch as f8
 from benchmarks.models import FeedForward
 from f8emu.spec import RECIPES, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, OperandError, SpecError, UnsupportedError
-from f8emu.torch.delayed.state import DelayedBuffers
+from f8emu.torch.layer.delayed_state import DelayedBuffers
 from tests.torch_path.layers import OpCounter, draw, layer_of, passes
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16

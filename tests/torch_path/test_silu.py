@@ -96,7 +96,7 @@ if find_spec("triton") is not None:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-    from f8emu.torch.fused.kernels import silu as silu_kernels
+    from f8emu.torch.fused import silu_kernels
 
     @triton.jit
     def values_kernel(grad_hidden, gate, up, hidden, grad_gate, grad_up):

@@ -33,7 +33,7 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import recipe_by_name
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.inspection.recorder import read
-from f8emu.torch.layer.gemm import gemm
+from f8emu.torch.layer.matmul import gemm
 from f8emu.torch.layer.operands import cast_both, find_source
 from f8emu.torch.parallel import sharding
 from tests.torch_path.layers import draw

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from f8emu.environment import read_regular
 from f8emu.spec.errors import GoldenFileError
-from f8emu.untrusted import read_regular
 
 REMEDY = "copy the file again, record one with `f8emu record OUT`, or leave --golden out to use the shipped file"
 LARGEST_FILE = 1 << 30  # bytes of a file of recordings: what is larger is not one of them

@@ -16,10 +16,9 @@ from f8emu.conformance.layers.layer import LayerCase, Parts, Place
 from f8emu.conformance.layers.training import Executed, Training
 from f8emu.spec.chips import chip_by_name
 from f8emu.spec.formats import Format
-from f8emu.spec.gemm import GEMM_NAMES, OPERANDS, Cast
+from f8emu.spec.gemm import GEMM_NAMES, OPERANDS, Cast, GemmTrace, LinearTrace, OperandTrace
 from f8emu.spec.recipe import Recipe
-from f8emu.spec.scaling import Granularity
-from f8emu.spec.trace import DelayedState, GemmTrace, LinearTrace, OperandTrace
+from f8emu.spec.scaling import DelayedState, Granularity
 from f8emu.split_k.gemm import PlannedGemm, of_layer
 from f8emu.split_k.plan import split_k
 

@@ -14,8 +14,8 @@ from f8emu.conformance.run.result import Status as Status
 from f8emu.conformance.run.runner import Runner
 from f8emu.conformance.run.stages import STAGES, Stage
 from f8emu.conformance.run.subject import SUBJECTS, NotOffered, Subject
+from f8emu.environment import printable
 from f8emu.spec import SpecError
-from f8emu.untrusted import printable
 
 
 def stages_by_name(names: Sequence[str] = ()) -> list[Stage]:

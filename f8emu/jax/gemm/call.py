@@ -1,24 +1,55 @@
-"""One GEMM as verbs and layers describe it to the engines, and S, the number of slices of K, of an emulated one.
+"""One GEMM as verbs and layers describe it to the engines: its S, if it is emulated, and its part on each device.
 
-S is the caller's; else the library's on a Hopper GPU, else the plan's. A trace does not know where it will run, and is
-taken to be for JAX's default device.
+S, the number of slices of K, is the caller's; else the library's on a Hopper GPU, else the plan's. A trace does not
+know where it will run, and is taken to be for JAX's default device.
+
+In a program that XLA partitions, every device gathers the codes that it lacks, a byte an element, and runs the GEMM of
+its part, emulated or on the tensor cores, scaled and rounded as any other. M and N are divided as the operands and the
+product are, which changes no bit.
+Where both operands are divided along K, as the tokens of `grad_weight` are under data parallelism, there are two ways:
+
+    "sum"     each device multiplies its part of K, and the products are added (an all-reduce in the product's dtype):
+              the bits of the sum of these products, as of any JAX or torch program that is sharded so
+    "gather"  the codes are gathered along K, and rows of the product divided in exchange: the bits of one device
+
+XLA alone would cut a dot of codes open: the parts would be added before they are scaled, and a scale that was to be
+folded into the GEMM would be rounded to bfloat16. And it would gather what the emulation makes of codes, as float32.
 """
 
-from typing import NamedTuple
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
-from f8emu.jax.lowering import is_device_of
+from f8emu.jax.compiling import is_device_of, is_partitioned, lower_jaxpr
 from f8emu.spec import recipe
 from f8emu.spec.chip import AccumulationModel, Chip
 from f8emu.spec.chips import HOPPER
+from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
 from f8emu.split_k.ask import known_split_k, split_of
 from f8emu.split_k.gemm import Source, Split, planned_gemm
 
 _CALLER = "f8emu.jax"
+SUM, GATHER = "sum", "gather"
+WAYS = (SUM, GATHER)
+"""What is done where both operands are divided along K."""
+_BLOCK = 128
+
+Names = tuple[str | None, ...]
+"""What the dimensions of an array are: "m", "n", "k", or None for one that is never divided."""
+Axes = tuple[str, ...]
+"""Axes of the mesh along which a dimension is divided."""
 
 
 class Gemm(NamedTuple):
@@ -40,8 +71,8 @@ class Gemm(NamedTuple):
     """Whether the product is wanted as [N, M]."""
     layout: str = "nn"
     """How the operands of an `mm` lie in memory, as the plan names it."""
-    sharded_k: str = "gather"
-    """What is done where XLA divides both operands along K (`gemm.partition`)."""
+    sharded_k: str = GATHER
+    """What is done where XLA divides both operands along K."""
     powers_of_two: bool = False
     """Whether a product may be rounded before it is scaled (`hardware.form_of`)."""
 
@@ -82,3 +113,184 @@ def layer_split_k(
 def _is_at_hand(chip: Chip, a: jax.Array | None) -> bool:
     devices = jax.devices() if a is None or isinstance(a, Tracer) else a.devices()
     return all(is_device_of(chip, device) for device in devices)
+
+
+class Layout(NamedTuple):
+    """The dimensions of a GEMM's arrays."""
+
+    operands: tuple[Names, ...]
+    """Layouts of `a` and `b`, then of the other operands."""
+    result: Names
+    sharded_k: str = GATHER
+
+
+def check_sharded_k(call: str, sharded_k: str) -> None:
+    """Raise OperandError for an unknown way."""
+    if sharded_k not in WAYS:
+        raise OperandError(f"{call}: sharded_k must be one of {', '.join(WAYS)}; got {sharded_k!r}")
+
+
+def layout_of(gemm: Gemm, has_bias: bool = False) -> Layout:
+    """The layout of a GEMM."""
+    if gemm.call == "scaled_grouped_mm":
+        return Layout(((None, None), (None, None, "n"), (None,), (None, "n"), (None,)), (None, "n"))
+    operands: tuple[Names, ...] = (("m", "k"), ("k", "n"))
+    if gemm.granularities is not None:
+        operands += (_scale(gemm.granularities[0], "m"), _scale(gemm.granularities[1], "n")[::-1])
+    if has_bias:
+        operands += (("n",),)
+    # Slices that the caller counts are those of the whole of K, and a bias is added once.
+    way = GATHER if has_bias or gemm.split_k is not None else gemm.sharded_k
+    return Layout(operands, ("n", "m") if gemm.is_transposed else ("m", "n"), way)
+
+
+def in_parts(product: Callable[..., jax.Array], gemm: Gemm, operands: Sequence[Any], *, is_emulated: bool) -> jax.Array:
+    """`product(gemm, *operands)`, of which each device computes its part where XLA partitions the program.
+
+    `product` takes arrays of any extents. It is traced without the axes of a mesh, so that in `jax.shard_map` loops of
+    the emulation need not say along which they vary.
+    """
+    layout = layout_of(gemm, len(operands) == 5)
+    arrays = [jnp.asarray(x) for x in operands]
+    dtypes = [x.dtype for x in arrays]
+
+    def whole(*arrays: Any) -> jax.Array:
+        return product(gemm, *arrays)
+
+    def of_bytes(*arrays: Any) -> jax.Array:
+        return whole(*(lax.bitcast_convert_type(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)))
+
+    def from_bytes(*arrays: Any) -> jax.Array:
+        # XLA's CPU backend would gather float8 as float16.
+        return parted(*(lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in arrays))
+
+    # 1. The product of whole arrays, where XLA partitions nothing.
+    bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    of_whole = jax.make_jaxpr(whole)(*bare)
+    (result,) = of_whole.out_avals
+
+    def like(*arrays: jax.Array) -> jax.Array:
+        # It varies along the axes of `jax.shard_map` as the product does, and is never computed.
+        total = functools.reduce(jnp.add, (jnp.sum(x.astype(jnp.float32)) for x in arrays))
+        return jnp.broadcast_to(total, result.shape).astype(result.dtype)
+
+    # 2. And of a device's part of each.
+    product_of_part = of_bytes if is_emulated else whole
+    parted = custom_partitioning(product_of_part)
+    parted.def_partition(functools.partial(_partition, layout, product_of_part), sharding_rule=_rule(layout))
+    of_parts = jax.make_jaxpr(from_bytes if is_emulated else parted)(*bare)
+    like_product = jax.make_jaxpr(like)(*arrays)
+    return _gemm.bind(*arrays, whole=of_whole, parted=of_parts, like=like_product, is_emulated=is_emulated)
+
+
+_gemm = Primitive("f8emu_gemm")
+_gemm.def_impl(lambda *args, whole, **_: jaxpr_as_fun(whole)(*args)[0])
+_gemm.def_abstract_eval(lambda *_, like, **__: like.out_avals[0])
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext,
+    *args: Any,
+    whole: ClosedJaxpr,
+    parted: ClosedJaxpr,
+    like: ClosedJaxpr,
+    is_emulated: bool,
+) -> Sequence[Any]:
+    chosen = whole
+    if is_partitioned(ctx):
+        # XLA takes no partitioning of ours for what is left to it inside of jax.shard_map.
+        is_left_over = bool(getattr(ctx.module_context.axis_context, "manual_axes", ()))
+        if is_left_over and not is_emulated:
+            raise UnsupportedError(
+                "scaled_mm: in a jax.shard_map over some axes of a mesh XLA would add parts of a float8 GEMM before "
+                "they are scaled; got axes that axis_names leaves out; let it have all axes of the mesh, or use jax.jit"
+            )
+        chosen = whole if is_left_over else parted
+    bare = ctx.replace(avals_in=chosen.in_avals, avals_out=chosen.out_avals)
+    return lower_jaxpr(bare, chosen, args)
+
+
+mlir.register_lowering(_gemm, _lower)
+
+
+def _partition(
+    layout: Layout, product: Callable[..., jax.Array], mesh: Any, args: Sequence[Any], result: Any
+) -> tuple[Any, Callable[..., jax.Array], NamedSharding, tuple[NamedSharding, ...]]:
+    """What each device computes, and how its operands and its product lie."""
+    arrays = [*zip(args, layout.operands, strict=True)]
+    # 1. Along which axes K is divided in both operands.
+    k_axes = _common(_axes(arrays[0], "k"), _axes(arrays[1], "k"))
+    k_axes = _divides(mesh, arrays, "k", k_axes)
+    summed = k_axes if layout.sharded_k == SUM else ()
+    # 2. M and N: as the product is wanted, or else as the operands are; no axis twice.
+    taken, chosen = set(summed), {"k": summed}
+    for name, operand in (("m", arrays[0]), ("n", arrays[1])):
+        axes = _axes((result, layout.result), name) or _axes(operand, name)
+        axes = _divides(mesh, arrays, name, tuple(axis for axis in axes if axis not in taken))
+        chosen[name] = axes
+        taken.update(axes)
+    # 3. What is gathered along K could be multiplied by every device: let each have some of the rows instead.
+    spare = tuple(axis for axis in k_axes if axis not in taken)
+    chosen["m"] = _divides(mesh, arrays, "m", chosen["m"] + spare)
+
+    def part(*operands: jax.Array) -> jax.Array:
+        found = product(*operands)
+        return lax.psum(found, summed) if summed else found
+
+    def sharding(names: Names) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(chosen.get(name or "") or None for name in names)))
+
+    return mesh, part, sharding(layout.result), tuple(map(sharding, layout.operands))
+
+
+def _axes(array: tuple[Any, Names], name: str) -> Axes:
+    x, names = array
+    if name not in names:
+        return ()
+    spec = (*x.sharding.spec, *(None,) * len(names))
+    axes = spec[names.index(name)]
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+
+def _common(a: Axes, b: Axes) -> Axes:
+    same = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return a[: next(same, min(len(a), len(b)))]
+
+
+def _divides(mesh: Any, arrays: Sequence[tuple[Any, Names]], name: str, axes: Axes) -> Axes:
+    """The first of `axes` that divide the dimension evenly, and between blocks that share a scale."""
+    sizes = {size for x, names in arrays for n, size in zip(names, x.shape, strict=True) if n == name}
+    found: Axes = ()
+    for axis in axes:
+        parts = math.prod(mesh.shape[a] for a in (*found, axis))
+        unit = parts * (_BLOCK if len(sizes) > 1 else 1)
+        if not sizes or max(sizes) % unit:
+            break
+        found += (axis,)
+    return found
+
+
+def _rule(layout: Layout) -> str:
+    """The dimensions, as XLA's partitioner takes them."""
+    # One that is divided in blocks has another size, and a name of its own.
+    names: dict[int, str] = {}
+
+    def words(of_array: Names, is_scale: bool) -> str:
+        found = []
+        for name in of_array:
+            if name is None or is_scale:
+                names[len(names)] = word = f"s{len(names)}"
+                found.append(word)
+            else:
+                found.append(name)
+        return " ".join(found)
+
+    operands = [words(of_array, i >= 2) for i, of_array in enumerate(layout.operands)]
+    return ", ".join(operands) + " -> " + words(layout.result, False)
+
+
+def _scale(granularity: Granularity, rows: str) -> Names:
+    """The dimensions of the scales of an operand [rows, K]."""
+    if granularity is Granularity.TENSORWISE:
+        return (None, None)
+    return (rows, None) if granularity is Granularity.ROWWISE else (rows, "k")

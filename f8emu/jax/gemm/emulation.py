@@ -7,7 +7,7 @@ A GEMM here is one primitive. What computes it is chosen when JAX lowers it: on 
 
     eager, jit, scan, grad of a custom_vjp   one custom call
     vmap                                     `gemm.engine` makes a loop of it
-    sharded programs                         `gemm.partition` around it gives each device its part
+    sharded programs                         `gemm.call.in_parts` around it gives each device its part
     jax.export                               f8ref.jax: an exported program needs no f8emu where it runs
 """
 

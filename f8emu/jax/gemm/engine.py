@@ -15,10 +15,19 @@ from jax import lax
 from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 
-from f8emu.jax.compiling import EXCESS_PRECISION, compiler_options, is_eager, known_excess_precision
-from f8emu.jax.gemm import emulation, hardware, partition
-from f8emu.jax.gemm.call import Gemm
-from f8emu.jax.lowering import FLOAT8_CAPABILITY, capability_of, cuda_devices, is_device_of, refuse_lowering
+from f8emu.jax.compiling import (
+    EXCESS_PRECISION,
+    FLOAT8_CAPABILITY,
+    capability_of,
+    compiler_options,
+    cuda_devices,
+    is_device_of,
+    is_eager,
+    known_excess_precision,
+    refuse_lowering,
+)
+from f8emu.jax.gemm import emulation, hardware
+from f8emu.jax.gemm.call import Gemm, in_parts
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
@@ -90,7 +99,7 @@ def _traced(gemm: Gemm, excess_precision: bool | None, *operands: Any) -> jax.Ar
     """Both engines, of which JAX lowers one."""
 
     def emulated(*operands: Any) -> jax.Array:
-        return partition.in_parts(emulation.multiply, gemm, operands, is_emulated=True)
+        return in_parts(emulation.multiply, gemm, operands, is_emulated=True)
 
     def on_cuda(*operands: Any) -> jax.Array:
         if gemm.chip.capability is None or not all(is_device_of(gemm.chip, device) for device in cuda_devices()):
@@ -103,7 +112,7 @@ def _traced(gemm: Gemm, excess_precision: bool | None, *operands: Any) -> jax.Ar
         if excess_precision is None:
             operands = hardware.refuse_unknown_options(gemm.call, operands)
         multiply = functools.partial(hardware.multiply, excess_precision=bool(excess_precision))
-        return partition.in_parts(multiply, gemm, operands, is_emulated=False)
+        return in_parts(multiply, gemm, operands, is_emulated=False)
 
     def elsewhere(*operands: Any) -> jax.Array:
         if gemm.engine == HARDWARE:

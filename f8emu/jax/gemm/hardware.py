@@ -18,10 +18,17 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from f8emu.jax.bits import CHIP
-from f8emu.jax.compiling import EXCESS_PRECISION, TRITON_GEMM, compiler_options, is_eager
+from f8emu.jax.compiling import (
+    EXCESS_PRECISION,
+    TRITON_GEMM,
+    are_hopper,
+    compiler_options,
+    is_eager,
+    kernel_or_plain,
+    refuse_lowering,
+)
 from f8emu.jax.gemm import block_kernel, emulation
 from f8emu.jax.gemm.call import Gemm, split_k_of
-from f8emu.jax.lowering import are_hopper, kernel_or_plain, refuse_lowering
 from f8emu.spec.formats import BFLOAT16, FLOAT32, Format
 from f8emu.spec.scaling import Granularity
 
@@ -166,7 +173,7 @@ def _dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any, factor: j
     if factor is not None:
         # XLA folds a factor that follows the dot directly: before the padding is cut off, and as rows. Before a
         # transpose it would lay dot and product as columns, with a bitcast between them that hides the dot. XLA's
-        # partitioner would gather what is constrained; `partition.in_parts` runs this for each device's part.
+        # partitioner would gather what is constrained; `call.in_parts` runs this for each device's part.
         product = with_layout_constraint(product * factor, _ROW_MAJOR)
     return product[:m, :n]
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from f8emu.jax.bits import output_format
+from f8emu.jax.compiling import without_gradient
 from f8emu.jax.gemm import engine as engines
 from f8emu.jax.gemm.call import Gemm
-from f8emu.jax.lowering import without_gradient
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError

@@ -20,12 +20,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from f8emu.jax.compiling import is_eager
+from f8emu.jax.compiling import is_eager, lower_jaxpr
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
-from f8emu.jax.lowering import lower_jaxpr
 from f8emu.spec.recipe import Recipe, recipe_by_name
-from f8emu.spec.trace import Float8State
+from f8emu.spec.scaling import Float8State
 
 
 class Float8Linear(eqx.Module):

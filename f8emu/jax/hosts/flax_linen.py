@@ -18,7 +18,7 @@ from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradien
 from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe, recipe_by_name
-from f8emu.spec.trace import Float8State
+from f8emu.spec.scaling import Float8State
 
 _CALLED = "_f8emu_called"
 

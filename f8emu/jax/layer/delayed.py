@@ -32,7 +32,7 @@ from f8emu.jax.layer.operands import float8_of
 from f8emu.jax.scale import initial_delayed_state, update_delayed_state
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.recipe import TENSORS, Recipe, recipe_by_name
-from f8emu.spec.trace import DelayedState, Float8State
+from f8emu.spec.scaling import DelayedState, Float8State
 
 
 def linear_delayed_state(recipe: Recipe | str = "delayed") -> Float8State:

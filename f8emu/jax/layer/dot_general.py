@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from f8emu.jax.bits import format_of, output_format
+from f8emu.jax.gemm.call import SUM, check_sharded_k
 from f8emu.jax.gemm.engine import check_engine
-from f8emu.jax.gemm.partition import SUM, check_sharded_k
 from f8emu.jax.layer.matmul import Plan, Tap, float8_matmul
 from f8emu.jax.layer.sharding import (
     Specs,
@@ -30,7 +30,7 @@ from f8emu.jax.layer.sharding import (
 )
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import Recipe, recipe_by_name
-from f8emu.spec.trace import DelayedState, Float8State
+from f8emu.spec.scaling import DelayedState, Float8State
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """((contracting of lhs, of rhs), (batch of lhs, of rhs)), as `jax.lax.dot_general` takes them."""

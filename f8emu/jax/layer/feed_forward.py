@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from f8emu.jax.bits import format_of
-from f8emu.jax.gemm.partition import SUM
+from f8emu.jax.gemm.call import SUM
 from f8emu.jax.layer.dot_general import DelayedDotGeneral, DotGeneral, checked_settings
 from f8emu.jax.layer.sharding import vary_alike
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import Recipe
-from f8emu.spec.trace import Float8State
+from f8emu.spec.scaling import Float8State
 
 NAMES = ("w1", "w2", "w3")
 """The names of the layers."""

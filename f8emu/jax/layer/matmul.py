@@ -18,17 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from f8emu.jax.compiling import differentiable_no_more, refuse_mapped_alone
 from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.gemm.engine import multiply
 from f8emu.jax.layer.operands import Deferred, Operand, Side, cast_matrix
 from f8emu.jax.layer.sharding import Axes, Divided, as_gradient, gathered, scattered_sum, varying
-from f8emu.jax.lowering import differentiable_no_more, refuse_mapped_alone
 from f8emu.spec import recipe as recipes
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.formats import E4M3FN, Format
 from f8emu.spec.recipe import Cast, Recipe
-from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.spec.trace import DelayedState, Float8State
+from f8emu.spec.scaling import DelayedState, Float8State, Granularity, ScaleRule
 
 LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
 """How the operands of a bfloat16 GEMM lie in memory, as the plan names it."""
@@ -68,7 +67,7 @@ class Plan(NamedTuple):
     is_weight_transposed: bool
     """Whether `weight` is given as [K, N]."""
     sharded_k: str
-    """What is done where XLA divides both operands of a GEMM along K (`gemm.partition`)."""
+    """What is done where XLA divides both operands of a GEMM along K (`gemm.call`)."""
     divided: Divided = Divided()
     """The mesh axes along which the matrices are divided in `jax.shard_map`."""
     settled: tuple[bool, ...] | None = None

@@ -16,8 +16,7 @@ from f8emu.jax.layer.sharding import Axes, global_amax, require_whole_blocks
 from f8emu.jax.scale import reciprocal, scales_of
 from f8emu.spec.formats import Format
 from f8emu.spec.recipe import Cast, Recipe
-from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.spec.trace import DelayedState, Scales
+from f8emu.spec.scaling import DelayedState, Granularity, ScaleRule, Scales
 
 
 class Operand(NamedTuple):

@@ -19,8 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.scaling import Granularity
-from f8emu.spec.trace import Float8State
+from f8emu.spec.scaling import Float8State, Granularity
 
 Axes = tuple[str, ...]
 """Axes of a mesh along which a dimension is divided."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
+from f8emu.torch.chip import CHIP
 from f8emu.torch.conversion.report import (
     ConversionReport,
     Outcome,
@@ -24,9 +25,8 @@ from f8emu.torch.conversion.report import (
     sharded_layers,
 )
 from f8emu.torch.conversion.torchao import ModuleFilter, RecipeLike, resolve_recipe
-from f8emu.torch.delayed.update import UpdateGroup
-from f8emu.torch.dtypes import CHIP
 from f8emu.torch.gemm.engine import resolve_engine
+from f8emu.torch.layer.delayed_update import UpdateGroup
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.torch_internals import named_modules, own_parameters, rank_of_process, replace_modules
 from f8emu.torch.weights.codes import require_codes

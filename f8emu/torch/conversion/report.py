@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
+from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
 from f8emu.torch.conversion.torchao import ModuleFilter
-from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.layer.float8_linear import Float8Linear
 

@@ -24,7 +24,7 @@ from f8emu.spec.recipe import (
     recipe_by_name,
 )
 from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.torch.dtypes import CHIP, float8_format
+from f8emu.torch.chip import CHIP, float8_format
 
 _GRANULARITIES = {"tensorwise": Granularity.TENSORWISE, "axiswise": Granularity.ROWWISE}
 _OPTIONS = {  # fields of torchao's configuration that no recipe holds -> what to do

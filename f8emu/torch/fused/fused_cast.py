@@ -20,7 +20,7 @@ from torch import Tensor
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import ScaleRule
-from f8emu.torch.dtypes import CHIP, operand_format, require_values
+from f8emu.torch.chip import CHIP, operand_format, require_values
 from f8emu.torch.fused import inductor
 from f8emu.torch.library import Implementation, Operator, fake, kernels_for, operator
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from f8emu.torch.device import has_float8_hardware
+from f8emu.torch.chip import has_float8_hardware
 from f8emu.torch.library import launch_plans
 
 _lowerings: dict[torch._ops.OpOverload, Any] = {}

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.dispatch_modes import seen_as_max
-from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, require_values
+from f8emu.torch.chip import HIGH_PRECISION_DTYPES, require_values
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.fused_cast import (
     CODES,
@@ -39,7 +38,7 @@ from f8emu.torch.fused.fused_cast import (
     named_rule,
 )
 from f8emu.torch.fused.launch import amax_tiles
-from f8emu.torch.library import Operator, operator
+from f8emu.torch.library import Operator, operator, seen_as_max
 from f8emu.torch.scale import require_margin, scale_from_amax
 
 # 1. Amaxes.

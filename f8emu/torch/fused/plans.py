@@ -10,11 +10,8 @@ from typing import Any
 import torch
 
 from f8emu.spec.formats import E4M3FN, format_by_name
-from f8emu.torch.device import compares_pairs
-from f8emu.torch.fused.kernels import blocks as block_kernels
-from f8emu.torch.fused.kernels import casts as cast_kernels
-from f8emu.torch.fused.kernels import scales as scale_kernels
-from f8emu.torch.fused.kernels import silu as silu_kernels
+from f8emu.torch.chip import compares_pairs
+from f8emu.torch.fused import block_kernels, cast_kernels, scale_kernels, silu_kernels
 from f8emu.torch.fused.launch import AMAX_TILE, LaunchPlan, amax_tiles, blocks, planned
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].

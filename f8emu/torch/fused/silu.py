@@ -10,7 +10,7 @@ Exactness: the codes, scales and amaxes that `operators` computes from the bfloa
     silu    = aten::silu(gate)        grad_up   = grad_hidden * silu
     hidden  = silu * up               grad_gate = aten::silu_backward(grad_hidden * up, gate)
 
-Without kernels, the code below calls these; `kernels.silu` repeats the arithmetic of aten's CUDA kernels. CPU and GPU
+Without kernels, the code below calls these; `silu_kernels` repeats the arithmetic of aten's CUDA kernels. CPU and GPU
 agree on `hidden` and `grad_up`. On `grad_gate` they may rarely differ by one rounding to bfloat16, as in eager torch,
 because their `exp` differs in the last bit of float32.
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
-from f8emu.torch.dtypes import require_values
+from f8emu.torch.chip import require_values
 from f8emu.torch.fused.delayed import cast_pair_delayed, is_known_set, tell_owner
 from f8emu.torch.fused.fused_cast import FusedCast, Output, check_one_float, codes_of, named_format
 from f8emu.torch.fused.operators import cast_pair_given

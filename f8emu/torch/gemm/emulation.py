@@ -24,8 +24,7 @@ from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
 from f8emu.split_k.ask import known_split_k, split_of
 from f8emu.split_k.gemm import Source, Split, of_call, of_layer
-from f8emu.torch.device import is_device_of
-from f8emu.torch.dtypes import CHIP, dtype_of, name_of
+from f8emu.torch.chip import CHIP, dtype_of, is_device_of, name_of
 
 _CALLER = "f8emu.torch"
 

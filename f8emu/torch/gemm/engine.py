@@ -18,8 +18,7 @@ from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.gemm_call import GemmCall, Shaped, check_library, mm_call, scaled_grouped_mm_call, scaled_mm_call
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.device import has_float8_hardware, is_device_of
-from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, name_of
+from f8emu.torch.chip import HIGH_PRECISION_DTYPES, has_float8_hardware, is_device_of, name_of
 from f8emu.torch.gemm import emulation
 
 

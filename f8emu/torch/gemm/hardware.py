@@ -12,8 +12,7 @@ from torch.nn.functional import scaled_mm as functional_scaled_mm
 from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.device import require_hopper
-from f8emu.torch.dtypes import dtype_of
+from f8emu.torch.chip import dtype_of, require_hopper
 from f8emu.torch.library import is_watched
 
 _ALIGNMENT = 16  # the alignment of pointers and strides of operands, in bytes

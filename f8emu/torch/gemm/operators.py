@@ -4,11 +4,17 @@ An operator checks its operands by the hardware's rules and chooses what compute
 (`hardware`) or the emulation of a chip's (`emulation`). In compiled code both happen once, at trace time, and the graph
 then holds `aten._scaled_mm` itself, or an opaque operator (`run_scaled_mm`, `run_mm`) where a compiler would change the
 bits of the GEMM: emulated, blockwise, in bfloat16, and where Inductor tunes GEMMs. Dispatch modes see `aten.mm`.
+
+DTensor multiplies shards of rows or columns without communication, with the bits of the whole. It gathers shards of K,
+which would be added in another order. S [CHAIN-3] of an emulated GEMM is that of the whole sizes; tensor cores choose S
+by those of the rank.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +24,12 @@ from torch.utils.flop_counter import register_flop_formula
 from f8emu.native import gemm as native
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.gemm_call import GemmCall, group_parts
-from f8emu.torch.dispatch_modes import seen_as_mm
-from f8emu.torch.gemm import emulation, hardware, strategies
+from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.engine import Checked, Engine, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
-from f8emu.torch.library import fake, has_dispatch_mode, operator
+from f8emu.torch.library import fake, has_dispatch_mode, operator, seen_as_mm
 from f8emu.torch.torch_internals import is_dtensor
 
+_MULTIPLE = 16  # of the columns that a rank multiplies: the hardware's rule
 _TAGS = (torch.Tag.needs_exact_strides,)  # a compiler must not change the layouts that the hardware requires
 _SCALED_MM = (
     "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, bool use_fast_accum, "
@@ -129,7 +135,7 @@ def _of_whole(gemm: GemmCall, engine: Engine, a: Tensor, b: Tensor) -> int | Non
     """The `split_k` of a call; of DTensors that of the whole sizes, which a rank does not see."""
     if not is_dtensor(a) and not is_dtensor(b):
         return gemm.split_k
-    strategies.register()
+    _tell_dtensor()
     is_chosen = gemm.split_k is not None or engine is Engine.HARDWARE
     return gemm.split_k if is_chosen else emulation.split_k_of(gemm, a, b)
 
@@ -159,3 +165,38 @@ def _tunes_gemms() -> bool:
     # Inductor may replace the library's GEMMs by its own kernels, which give other bits.
     config = sys.modules.get("torch._inductor.config")
     return config is not None and (config.max_autotune or config.max_autotune_gemm)
+
+
+@cache
+def _tell_dtensor() -> None:
+    """Tell DTensor of the GEMMs, once, when one gets a DTensor."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    whole = Replicate()
+
+    def acceptable(a: Any, b: Any, scales: tuple[Any, ...], bias: tuple[Any, ...], options: Any) -> list[Any]:
+        def placed(dim: int | None) -> list[Any]:
+            """Of a, b, their scales, the bias and the options, if the product is sharded along `dim`."""
+            found = [Shard(0) if dim == 0 else whole, Shard(1) if dim == 1 else whole]
+            # A scale of its own for each row or column goes with it; one scale for all is on every rank.
+            found += [Shard(dim) if dim == i and not _is_one(scale) else whole for i, scale in enumerate(scales)]
+            found += [None if x is None else Shard(0) if dim == 1 else whole for x in bias]
+            return [*found, *[None] * len(options)]
+
+        sizes, ranks = (a.shape[0], b.shape[1]), a.mesh.size()
+        dims = [i for i in (0, 1) if not scales or _is_one(scales[i]) or scales[i].shape[i] == sizes[i]]
+        dims = [i for i in dims if i == 0 or sizes[1] % (_MULTIPLE * ranks) == 0]
+        return [([whole], placed(None)), *(([Shard(i)], placed(i)) for i in dims)]
+
+    @register_sharding(torch.ops.f8emu.run_scaled_mm.default)
+    def _(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, *options: Any) -> list[Any]:
+        return acceptable(a, b, (scale_a, scale_b), (bias,), options)
+
+    @register_sharding(torch.ops.f8emu.run_mm.default)
+    def _(a: Any, b: Any, *options: Any) -> list[Any]:
+        return acceptable(a, b, (), (), options)
+
+
+def _is_one(scale: Any) -> bool:
+    return math.prod(scale.shape) == 1

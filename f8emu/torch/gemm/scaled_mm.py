@@ -8,7 +8,7 @@ from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.dtypes import output_dtype, require_tensor
+from f8emu.torch.chip import output_dtype, require_tensor
 from f8emu.torch.gemm import operators as gemm_operators
 
 

@@ -3,7 +3,7 @@
 A program reads one tile and writes its numbers as float64, side by side with those of the other programs, and
 `total_kernel` adds them up, always in the same order. Counts are exact, sums are of float64 terms.
 
-Exactness: codes are those of `fused.kernels.casts`, whose clamp, conversion and scale rule these are. The noise of a
+Exactness: codes are those of `fused.cast_kernels`, whose clamp, conversion and scale rule these are. The noise of a
 cast is a float64 difference of its float32 product, which no compiler can turn into a fused multiply-add.
 """
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from f8emu.spec.formats import Format, format_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES
-from f8emu.torch.fused.kernels.casts import DTYPES, clamp
-from f8emu.torch.fused.kernels.scales import inv_scale_of, magnitudes, one_nan, reciprocal
+from f8emu.torch.chip import HIGH_PRECISION_DTYPES
+from f8emu.torch.fused.cast_kernels import DTYPES, clamp
 from f8emu.torch.fused.launch import LaunchPlan, planned
 from f8emu.torch.fused.plans import blocks, codes_constants, rule_constants
+from f8emu.torch.fused.scale_kernels import inv_scale_of, magnitudes, one_nan, reciprocal
 from f8emu.torch.inspection.statistics import CAST, CODES, COUNTED, SUMMED, tie_of
 
 # Not tuned. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor. On an H200 all of

@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
-from f8emu.torch.delayed.update import DelayedScalingState
+from f8emu.torch.layer.delayed_update import DelayedScalingState
 
 
 class DelayedScalingCallback(TrainerCallback, ExportableState):

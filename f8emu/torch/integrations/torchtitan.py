@@ -14,7 +14,7 @@ from torch import nn
 from f8emu.torch.conversion.convert import convert_to_float8_training
 from f8emu.torch.conversion.report import surrounds_forward
 from f8emu.torch.conversion.torchao import filter_layers, filter_small_layers
-from f8emu.torch.delayed.update import DelayedScalingState
+from f8emu.torch.layer.delayed_update import DelayedScalingState
 from f8emu.torch.weights.sharded_weight import precompute_float8_dynamic_scale_for_fsdp
 
 _AUTO_FILTER = "auto_filter_small_kn"  # torchtitan's entry of `filter_fqns` for layers too small for float8

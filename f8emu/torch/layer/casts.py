@@ -19,8 +19,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from f8emu.spec.recipe import Cast, Recipe
-from f8emu.spec.scaling import Granularity
-from f8emu.spec.trace import Scales
+from f8emu.spec.scaling import Granularity, Scales
 from f8emu.torch.fused.delayed import note_cast
 from f8emu.torch.fused.operators import transpose_codes
 from f8emu.torch.layer.operands import (

@@ -15,13 +15,12 @@ from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import TENSORS, TENSORWISE, Cast, Recipe
-from f8emu.spec.trace import Scales
-from f8emu.torch.dtypes import require_values
+from f8emu.spec.scaling import Scales
+from f8emu.torch.chip import require_values
 from f8emu.torch.float8_layer import refuse_torchscript, require_no_transform
 from f8emu.torch.fused import silu as fused
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.layer.gemm import add_bias, gemm
-from f8emu.torch.layer.matmul import Output
+from f8emu.torch.layer.matmul import Output, add_bias, gemm
 from f8emu.torch.layer.observers import Tap, begin_call, observe_gated, show_gemm, show_tensor
 from f8emu.torch.layer.operands import Delayed, Operand, ScaleSource, cast_both, cast_delayed, format_name
 from f8emu.torch.library import differentiable_once, is_exporting

@@ -9,15 +9,14 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import TENSORWISE
+from f8emu.torch.chip import require_values
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
-from f8emu.torch.delayed.state import DelayedBuffers, stacked
-from f8emu.torch.delayed.update import UpdateGroup, warn_of_lost_state
-from f8emu.torch.dtypes import require_values
 from f8emu.torch.float8_layer import Float8Layer, refuse_torchscript, require_no_transform
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.layer.casts import LayerPlan, TracedInput, cast_input
-from f8emu.torch.layer.gemm import add_bias
-from f8emu.torch.layer.matmul import float8_matmul
+from f8emu.torch.layer.delayed_state import DelayedBuffers, stacked
+from f8emu.torch.layer.delayed_update import UpdateGroup, warn_of_lost_state
+from f8emu.torch.layer.matmul import add_bias, float8_matmul
 from f8emu.torch.layer.observers import begin_call, show_tensor
 from f8emu.torch.layer.operands import DelayedStates
 from f8emu.torch.library import is_exporting

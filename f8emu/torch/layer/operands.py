@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.recipe import Cast
-from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.spec.trace import Scales
+from f8emu.spec.scaling import Granularity, ScaleRule, Scales
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import cast_pair_delayed
 from f8emu.torch.fused.launch import amax_tiles

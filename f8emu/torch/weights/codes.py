@@ -24,7 +24,7 @@ from f8emu.torch.parallel.sharding import Shards, global_delayed
 from f8emu.torch.torch_internals import foreach_copy, is_dtensor, reduce_amax
 
 if TYPE_CHECKING:
-    from f8emu.torch.delayed.state import DelayedBuffers
+    from f8emu.torch.layer.delayed_state import DelayedBuffers
 
 _ALIGNMENT = 4  # floats: the GEMMs take scales that lie at multiples of 16 bytes
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.delayed.state import DelayedBuffers
+from f8emu.torch.layer.delayed_state import DelayedBuffers
 from f8emu.torch.torch_internals import like_dtensor, no_torch_function
 from f8emu.torch.weights.coded_weight import COPIES, EMPTIES, FILLED, NEW, CodedWeight
 from f8emu.torch.weights.codes import LocalWeight, OwnRows, WeightCodes, WeightScales, cast_master, global_scales

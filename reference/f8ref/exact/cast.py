@@ -6,8 +6,7 @@ from functools import lru_cache
 
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import FLOAT32, Format, Overflow, Specials
-from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, ScaleRule
-from f8emu.spec.trace import DelayedState, Scales
+from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, DelayedState, ScaleRule, Scales
 from f8ref.exact.number import NAN, ZERO, Kind, Number, exponent_of, finite, infinity, multiply, power_of_two
 
 

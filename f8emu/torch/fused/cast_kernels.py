@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from f8emu.spec.formats import E4M3FN, E5M2
-from f8emu.torch.fused.kernels.scales import (
+from f8emu.torch.fused.scale_kernels import (
     from_the_end,
     inv_scale_of,
     load_tile,

@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.libdevice import exp
 
-from f8emu.torch.fused.kernels.casts import store_given, store_used
-from f8emu.torch.fused.kernels.scales import load_tile, magnitudes, raise_amax
+from f8emu.torch.fused.cast_kernels import store_given, store_used
+from f8emu.torch.fused.scale_kernels import load_tile, magnitudes, raise_amax
 
 
 @triton.jit

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from f8emu.spec.errors import OperandError
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch import torch_internals as internals
-from f8emu.torch.delayed.state import DelayedBuffers, DelayedScalingError, Report, report_of
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
+from f8emu.torch.layer.delayed_state import DelayedBuffers, DelayedScalingError, Report, report_of
 from f8emu.torch.weights.float8_weight import refill
 
 

@@ -1,16 +1,21 @@
-"""The spec's formats as torch dtypes and back, and basic checks of arguments."""
+"""The chip: its formats as torch dtypes and back, first checks of arguments, and which devices are one."""
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
 
 from f8emu.spec import formats
+from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import FLOAT8, Format, format_by_name
 
 CHIP = HOPPER  # the chip whose GEMMs run or are emulated where no other is named
+
+_FLOAT8_CAPABILITY = (8, 9)
+_PAIRS_CAPABILITY = (9, 0)
 
 FLOAT8_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, f.name) for f in FLOAT8)  # the results of a cast
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the inputs of a cast and the outputs of a GEMM
@@ -93,4 +98,41 @@ def require_values(call: str, x: Any, *, name: str = "x", ndim: int | None = Non
         raise OperandError(
             f"{call}: {name} must have {ndim} dimensions; got shape {list(x.shape)}; "
             f"flatten the leading ones with {name}.reshape(-1, {name}.shape[-1])"
+        )
+
+
+@cache
+def has_float8_hardware(device: torch.device) -> bool:
+    """Whether `torch._scaled_mm` runs on the tensor cores of `device`."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
+
+
+def is_device_of(chip: Chip, device: torch.device) -> bool:
+    """Whether the library of `device` is the one whose bits the profile has; `HOPPER` is any Hopper GPU."""
+    if not has_float8_hardware(device) or capability_of(device) != chip.capability:
+        return False
+    return chip.plan in ("", HOPPER.plan) or chip.plan == torch.cuda.get_device_name(device)
+
+
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def compares_pairs(device: torch.device) -> bool:
+    """Whether `device` is a GPU that compares two pairs of 16-bit integers with one instruction."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _PAIRS_CAPABILITY
+
+
+def require_hopper(call: str, device: torch.device) -> None:
+    """Raise UnsupportedError unless `device` is a Hopper GPU."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != CHIP.capability:
+        raise UnsupportedError(
+            f"{call}: torch has it for {CHIP.name} only, compute capability 9.0; "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}; pass engine='emulated'"
         )

@@ -1,7 +1,7 @@
 """The state of delayed scaling of one layer, on its device, and what the host learns of it.
 
 Between two updates each tensor keeps the maximum of the amaxes of all its casts (gradient accumulation). The update
-(`delayed.update`) shifts the histories and sets the scales of the next passes, as `f8emu.spec.DelayedScaling` says.
+(`delayed_update`) shifts the histories and sets the scales of the next passes, as `f8emu.spec.DelayedScaling` says.
 """
 
 import warnings
@@ -56,7 +56,7 @@ class DelayedBuffers(nn.Module):
         self.recipe = recipe
         self.formats = _formats(recipe)
         self.notes = HostNotes()
-        self.owner = 0  # the number of the group that updates the state (`delayed.update.UpdateGroup`)
+        self.owner = 0  # the number of the group that updates the state (`delayed_update.UpdateGroup`)
         shapes = {"amax_history": (3, recipe.delayed.history_length), "counts": (len(fused.COUNTS), 3)}
         for name in fused.STATE:  # in this order
             dtype = torch.int64 if name == "counts" else torch.float32

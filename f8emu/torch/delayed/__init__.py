@@ -1,1 +1,0 @@
-"""Delayed scaling of torch layers: state, update, checkpoints."""
