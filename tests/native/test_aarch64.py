@@ -109,7 +109,8 @@ def _replay(program: Path, recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("kind", ["every code", "one sign", "tiny"])
 def test_gemms(kind: str, replay: Path, recorder: Recorder) -> None:
-    test_gemm.check_accumulators(kind, library.widths()[:1])
+    shapes = test_gemm.SHAPES if kind == "every code" else test_gemm.SHAPES[:-1]  # the last is most of the work
+    test_gemm.check_accumulators(kind, library.widths()[:1], shapes)
     _replay(replay, recorder)
 
 

@@ -69,10 +69,10 @@ def test_accumulators_of_every_chip(kind: str) -> None:
     check_accumulators(kind, library.widths())
 
 
-def check_accumulators(kind: str, widths: Sequence[str]) -> None:
+def check_accumulators(kind: str, widths: Sequence[str], shapes: Sequence[tuple[int, int, int]] = SHAPES) -> None:
     rng = np.random.default_rng(0)
     for chip, formats, fast in CASES:
-        for m, n, k in SHAPES:
+        for m, n, k in shapes:
             a, b = _random(rng, (m, k), formats[0], kind), _random(rng, (n, k), formats[1], kind)
             if formats[0] == BFLOAT16:
                 expected = oracle.mm(a, b.T, out_dtype="float32", chip=chip)
