@@ -14,11 +14,12 @@ from f8emu.torch.library import is_watched
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the engine casts `x`: a CPU tensor with elements, and nothing watches torch's operations on it."""
+    """Whether the engine casts `x`: a CPU tensor with memory, and nothing watches torch's operations on it."""
     return (
         x.device.type == "cpu"
         and not is_watched(x)
         and x.numel() > 0
+        and x.data_ptr() != 0  # a parameter may have been given a wrapper as its data
         and not x.is_neg()
         and library.library() is not None
     )

@@ -23,7 +23,7 @@ from f8emu.spec.scaling import (
 from f8emu.torch import cpu_casts
 from f8emu.torch.chip import float8_format, require_tensor, require_values, rows_of
 from f8emu.torch.library import is_known
-from f8emu.torch.torch_internals import is_dtensor, reduced
+from f8emu.torch.torch_internals import is_dtensor, reduced, without_empty_parts
 
 _FLOAT32_NAN = 0x7FFFFFFF  # the one NaN that f8emu emits [SPEC-1]
 _FRACTION_CLEARED = -0x800000  # 0xFF800000 as int32, a mask: the sign and exponent bits of a float32
@@ -52,6 +52,8 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
         return cpu_casts.amax(x.reshape(rows, k), granularity)
     magnitude = x.detach().reshape(rows, k).abs()
     if is_dtensor(x):  # as integers: a maximum of floats over ranks loses NaN
+        x = without_empty_parts(x)
+        magnitude = x.detach().reshape(rows, k).abs()
         magnitude = magnitude.float().view(torch.int32)
     match granularity:
         case Granularity.TENSORWISE:

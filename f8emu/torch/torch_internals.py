@@ -218,6 +218,13 @@ def reduced(x: Any) -> Any:
     return x.redistribute(placements=[replicate if place.is_partial() else place for place in x.placements])
 
 
+def without_empty_parts(x: Any) -> Any:
+    """The DTensor, replicated where a dimension has fewer elements than ranks: an empty part has no maximum."""
+    replicate, places = sys.modules["torch.distributed.tensor"].Replicate(), enumerate(x.placements)
+    placed = [replicate if p.is_shard() and x.shape[p.dim] < x.device_mesh.size(i) else p for i, p in places]
+    return x if placed == list(x.placements) else x.redistribute(placements=placed)
+
+
 def set_local(x: Any, local: Tensor) -> None:
     """Make `local` the part of a DTensor that this rank holds."""
     if is_dtensor(x) and x._local_tensor is not local:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -361,9 +362,38 @@ def test_groups_of_ranks() -> None:
     for optimizer in (SGD, AdamW):
         with pytest.raises(UnsupportedError, match=r"step it with MasterWeights\(params, torch.optim.AdamW, ...\)"):
             step(sharded, optimizer(sharded.parameters(), lr=0.1), 1)
-    # Another dtype rounds the masters, whose codes are cast again.
+    # Another dtype rounds the masters; after the first pass it is refused.
     wide: Any = fully_shard(primary("rowwise", torch.float32))
-    wide(batch(0).float())
-    wide.reshard()
     wide.to(torch.bfloat16)
     assert torch.equal(wide(batch(0)), convert(plain(), "rowwise").to(torch.bfloat16)(batch(0)))
+    wide.reshard()
+    late: Any = fully_shard(primary("rowwise", torch.float32))
+    late(batch(0).float())
+    late.reshard()
+    late.to(torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="change the dtype of a model before its first pass"):
+        late(batch(0))
+
+    # Any write counts: through a view, a state dict or a collective; codes are cast again at the next gather.
+    def halved(x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+    for write in (
+        lambda: halved(wide[0].weight.to_local()[:7]),
+        lambda: halved(wide[0].weight.to_local().t()),
+        lambda: halved(wide.state_dict()["0.weight"]),
+        lambda: dist.broadcast(wide[0].weight.to_local(), 0),
+    ):
+        with torch.no_grad():
+            write()
+        expected = convert(plain(torch.bfloat16), "rowwise")
+        expected.load_state_dict({key: x.full_tensor() for key, x in wide.state_dict().items()})
+        for i in (0, 1):
+            expected[i].weight.data = wide.state_dict()[f"{i}.weight"].full_tensor() + 0
+        assert torch.equal(wide(batch(0)), expected(batch(0)))
+        wide.reshard()
+    # An optimizer that has the masters of whole weights would not step their parts.
+    taken = primary("rowwise")
+    f8.MasterWeights(taken.parameters(), SGD, lr=0.1)
+    with pytest.raises(UnsupportedError, match="make MasterWeights after fully_shard"):
+        fully_shard(taken)

@@ -36,6 +36,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3
 _rests = False
 """Whether weights rest as float8, sharded and on one device."""
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 _MIN_CUT = "aot_eager_decomp_partition"
 """The partitioner of Inductor, without its code."""
 precompute = f8.precompute_float8_dynamic_scale_for_fsdp
@@ -479,7 +480,10 @@ for _cases in CASES.values():
     _cases |= {f"{name}, at rest": case(at_rest, _cases[name]) for name in sorted(_AT_REST & _cases.keys())}
 CASES[2] |= {
     "clipped, at rest": case(beside_one_that_casts, clip),
-    "offloaded, at rest": case(beside_one_that_casts, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "offloaded, masters, at rest": case(
+        at_rest, lambda: compare("rowwise", sharded=shard(make("rowwise", True), offload_policy=OFFLOAD))
+    ),
+    "offloaded, at rest": case(beside_one_that_casts, offload_policy=OFFLOAD),
     "dies between master and codes": dies_between_master_and_codes,
 }
 

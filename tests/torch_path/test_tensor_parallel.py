@@ -5,6 +5,7 @@ for bit. What is a sum over ranks is compared with the same collective over part
 Ranks hold tokens, rows and columns of different magnitudes, so that a scale of their own would show.
 """
 
+import copy
 import functools
 import math
 import sys
@@ -491,6 +492,21 @@ def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -
         same(observed, expected)
 
 
+def copied(recipe: str) -> None:
+    """A copy of a model at rest has codes and scales of its own: training of one leaves the other as it was."""
+    mesh = mesh_of_all()
+    model: Any = parallelize_module(convert(recipe, (N, K)), mesh, {"0": ColwiseParallel()})
+    x, h = draw(BATCH, TOKENS, K, seed=1), part(draw(BATCH, TOKENS, N, seed=2), 2, mesh)
+    passes(model[0], x, h)
+    other = copy.deepcopy(model)
+    before = other[0](x)
+    with torch.no_grad():
+        model[0].weight.mul_(0.125)
+    passes(model[0], 4 * x, h)
+    f8.sync_float8_amax_and_scale_history(model)
+    assert torch.equal(other[0](x), before) and not torch.equal(model[0](x), before)
+
+
 def verbs() -> None:
     """DTensors are operands of the verbs: codes, amaxes and products are parts of those of one device."""
     mesh, placements = mesh_of_all(), (Shard(0), Shard(1), Replicate())
@@ -551,6 +567,7 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "refusals": refusals,
         "inspected": inspected,
         "verbs": verbs,
+        **{f"copied, {r}, at rest": case(at_rest, case(copied, r)) for r in ("rowwise", "delayed")},
     },
     3: {
         "unequal shards of N": case(parallel, "tensorwise", "column", bias=True, size=40),

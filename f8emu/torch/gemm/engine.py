@@ -20,6 +20,7 @@ from f8emu.spec.gemm_call import GemmCall, Shaped, check_library, mm_call, scale
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.chip import HIGH_PRECISION_DTYPES, has_float8_hardware, is_device_of, name_of
 from f8emu.torch.gemm import emulation
+from f8emu.torch.torch_internals import is_dtensor
 
 
 class Engine(Enum):
@@ -193,6 +194,12 @@ def _check_float8_layout(gemm: GemmCall, a: Tensor, b: Tensor) -> None:
 
 def _check_devices(call: str, a: Tensor, **others: Tensor | None) -> None:
     for name, x in others.items():
+        if x is not None and is_dtensor(x) != is_dtensor(a):
+            kinds = ["a DTensor" if is_dtensor(y) else "a plain tensor" for y in (a, x)]
+            raise OperandError(
+                f"{call}: operands must be all DTensors or all plain tensors; got {kinds[0]} for a and {kinds[1]} for "
+                f"{name}; use DTensor.from_local, or to_local()"
+            )
         if x is not None and x.device != a.device:
             raise OperandError(
                 f"{call}: all tensors must be on one device; a is on {a.device} and {name} on {x.device}; "

@@ -30,6 +30,7 @@ from f8emu.torch.torch_internals import (
 )
 from f8emu.torch.weights.coded_weight import CodedWeight
 from f8emu.torch.weights.float8_weight import at_rest, refill, written_over
+from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 _METADATA_KEY = "f8emu_delayed"  # the key of a layer's state of delayed scaling in the metadata of a state dict
 
@@ -166,6 +167,8 @@ class Float8Linear(Float8Layer):
         # 2. The GEMM; gradients go to the input, or through the gather of it.
         if isinstance(call.weight, CodedWeight):
             call.weight.note_call(delayed[1])
+        elif isinstance(call.weight, ShardedWeight) and call.weight.state.resting is not None:
+            call.weight.state.resting.delayed = self.delayed  # a copy of the layer has its own
         place = x if operands.gathered is None else operands.gathered
         return float8_matmul(place, call.weight, operands, plan, delayed, tap)
 
@@ -232,7 +235,7 @@ class Float8Linear(Float8Layer):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = own_parameters(self).get("weight")
         if (held := at_rest(weight)) is not None and not keep_vars:
-            destination[f"{prefix}weight"] = like_dtensor(weight, held.master.detach())
+            destination[f"{prefix}weight"] = like_dtensor(weight, held.values())
         metadata = getattr(destination, "_metadata", None)
         if self.delayed is not None and metadata is not None:
             metadata.setdefault(prefix[:-1], {})[_METADATA_KEY] = self.delayed.tensors()

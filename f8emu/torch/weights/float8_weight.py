@@ -115,6 +115,10 @@ class Float8Weight(CodedWeight):
             if mine is not None and found is not None:
                 mine.copy_(found)
 
+    def values(self) -> Tensor:
+        """The master, for a state dict."""
+        return self.master.detach()
+
     def local(self) -> LocalWeight:
         """The master, whole, on the device of the weight."""
         return LocalWeight(self.master.detach().to(self.device), self.recipe, OwnRows(n=self.shape[0]))
@@ -150,6 +154,11 @@ class Float8Weight(CodedWeight):
 
     def _sharded(self, *, is_split: bool) -> ShardedWeight:
         origin = self._origin
+        if origin.is_taken:
+            raise UnsupportedError(
+                "Float8Weight: the weight is float8 codes, and an optimizer has taken its whole master; make MasterWeights "
+                "after fully_shard and parallelize_module, and write whole values with weight.copy_(values)"
+            )
         master = origin.master.detach().to(self.device, torch.float32)
         return ShardedWeight(master, origin.recipe, GatherState(resting=Resting(origin.delayed, is_split)), self.dtype)
 
@@ -238,7 +247,7 @@ def at_rest(weight: Tensor | None) -> Float8Weight | ShardedWeight | None:
 
 def refill_all(weights: Sequence[Float8Weight | ShardedWeight]) -> None:
     """`refill` of many weights: the scales of all take one reduction over the ranks, and one kernel."""
-    known = [weight for weight in weights if not isinstance(weight, ShardedWeight) or weight.state.own is not None]
+    known = [weight for weight in weights if not isinstance(weight, ShardedWeight) or weight.is_refilled_here]
     dynamic = [weight for weight in known if weight.recipe.delayed_scaling_of("weight") is None]
     scales = dict(zip(map(id, dynamic), global_scales([weight.local() for weight in dynamic]), strict=True))
     for weight in known:

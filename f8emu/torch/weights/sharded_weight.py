@@ -7,7 +7,7 @@
 Exactness: codes and scales are those of the whole weight on one device.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +21,11 @@ from f8emu.torch.fused.fused_cast import CODES
 from f8emu.torch.layer.delayed_state import DelayedBuffers
 from f8emu.torch.parallel.sharding import Shards, global_delayed
 from f8emu.torch.weights.coded_weight import (
-    ALIASES,
     COPIES,
     EMPTIES,
     FILLED,
     MOVES,
     NEW,
-    PARTS,
     CodedWeight,
     GatherMemory,
 )
@@ -45,7 +43,6 @@ from f8emu.torch.weights.codes import (
     has_one_scale,
 )
 
-_VIEWS = ALIASES | PARTS | MOVES  # weights with the values of the argument
 # Weights with values of their own. Tensor parallelism pads unequal parts.
 _OTHERS = COPIES | EMPTIES | NEW | {torch.ops.aten.constant_pad_nd.default}
 
@@ -68,13 +65,14 @@ class GatherState:
     memory: GatherMemory | None = None  # of gathered codes, if those for `grad_input` are not those for `output`
     own: OwnRows | None = None  # what FSDP2 described at the first gather
     resting: Resting | None = None  # of a weight that rests as float8
+    was: torch.dtype | None = None  # the dtype in which it was gathered, if that has changed since
 
     def of_another(self) -> "GatherState":
         """The state of a weight with values of its own."""
         return GatherState(resting=None if self.resting is None else Resting(self.resting.delayed))
 
     def __deepcopy__(self, memo: Any) -> "GatherState":
-        return self  # in a compiler's guard; the copy of a weight is a clone, with a state of its own
+        return self.of_another()
 
 
 class Sent(NamedTuple):
@@ -95,6 +93,9 @@ class ShardedWeight(Tensor):
     plain: Tensor
     recipe: Recipe
     state: GatherState
+    is_moved: bool = (
+        False  # whether it is a copy of a weight on another device, of whose values it shares what is known
+    )
 
     def __new__(
         cls, plain: Tensor, recipe: Recipe, state: GatherState | None = None, dtype: torch.dtype | None = None
@@ -111,6 +112,9 @@ class ShardedWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_write = func._schema.is_mutable
+        if func.namespace == "c10d":  # collectives write to their arguments, whatever their schemas say
+            for x in (x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight)):
+                x.forget()
         if is_write:
             for x in _written(func, args, kwargs):
                 x._require_own_step(func, args)
@@ -121,15 +125,18 @@ class ShardedWeight(Tensor):
         out = func(*plain_args, **plain_kwargs)
         if is_write:
             return internals.with_aliases(func, args, kwargs, out)
-        if func in _VIEWS or func in _OTHERS:
+        if func in MOVES or func in _OTHERS or _is_view(func):
             first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
             dtype = kwargs.get("dtype") or first.dtype
-            state = first.state if func in _VIEWS else first.state.of_another()
+            state = first.state.of_another() if func in _OTHERS else first.state
             if dtype != first.dtype:
-                state = replace(first.state.of_another(), memory=first.state.memory, own=first.state.own)
+                state = first.state.of_another()
+                state.was = None if first.state.own is None else first.dtype
             if state.resting is not None:  # another dtype rounds the values of the master, which stays float32
                 out = tree_map_only(Tensor, lambda x: x.to(first.plain.dtype), out)
             out = tree_map_only(Tensor, lambda x: ShardedWeight(x, first.recipe, state, dtype), out)
+            if func is torch.ops.aten._to_copy.default and dtype == first.dtype:
+                out.is_moved = first.is_moved or out.device != first.device
             return internals.with_aliases(func, args, kwargs, out)
         return out
 
@@ -146,6 +153,8 @@ class ShardedWeight(Tensor):
 
     def forget(self) -> None:
         """After a write, or a change of the layer's scales: what was found from the values is no longer true."""
+        if self.is_moved:  # it is no longer a copy
+            self.is_moved, self.state = False, self.state.of_another()
         state = self.state
         state.precomputed = state.of_forward = None
         if state.resting is not None:
@@ -166,6 +175,18 @@ class ShardedWeight(Tensor):
         """This rank's part of the master of a weight at rest."""
         return self.plain
 
+    def values(self) -> Tensor:
+        """The master, for a state dict: a write to it is a write to the weight."""
+        return ShardedWeight(self.plain.detach(), self.recipe, self.state, self.plain.dtype)
+
+    @property
+    def is_refilled_here(self) -> bool:
+        """Whether codes are cast where the master is: not before the first pass, nor with offloaded masters."""
+        resting = self.state.resting
+        if self.state.own is None or resting is None:
+            return False
+        return resting.codes is None or resting.codes.rows.device == self.plain.device
+
     def refill(self, *, scales: WeightScales | None = None) -> WeightCodes:
         """Cast the master into the codes that rest, under `scales` if they are known."""
         x, recipe, own = self.local()
@@ -176,12 +197,12 @@ class ShardedWeight(Tensor):
 
     def codes_at_rest(self, own: OwnRows) -> WeightCodes | None:
         """The codes of this rank's rows, if the weight rests as float8."""
-        state = self.state
-        if state.resting is None:
+        state, resting = self.state, self.state.resting
+        if resting is None:
             return None
         state.own = own if state.own is None else state.own
-        state.resting.is_split = False
-        return self.refill() if state.resting.codes is None else state.resting.codes
+        resting.is_split, codes = False, resting.codes
+        return self.refill() if codes is None or codes.rows.device != self.plain.device else codes
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["plain"], (self.recipe, self.state, self.dtype)
@@ -209,6 +230,11 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What to gather, [padded rows of a rank, K] as bytes, and what to pass to `fsdp_post_all_gather`."""
         x, state, recipe = self.plain, self.state, self.recipe
+        if state.was is not None:
+            raise UnsupportedError(
+                f"Float8Linear: FSDP2 has gathered the weight as {state.was}, now it is {self.dtype}; change the dtype of "
+                "a model before its first pass"
+            )
         if state.own is None:
             state.own = OwnRows.of(mesh, outer_size, module, x)
         own = state.own
@@ -309,6 +335,11 @@ class ShardedWeight(Tensor):
         return weight, memory
 
 
+def _is_view(func: Any) -> bool:
+    # A write to any view of a weight is a write to the weight.
+    return any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+
+
 def local_tensor(x: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds; any other tensor is itself."""
     return getattr(x, "_local_tensor", x)
@@ -337,7 +368,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     found: list[ShardedWeight] = []
     for weight in map(local_tensor, model.parameters()):  # each once
         if isinstance(weight, ShardedWeight) and weight.state.own is not None:
-            if weight.recipe.delayed_scaling_of("weight") is None:
+            is_here = weight.state.resting is None or weight.is_refilled_here
+            if weight.recipe.delayed_scaling_of("weight") is None and is_here:
                 found.append(weight)
     for weight, scales in zip(found, global_scales([weight.local() for weight in found]), strict=True):
         if weight.state.resting is None:
