@@ -156,7 +156,7 @@ class Float8Weight(CodedWeight):
         origin = self._origin
         if origin.is_taken:
             raise UnsupportedError(
-                "Float8Weight: the weight is float8 codes, and an optimizer has taken its whole master; make MasterWeights "
+                "Float8Weight: the weight is float8 codes, and an optimizer has its whole master; make MasterWeights "
                 "after fully_shard and parallelize_module, and write whole values with weight.copy_(values)"
             )
         master = origin.master.detach().to(self.device, torch.float32)

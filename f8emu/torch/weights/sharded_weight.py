@@ -113,8 +113,9 @@ class ShardedWeight(Tensor):
         kwargs = kwargs or {}
         is_write = func._schema.is_mutable
         if func.namespace == "c10d":  # collectives write to their arguments, whatever their schemas say
-            for x in (x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight)):
-                x.forget()
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, ShardedWeight) and not (x.state.resting and x.state.resting.is_split):
+                    x.forget()
         if is_write:
             for x in _written(func, args, kwargs):
                 x._require_own_step(func, args)
@@ -232,7 +233,7 @@ class ShardedWeight(Tensor):
         x, state, recipe = self.plain, self.state, self.recipe
         if state.was is not None:
             raise UnsupportedError(
-                f"Float8Linear: FSDP2 has gathered the weight as {state.was}, now it is {self.dtype}; change the dtype of "
+                f"Float8Linear: FSDP2 gathered the weight as {state.was}, now it is {self.dtype}; change the dtype of "
                 "a model before its first pass"
             )
         if state.own is None:
