@@ -4,6 +4,7 @@ The installed version of torchtitan selects the adapter; torchtitan is not chang
 section [f8emu] has the keys of its own float8 section. torchtitan 0.3 converts trees of configurations.
 """
 
+import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from f8emu.torch.conversion.torchao import filter_layers, filter_small_layers
 from f8emu.torch.layer.delayed_update import DelayedScalingState
 from f8emu.torch.weights.sharded_weight import precompute_float8_dynamic_scale_for_fsdp
 
+_log = logging.getLogger("f8emu")
 _AUTO_FILTER = "auto_filter_small_kn"  # torchtitan's entry of `filter_fqns` for layers too small for float8
 
 
@@ -89,6 +91,8 @@ if find_spec("torchtitan.protocols.model_converter") is not None:  # 0.2
         def __init__(self, job_config: Any, parallel_dims: Any) -> None:
             options: Options = job_config.f8emu
             if not parallel_dims.fsdp_enabled:  # then no weight is gathered
+                if options.float8_primary_weights:
+                    _log.warning("f8emu: float8_primary_weights needs FSDP here; weights are cast in every pass")
                 options = replace(options, enable_fsdp_float8_all_gather=False, float8_primary_weights=False)
             self.options = options
 

@@ -167,8 +167,8 @@ class Float8Linear(Float8Layer):
         # 2. The GEMM; gradients go to the input, or through the gather of it.
         if isinstance(call.weight, CodedWeight):
             call.weight.note_call(delayed[1])
-        elif isinstance(call.weight, ShardedWeight) and call.weight.state.resting is not None:
-            call.weight.state.resting.delayed = self.delayed  # a copy of the layer has its own
+        elif isinstance(call.weight, ShardedWeight) and not torch.compiler.is_compiling():
+            call.weight.rest_with(self.delayed)
         place = x if operands.gathered is None else operands.gathered
         return float8_matmul(place, call.weight, operands, plan, delayed, tap)
 

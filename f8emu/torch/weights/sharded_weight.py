@@ -196,6 +196,11 @@ class ShardedWeight(Tensor):
         resting.codes = cast_master(x, recipe, resting.delayed, own, scales=scales)
         return resting.codes
 
+    def rest_with(self, delayed: DelayedBuffers | None) -> None:
+        """The layer's state of delayed scaling: a copy of the layer has its own."""
+        if self.state.resting is not None:
+            self.state.resting.delayed = delayed
+
     def codes_at_rest(self, own: OwnRows) -> WeightCodes | None:
         """The codes of this rank's rows, if the weight rests as float8."""
         state, resting = self.state, self.state.resting
@@ -239,8 +244,7 @@ class ShardedWeight(Tensor):
         if state.own is None:
             state.own = OwnRows.of(mesh, outer_size, module, x)
         own = state.own
-        if state.resting is not None:
-            state.resting.delayed = module.delayed  # a copy of the model has its own
+        self.rest_with(module.delayed)
         if (rest := self.codes_at_rest(own)) is not None:
             col_scale = rest.row_scale if has_one_scale(recipe) else rest.col_scale
             return self._sent(Sent(own.n, rest.row_scale, col_scale, rest.master_amax))
