@@ -23,7 +23,7 @@ from f8emu.spec.scaling import (
 from f8emu.torch import cpu_casts
 from f8emu.torch.chip import float8_format, require_tensor, require_values, rows_of
 from f8emu.torch.library import is_known
-from f8emu.torch.torch_internals import is_dtensor, reduced, without_empty_parts
+from f8emu.torch.torch_internals import is_dtensor, reduced, replicated, without_empty_parts
 
 _FLOAT32_NAN = 0x7FFFFFFF  # the one NaN that f8emu emits [SPEC-1]
 _FRACTION_CLEARED = -0x800000  # 0xFF800000 as int32, a mask: the sign and exponent bits of a float32
@@ -191,7 +191,7 @@ def spread_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granula
         if block is not None and block > 1:
             # Not repeat_interleave and a slice: compiled for the CPU by torch 2.13, the last block gets wrong scales.
             group = torch.arange(sizes[dim], device=x.device) // block
-            scale = scale.index_select(dim, group)
+            scale = scale.index_select(dim, replicated(group, scale))
     return scale if x.ndim == 2 else scale.reshape(*x.shape[:-1], scale.shape[1])
 
 

@@ -218,6 +218,14 @@ def reduced(x: Any) -> Any:
     return x.redistribute(placements=[replicate if place.is_partial() else place for place in x.placements])
 
 
+def replicated(x: Tensor, like: Any) -> Any:
+    """`x`, which all ranks have, as a DTensor on the mesh of `like`; itself if that is none."""
+    if not is_dtensor(like):
+        return x
+    replicate = sys.modules["torch.distributed.tensor"].Replicate()
+    return type(like).from_local(x, like.device_mesh, [replicate] * like.device_mesh.ndim, run_check=False)
+
+
 def without_empty_parts(x: Any) -> Any:
     """The DTensor, replicated where a dimension has fewer elements than ranks: an empty part has no maximum."""
     replicate, places = sys.modules["torch.distributed.tensor"].Replicate(), enumerate(x.placements)

@@ -522,16 +522,22 @@ def verbs() -> None:
         as_bytes = [x.contiguous().view(torch.uint8) for x in (found, expected)]
         return found.dtype == expected.dtype and torch.equal(*as_bytes)
 
-    # 1. Amaxes, with a NaN on one rank, and casts.
+    # 1. Amaxes, with a NaN on one rank, of an empty part too, and casts.
+    row = draw(1, 64, seed=1)
+    assert equal(whole(f8.amax(distribute_tensor(row, mesh, [Shard(0)]))), f8.amax(row))
     x, weight = draw(32, 8192, seed=1), draw(64, 8192, seed=2)
     x[-1, -1] = math.nan
     for place in placements:
         for granularity in Granularity:
             assert equal(whole(f8.amax(over_ranks(x, place), granularity)), f8.amax(x, granularity)), granularity
-        inv_scale = f8.scale_from_amax(f8.amax(weight), "float8_e4m3fn").inv_scale
-        codes = f8.quantize(over_ranks(weight, place), inv_scale, "float8_e4m3fn")
-        expected = f8.quantize(weight, inv_scale, "float8_e4m3fn")
-        assert equal(local(codes), expected if place.is_replicate() else part(expected, place.dim, mesh))
+        for granularity in Granularity:
+            inv_scale = f8.scale_from_amax(f8.amax(weight, granularity), "float8_e4m3fn").inv_scale
+            own_scale = over_ranks(inv_scale, Replicate())
+            codes = f8.quantize(over_ranks(weight, place), own_scale, "float8_e4m3fn", granularity)
+            expected = f8.quantize(weight, inv_scale, "float8_e4m3fn", granularity)
+            assert equal(local(codes), expected if place.is_replicate() else part(expected, place.dim, mesh)), (
+                granularity
+            )
     # 2. Products. The plan splits K of the parts by 3 and that of the whole not at all.
     a, b = (f8.cast(draw(n, 8192, seed=n), "float8_e4m3fn") for n in (256, 512))
     for of_a, of_b in ((Shard(0), Replicate()), (Replicate(), Shard(1))):
