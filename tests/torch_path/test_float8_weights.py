@@ -392,6 +392,7 @@ def test_groups_of_ranks() -> None:
             expected[i].weight.data = wide.state_dict()[f"{i}.weight"].full_tensor() + 0
         assert torch.equal(wide(batch(0)), expected(batch(0)))
         wide.reshard()
+    assert type(wide[0].weight.to_local().view(torch.int32)) is Tensor, "bits are no weight"
     # An optimizer that has the masters of whole weights would not step their parts.
     taken = primary("rowwise")
     f8.MasterWeights(taken.parameters(), SGD, lr=0.1)

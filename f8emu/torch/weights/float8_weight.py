@@ -247,7 +247,12 @@ def at_rest(weight: Tensor | None) -> Float8Weight | ShardedWeight | None:
 
 def refill_all(weights: Sequence[Float8Weight | ShardedWeight]) -> None:
     """`refill` of many weights: the scales of all take one reduction over the ranks, and one kernel."""
-    known = [weight for weight in weights if not isinstance(weight, ShardedWeight) or weight.is_refilled_here]
+    known: list[Float8Weight | ShardedWeight] = []
+    for weight in weights:
+        if isinstance(weight, Float8Weight) or weight.is_refilled_here:
+            known.append(weight)
+        elif weight.state.own is not None:  # the next gather casts it, where it gathers
+            weight.forget()
     dynamic = [weight for weight in known if weight.recipe.delayed_scaling_of("weight") is None]
     scales = dict(zip(map(id, dynamic), global_scales([weight.local() for weight in dynamic]), strict=True))
     for weight in known:

@@ -93,9 +93,7 @@ class ShardedWeight(Tensor):
     plain: Tensor
     recipe: Recipe
     state: GatherState
-    is_moved: bool = (
-        False  # whether it is a copy of a weight on another device, of whose values it shares what is known
-    )
+    is_moved: bool = False  # whether it is a copy on another device, which shares what is known of the values
 
     def __new__(
         cls, plain: Tensor, recipe: Recipe, state: GatherState | None = None, dtype: torch.dtype | None = None
@@ -126,7 +124,7 @@ class ShardedWeight(Tensor):
         out = func(*plain_args, **plain_kwargs)
         if is_write:
             return internals.with_aliases(func, args, kwargs, out)
-        if func in MOVES or func in _OTHERS or _is_view(func):
+        if func in MOVES or func in _OTHERS or (_is_view(func) and func is not torch.ops.aten.view.dtype):
             first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
             dtype = kwargs.get("dtype") or first.dtype
             state = first.state.of_another() if func in _OTHERS else first.state
