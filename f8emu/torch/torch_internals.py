@@ -227,10 +227,16 @@ def replicated(x: Tensor, like: Any) -> Any:
 
 
 def without_empty_parts(x: Any) -> Any:
-    """The DTensor, replicated where a dimension has fewer elements than ranks: an empty part has no maximum."""
-    replicate, places = sys.modules["torch.distributed.tensor"].Replicate(), enumerate(x.placements)
-    placed = [replicate if p.is_shard() and x.shape[p.dim] < x.device_mesh.size(i) else p for i, p in places]
-    return x if placed == list(x.placements) else x.redistribute(placements=placed)
+    """The DTensor, replicated where it leaves a rank without elements: an empty part has no maximum."""
+
+    def is_short(place: Any, ranks: int) -> bool:
+        # Ranks take equal parts, rounded up, as long as there are any: 5 rows over 4 ranks are 2, 2, 1 and 0.
+        size = x.shape[place.dim] if place.is_shard() else ranks
+        return (ranks - 1) * -(-size // ranks) >= size
+
+    replicate = sys.modules["torch.distributed.tensor"].Replicate()
+    pairs = enumerate(x.placements)
+    return x.redistribute(placements=[replicate if is_short(p, x.device_mesh.size(i)) else p for i, p in pairs])
 
 
 def set_local(x: Any, local: Tensor) -> None:

@@ -507,6 +507,14 @@ def copied(recipe: str) -> None:
     assert torch.equal(other[0](x), before) and not torch.equal(model[0](x), before)
 
 
+def empty_parts() -> None:
+    """Five rows over four ranks leave the last without any."""
+    x = draw(5, 64, seed=1)
+    for granularity in Granularity:
+        found: Any = f8.amax(distribute_tensor(x, mesh_of_all(), [Shard(0)]), granularity)
+        assert torch.equal(found.full_tensor(), f8.amax(x, granularity)), granularity
+
+
 def verbs() -> None:
     """DTensors are operands of the verbs: codes, amaxes and products are parts of those of one device."""
     mesh, placements = mesh_of_all(), (Shard(0), Shard(1), Replicate())
@@ -586,6 +594,7 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "an empty shard of an output": case(parallel, "delayed", "row", 0),
     },
     4: {
+        "empty parts": empty_parts,
         **{f"with FSDP2, {r}, gathers {on}": case(with_fsdp2, r, on) for r in GATHERED for on in (True, False)},
         "with FSDP2, compiled": case(with_fsdp2, "tensorwise", False, "aot_eager"),
     },
