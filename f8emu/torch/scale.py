@@ -50,10 +50,10 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
     if cpu_casts.takes(x):
         return cpu_casts.amax(x.reshape(rows, k), granularity)
+    if is_dtensor(x):
+        x = without_empty_parts(x)
     magnitude = x.detach().reshape(rows, k).abs()
     if is_dtensor(x):  # as integers: a maximum of floats over ranks loses NaN
-        x = without_empty_parts(x)
-        magnitude = x.detach().reshape(rows, k).abs()
         magnitude = magnitude.float().view(torch.int32)
     match granularity:
         case Granularity.TENSORWISE:

@@ -52,6 +52,9 @@ def scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, gemm: GemmCall
 ) -> Tensor:
     """A `scaled_grouped_mm`."""
+    # On a GPU, reading the ends would wait for the device.
+    ends = offs.tolist() if offs is not None and offs.device.type == "cpu" else None
+    parts = [] if offs is not None and ends is None else group_parts(gemm, ends)
     if not _is_native(a.device):
         if gemm.group_kind is not GroupKind.ROWS or offs is None:
             raise UnsupportedError(
@@ -60,7 +63,7 @@ def scaled_grouped_mm(
             )
         return _run_jax(gemm, (a, b, scale_a, scale_b, offs), use_fast_accum=gemm.use_fast_accum)
     out = _empty(gemm, a)
-    for part in group_parts(gemm, None if offs is None else offs.tolist()):
+    for part in parts:
         of_group = native.described(
             part.gemm,
             _matrix(a[part.a], scale_a[part.scale_a][:, None], Granularity.ROWWISE),

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from f8emu.native import gemm as native
 from f8emu.spec.chips import HOPPER
-from f8emu.spec.gemm_call import GemmCall, group_parts
+from f8emu.spec.gemm_call import GemmCall
 from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.engine import Checked, Engine, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
 from f8emu.torch.library import fake, has_dispatch_mode, operator, seen_as_mm
@@ -111,8 +111,6 @@ def scaled_grouped_mm(
     gemm, engine, _ = _prepared(checked_scaled_grouped_mm, operands, options)
     if engine is Engine.HARDWARE:
         return hardware.scaled_grouped_mm(*operands, gemm)
-    if offs is not None and offs.device.type == "cpu":  # on a GPU, reading the values would wait for the device
-        group_parts(gemm, offs.tolist())
     return emulation.scaled_grouped_mm(*operands, gemm)
 
 

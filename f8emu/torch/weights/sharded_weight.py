@@ -244,8 +244,7 @@ class ShardedWeight(Tensor):
         own = state.own
         self.rest_with(module.delayed)
         if (rest := self.codes_at_rest(own)) is not None:
-            col_scale = rest.row_scale if has_one_scale(recipe) else rest.col_scale
-            return self._sent(Sent(own.n, rest.row_scale, col_scale, rest.master_amax))
+            return self._sent(rest.row_scale, rest.col_scale, rest.master_amax)
         # 1. Under delayed scaling the scale is that of earlier passes. An evaluated model has those of its weights.
         if module.delayed is not None and module.training:
             module.delayed.follow(x.device)
@@ -261,14 +260,15 @@ class ShardedWeight(Tensor):
         if scales is None:
             (scales,) = global_scales([LocalWeight(x, recipe, own)])
         state.of_forward = scales
-        return self._sent(
-            Sent(own.n, scales.row_scale, scales.row_scale if has_one_scale(recipe) else scales.col_scale)
-        )
+        return self._sent(scales.row_scale, scales.col_scale)
 
-    def _sent(self, sent: Sent) -> tuple[tuple[Tensor, ...], Sent]:
+    def _sent(
+        self, row_scale: Tensor, col_scale: Tensor, master_amax: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Sent]:
         # One set of codes, or those of the pass that begins.
         own, memory = self.state.own, self.state.memory
         assert own is not None, "fsdp_pre_all_gather"
+        sent = Sent(own.n, row_scale, row_scale if has_one_scale(self.recipe) else col_scale, master_amax)
         if memory is None or sent.row_scale is sent.col_scale:
             return (self._own_codes(),), sent
         if internals.is_in_backward_pass():
