@@ -208,8 +208,10 @@ def like_dtensor(x: Any, local: Tensor) -> Any:
     """A DTensor with the placements of `x` and another part of this rank; `local` itself if `x` is none."""
     if not is_dtensor(x):
         return local
-    whole = {"shape": x.shape, "stride": x.stride()}
-    return type(x).from_local(local, x.device_mesh, x.placements, run_check=False, **whole)
+    spec = sys.modules["torch.distributed.tensor._dtensor_spec"]
+    meta = spec.TensorMeta(x.shape, x.stride(), local.dtype)
+    # Not `from_local`, which moves what FSDP2 keeps on the host to the device of the mesh.
+    return type(x)(local, spec.DTensorSpec(x.device_mesh, x.placements, meta), requires_grad=local.requires_grad)
 
 
 def reduced(x: Any) -> Any:

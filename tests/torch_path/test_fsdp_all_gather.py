@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
@@ -445,6 +446,16 @@ def codes_are_no_values() -> None:
     assert all(isinstance(parameter, ShardedWeight) for parameter in block.parameters())
 
 
+def offloaded_from_a_gpu() -> None:
+    """FSDP2 keeps the shards of a GPU's mesh on the host; so does what an optimizer steps in their place."""
+    mesh = DeviceMesh("cuda", list(range(dist.get_world_size())), _init_backend=False)
+    spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size([8, 16]), (16, 1), torch.bfloat16))
+    weight = DTensor(torch.zeros(4, 16).bfloat16(), spec, requires_grad=True)
+    found = internals.like_dtensor(weight, torch.ones(4, 16))
+    assert (found.device.type, found.dtype, found.shape) == ("cpu", torch.float32, (8, 16))
+    assert (found.device_mesh, found.placements, found.requires_grad) == (mesh, (Shard(0),), False)
+
+
 case = functools.partial
 TWO = ("rowwise", "delayed")
 CASES: dict[int, dict[str, Callable[[], None]]] = {
@@ -490,6 +501,7 @@ CASES[2] |= {
     "offloaded, masters, at rest": case(at_rest, offloaded),
     "offloaded, at rest": case(beside_one_that_casts, offload_policy=OFFLOAD),
     "dies between master and codes": dies_between_master_and_codes,
+    "offloaded from a GPU": offloaded_from_a_gpu,
 }
 
 
