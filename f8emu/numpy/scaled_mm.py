@@ -1,9 +1,9 @@
-"""The GEMMs, scaled_mm, scaled_grouped_mm and mm, single instructions, mma, and the linear layer of three GEMMs.
+"""The GEMMs, scaled_mm, scaled_grouped_mm and mm, single instructions, mma, and linear layers of three GEMMs.
 
 Exactness of all: the bits of the verbs of `f8ref.numpy`, which define them: on all recorded cases those of the device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from f8emu.numpy.emulation import Array
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import BFLOAT16
+from f8emu.spec.formats import BFLOAT16, E4M3FN
 from f8emu.spec.gemm import LinearTrace
 from f8emu.spec.recipe import OPERANDS, Recipe, recipe_by_name
 from f8emu.spec.scaling import DelayedState, Granularity
@@ -23,6 +23,7 @@ from f8emu.split_k.ask import known_split_k
 from f8emu.split_k.gemm import of_call, of_layer
 from f8ref import numpy as oracle
 from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm, grouped_product
+from f8ref.numpy.grouped_linear import GroupedLinearTrace, by_expert
 from f8ref.numpy.linear import traced
 
 _LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
@@ -118,9 +119,7 @@ def scaled_grouped_mm(
         OperandError, SpecError, UnsupportedError: as for `scaled_mm`.
     """
     call = "scaled_grouped_mm"
-    ends = None if offs is None else array_of(call, "offs", offs)
-    if ends is not None and ends.dtype.kind in "iu" and (np.abs(ends) < 2**31).all():
-        ends = ends.astype(np.int32)
+    ends = None if offs is None else _ends(call, offs)
     return grouped_product(
         emulation.product,
         array_of(call, "a", a),
@@ -244,3 +243,45 @@ def linear(
         chip=on,
         verbs=emulation.VERBS,
     )
+
+
+def grouped_linear(
+    recipe: Recipe | str,
+    input: ArrayLike,
+    weight: ArrayLike,
+    offs: ArrayLike,
+    grad_output: ArrayLike | None = None,
+    *,
+    delayed_state: Sequence[Mapping[str, DelayedState]] | None = None,
+    chip: Chip | str | None = None,
+) -> GroupedLinearTrace:
+    """Every amax, scale, code and product of a grouped linear layer; the backward too if `grad_output` is given.
+
+    Expert by expert a `linear` of the rows from `offs[e - 1]` (0 for the first) up to `offs[e]`, which may be none, and
+    of `weight[e]`, with scales of its own. `delayed_state` gives the states of each expert. The plan splits K only
+    where an operand is E5M2: the grouped kernels, which multiply E4M3 or bfloat16, split nothing.
+
+    Shapes:
+        input [T, K], weight [E, N, K], offs integers [E], grad_output [T, N] -> result [T, N], grad_input [T, K],
+        grad_weight [E, N, K]; rows beyond the last group give zeros.
+
+    Raises:
+        OperandError: wrong dtypes or shapes, offsets that fall or pass the last row, and what `linear` refuses.
+        SpecError: an unknown recipe or chip.
+    """
+    call, plan = "grouped_linear", recipe if isinstance(recipe, Recipe) else recipe_by_name(recipe)
+    unsplit = {name: 1 for name, gemm in plan.gemms.items() if {gemm.a.format, gemm.b.format} <= {E4M3FN, None}}
+
+    def expert(number: int, x: Array, w: Array, g: Array | None) -> LinearTrace:
+        state = None if delayed_state is None else delayed_state[number]
+        return linear(plan, x, w, g, delayed_state=state, split_k=unsplit, chip=chip)
+
+    g = None if grad_output is None else typed(call, "grad_output", grad_output)
+    tensors = typed(call, "input", input), typed(call, "weight", weight)
+    return by_expert(expert, *tensors, _ends(call, offs), g)
+
+
+def _ends(call: str, offs: ArrayLike) -> Array:
+    """Integers of any width as int32, where that holds them."""
+    ends = array_of(call, "offs", offs)
+    return ends.astype(np.int32) if ends.dtype.kind in "iu" and (np.abs(ends) < 2**31).all() else ends

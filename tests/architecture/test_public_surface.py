@@ -35,9 +35,9 @@ SURFACE = {
         output_format recipe_by_name recipe_from_dict recipe_from_json recipe_from_toml
     """,
     "f8emu.capture": "Budget CaptureError GemmRecord LeftOut Session StepHeader StepWriter Stored TensorRecord",
-    "f8ref.numpy": VERBS + " linear mma",
+    "f8ref.numpy": VERBS + " grouped_linear linear mma",
     "f8ref.jax": "mm mma scaled_grouped_mm scaled_mm",
-    "f8emu.numpy": VERBS + " linear mma",
+    "f8emu.numpy": VERBS + " grouped_linear linear mma",
     "f8emu.jax": VERBS
     + """
         Capture DelayedDotGeneral DelayedFeedForward DotGeneral FeedForward Float8State capture compiler_options
@@ -68,6 +68,9 @@ SIGNATURES = {
     "decode": "(x)",
     "dequantize": "(codes, scale, granularity=TENSORWISE)",
     "initial_delayed_state": "(delayed)",
+    "grouped_linear": (
+        "(recipe, input, weight, offs, grad_output=None, *, delayed_state=None, split_k=None, chip=None)"
+    ),
     "linear": "(recipe, input, weight, grad_output=None, bias=None, *, delayed_state=None, split_k=None, chip=None)",
     "mm": "(a, b, *, out_dtype='bfloat16', split_k=1, chip=Hopper)",
     "mma": "(a, b, c, *, chip=Hopper, out_dtype='float32')",

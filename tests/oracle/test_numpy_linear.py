@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import f8emu.numpy as f8_production
 import f8ref.numpy as f8
 from f8emu.conformance.layers.layer import LayerMode
 from f8emu.conformance.layers.layer_cases import layer_cases
@@ -23,6 +24,8 @@ from f8emu.spec import (
     DelayedState,
     Gemm,
     Granularity,
+    OperandError,
+    Recipe,
     ScaleRule,
 )
 from tests.oracle.exactly import assert_same_bits
@@ -163,3 +166,48 @@ def test_nan_and_infinity_spread_as_far_as_their_scale() -> None:
         nan = np.isnan(product.astype(np.float32))
         assert set(np.flatnonzero(nan.any(axis=1)).tolist()) == rows
         assert set(product.view(np.uint16)[nan].tolist()) == {0x7FFF}
+
+
+ENDS = np.array([0, 1, 16, 16, 33, 33], np.int32)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
+def test_experts_are_layers_of_their_own(recipe: Recipe) -> None:
+    """Groups of 0, 1, 15, 0, 17 and 0 rows, and 5 rows beyond; and the twin of the engine."""
+    r = np.random.default_rng(40)
+    loud = ((38, 48), (38, 1)), ((6, 32, 48), (6, 1, 1)), ((38, 32), (38, 1))
+    x, w, g = ((r.normal(size=shape) * 2.0 ** r.integers(-9, 9, size)).astype(BF16) for shape, size in loud)
+    states = [{t: s._replace(inv_scale=s.inv_scale * np.float32(2**e)) for t, s in STATES.items()} for e in range(6)]
+    states = states if recipe.delayed else None
+    found = f8.grouped_linear(recipe, x, w, ENDS, g, delayed_state=states)
+    of_engine = f8_production.grouped_linear(recipe, x, w, ENDS.tolist(), g, delayed_state=states)
+    assert found.grad_input is not None and found.grad_weight is not None
+    for ours, theirs in zip(of_engine[1:], (found.result, found.grad_input, found.grad_weight), strict=True):
+        assert ours is not None
+        assert_same_bits(ours, theirs)
+    start = 0
+    for e, end in enumerate(ENDS):
+        alone = f8.linear(recipe, x[start:end], w[e], g[start:end], delayed_state=states[e] if states else None)
+        assert alone.grad_input is not None and alone.grad_weight is not None
+        assert_same_bits(found.result[start:end], alone.result)
+        assert_same_bits(found.grad_input[start:end], alone.grad_input.product)
+        assert_same_bits(found.grad_weight[e], alone.grad_weight.product)
+        assert_same_bits(found.experts[e].output.a.codes, alone.output.a.codes)
+        start = end
+    assert not found.result[33:].any() and not found.grad_input[33:].any()
+    assert found.result.dtype == found.grad_input.dtype == found.grad_weight.dtype == BF16
+    assert_same_bits(f8.grouped_linear(recipe, x, w, ENDS, delayed_state=states).result, found.result)
+
+
+def test_groups_that_do_not_fit() -> None:
+    x, w = np.zeros((4, 6), BF16), np.zeros((2, 5, 6), BF16)
+    for arrays, said in (
+        ((x, w, np.array([3, 5], np.int32)), "at most the 4 rows"),
+        ((x, w, np.array([3, 1], np.int32)), "rise"),
+        ((x, w, np.array([3, 4])), "int64"),
+        ((x, w, np.array([4], np.int32)), r"offs \[E\]"),
+        ((x, w.swapaxes(1, 2), np.array([3, 4], np.int32)), r"weight \[E, N, K\]"),
+        ((x, w, np.array([3, 4], np.int32), x), "output's shape"),
+    ):
+        with pytest.raises(OperandError, match=said):
+            f8.grouped_linear(ROWWISE, *arrays)

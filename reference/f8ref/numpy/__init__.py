@@ -4,6 +4,7 @@ from f8ref.numpy.cast import cast as cast
 from f8ref.numpy.cast import decode as decode
 from f8ref.numpy.cast import dequantize as dequantize
 from f8ref.numpy.cast import quantize as quantize
+from f8ref.numpy.grouped_linear import grouped_linear as grouped_linear
 from f8ref.numpy.linear import linear as linear
 from f8ref.numpy.scale import amax as amax
 from f8ref.numpy.scale import initial_delayed_state as initial_delayed_state
