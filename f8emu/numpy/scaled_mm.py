@@ -106,6 +106,8 @@ def scaled_grouped_mm(
     """`(acc * scale_a) * scale_b` of every group, each a GEMM of its own [EPI-6].
 
     `offs` divides one dimension: group g runs from `offs[g - 1]` (0 for the first) up to `offs[g]`, and may be empty.
+    Rows or columns beyond the last group give zeros; a K beyond it is not summed. On hardware these outputs are
+    undefined, and groups along K must have sizes that are multiples of 16.
 
     Shapes:
         a and b float8, scales float32, offs integers [G]; the result is of out_dtype.
@@ -115,7 +117,7 @@ def scaled_grouped_mm(
         nothing, without offs: a [G, M, K], b [G, K, N], scale_a [G, M], scale_b [G, N] -> [G, M, N].
 
     Raises:
-        OperandError: offsets that do not rise to the size that they divide.
+        OperandError: offsets that fall or pass the size that they divide.
         OperandError, SpecError, UnsupportedError: as for `scaled_mm`.
     """
     call = "scaled_grouped_mm"

@@ -268,7 +268,7 @@ def group_parts(gemm: GemmCall, ends: Sequence[int] | None) -> list[GroupPart]:
     """The groups of a `scaled_grouped_mm`, each as a GEMM of its own.
 
     Raises:
-        OperandError: `ends` do not rise to the size that is divided.
+        OperandError: `ends` fall, or pass the size that is divided. What lies beyond the last end is in no group.
     """
     # 1. Which of M, N and K each group has, from where to where; a batch divides none.
     kind = gemm.group_kind
@@ -278,9 +278,10 @@ def group_parts(gemm: GemmCall, ends: Sequence[int] | None) -> list[GroupPart]:
         runs = [slice(None)] * gemm.groups
     else:
         total = gemm.sizes["MNK".index(divided)]
-        if [0, *ends] != sorted([0, *ends]) or [0, *ends][-1] != total:
+        if [0, *ends] != sorted([0, *ends]) or [0, *ends][-1] > total:
             raise OperandError(
-                f"{gemm.call}: offs must rise to the {total} of {divided}; got {list(ends)}; give the end of each group"
+                f"{gemm.call}: offs must rise to at most the {total} of {divided}; got {list(ends)}; give the end of "
+                "each group"
             )
         runs = [slice(start, stop) for start, stop in pairwise([0, *ends])]
     # 2. An index for each dimension: the group's number, its run, or all. Scales of a divided K follow one another.

@@ -256,3 +256,16 @@ def test_groups_of_every_kind_are_groups_of_rows(kind: str) -> None:
         parts.append(f8.scaled_grouped_mm(own_a, own_b[None], scale_a[group], own_scale[None], np.array([m], np.int32)))
     expected = np.concatenate(parts, axis=1) if kind == "columns" else np.stack(parts)
     assert_same_bits(found, expected)
+
+
+def test_what_lies_beyond_the_last_group() -> None:
+    """Outputs of zeros, and a K that is not summed: as if it were not there, in the oracle and in the engine."""
+    r = np.random.default_rng(0)
+    a, b = r.standard_normal((6, 48)).astype(E4M3), r.standard_normal((48, 5)).astype(E4M3)
+    one, ends = np.ones(12, np.float32), np.array([2, 4], np.int32)
+    rows = f8.scaled_grouped_mm(a, np.stack([b, b]), one[:6], np.ones((2, 5), np.float32), ends)
+    columns = f8.scaled_grouped_mm(np.stack([a, a]), b, one.reshape(2, 6), one[:5], ends)
+    for found in (rows, columns.T):
+        assert found[:4].any(axis=1).all() and not found[4:].any()
+    summed = f8.scaled_grouped_mm(a, b, one, one[:10], ends * 8)
+    assert_same_bits(summed, f8.scaled_grouped_mm(a[:, :32], b[:32], one, one[:10], ends * 8))

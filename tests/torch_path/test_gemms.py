@@ -123,12 +123,12 @@ def test_nothing_is_shared_with_a_result(assert_same_bits) -> None:
 
 
 GROUPS = {
-    "rows": ((52, K), (4, N, K), (52,), (4, N), [16, 16, 49, 52]),
-    "columns": ((4, M, K), (64, K), (4, M), (64,), [16, 16, 48, 64]),
-    "K": ((M, K), (N, K), (4 * M,), (4 * N,), [16, 16, 48, K]),
+    "rows": ((52, K), (4, N, K), (52,), (4, N), [16, 16, 48, 49]),
+    "columns": ((4, M, K), (64, K), (4, M), (64,), [16, 16, 48, 56]),
+    "K": ((M, K), (N, K), (4 * M,), (4 * N,), [16, 16, 48, K - 16]),
     "batch": ((4, M, K), (4, N, K), (4, M), (4, N), None),
 }
-"""What is divided into groups: shapes of a, of b transposed, and of the scales, and where groups end; one is empty."""
+"""What is divided into groups: shapes of a, of b transposed, and of the scales, and where groups end; one is empty, and something lies beyond."""
 
 
 @pytest.mark.parametrize("kind", GROUPS)
@@ -264,7 +264,7 @@ BAD_OTHERS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "no groups": (GROUPED, {"b": GOOD_GROUPED["b"][:0]}, OperandError, "groups"),
     "b row-major": (GROUPED, {"b": zeros(2 * 64, 16).view(2, 64, 16)}, OperandError, "b must be column-major"),
     "strided scale": (GROUPED, {"scale_a": torch.ones(64)[::2]}, OperandError, "scales must be contiguous"),
-    "rows left over": (GROUPED, {"offs": torch.tensor([8, 16]).int()}, OperandError, r"got \[8, 16\]"),
+    "rows that are not there": (GROUPED, {"offs": torch.tensor([8, 33]).int()}, OperandError, r"got \[8, 33\]"),
     "ends that fall": (GROUPED, {"offs": torch.tensor([40, 32]).int()}, OperandError, r"got \[40, 32\]"),
     "mm, N": (f8.mm, {"b": zeros(64, 8, BF16)}, OperandError, "K and N must be multiples of 16; got K = 64, N = 8"),
     "mm, out": (f8.mm, {"out_dtype": torch.float64}, UnsupportedError, "mm: out_dtype must be"),

@@ -74,6 +74,7 @@ def scaled_grouped_mm(
     """`(acc * scale_a) * scale_b` per group of rows, each with its own `b[i]` [EPI-6].
 
     Group g is the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; rows after the last group give zeros.
+    In `torch._scaled_grouped_mm` on a GPU those rows are undefined.
 
     Shapes:
         a [total_M, K], b [groups, K, N], float8; scale_a float32 [total_M], scale_b float32 [groups, N]; offs

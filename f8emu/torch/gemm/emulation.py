@@ -62,7 +62,7 @@ def scaled_grouped_mm(
                 "call scaled_mm for each group, or move the operands to the CPU"
             )
         return _run_jax(gemm, (a, b, scale_a, scale_b, offs), use_fast_accum=gemm.use_fast_accum)
-    out = _empty(gemm, a)
+    out = _empty(gemm, a).zero_()  # beyond the last group
     for part in parts:
         of_group = native.described(
             part.gemm,

@@ -113,6 +113,10 @@ def scaled_grouped_mm(
         K: a [M, K], b [K, N], scale_a [G * M], scale_b [G * N] -> [G, M, N].
         nothing, without offs: a [G, M, K], b [G, K, N], scale_a [G, M], scale_b [G, N] -> [G, M, N].
 
+    On hardware outputs beyond the last group are undefined, and groups along K must have sizes that are multiples of
+    16, groups of columns multiples of 8: an assertion on the device ends the process's use of CUDA otherwise. The
+    emulation takes any sizes, gives zeros beyond the last group, and sums no K beyond it.
+
     Exactness: as for `scaled_mm`.
 
     Raises:

@@ -66,7 +66,7 @@ def grouped_product(
     # 2. Their products, each in its place.
     gemms = [Gemm(part.gemm, a[part.a], b[part.b].T, *of) for part, of in zip(parts, scales, strict=True)]
     products = [product(gemm) for gemm in gemms]
-    out = np.empty(call.out_shape, products[0].dtype)
+    out = np.zeros(call.out_shape, products[0].dtype)  # beyond the last group
     for part, found in zip(parts, products, strict=True):
         out[part.out] = found
     return out

@@ -93,6 +93,7 @@ def scaled_grouped_mm(
     """`(acc * scale_a) * scale_b` of every group, each a GEMM of its own [EPI-6].
 
     `offs` divides one dimension: group g runs from `offs[g - 1]` (0 for the first) up to `offs[g]`, and may be empty.
+    Rows or columns beyond the last group give zeros; a K beyond it is not summed.
 
     | divided | `a` | `b` | `scale_a` | `scale_b` | result |
     |---|---|---|---|---|---|
@@ -101,10 +102,11 @@ def scaled_grouped_mm(
     | K | [M, K] | [K, N] | [G * M] | [G * N] | [G, M, N] |
     | nothing, without `offs` | [G, M, K] | [G, K, N] | [G, M] | [G, N] | [G, M, N] |
 
-    Exactness: as for a rowwise `scaled_mm`; recorded are GEMMs that divide rows.
+    Exactness: as for a rowwise `scaled_mm`; recorded are GEMMs that divide rows. The library leaves what lies beyond
+    the last group as it finds it. It takes groups along K whose sizes are multiples of 16.
 
     Raises:
-        OperandError: wrong dtypes or shapes, or offsets that do not rise to the size that they divide.
+        OperandError: wrong dtypes or shapes, or offsets that fall or pass the size that they divide.
         SpecError: an unknown `out_dtype`.
         UnsupportedError: formats or an `out_dtype` that the chip has no GEMM for.
     """
