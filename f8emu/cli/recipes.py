@@ -33,6 +33,9 @@ def add_to(app: "typer.Typer") -> None:
     def record(
         out: Annotated[Path, typer.Argument(help="The golden file to write; with --plans the plan file.")],
         seed: Annotated[int | None, typer.Option(help="Seed of the operands.")] = None,
+        only: Annotated[
+            str | None, typer.Option(metavar="SECTION", help="One section of the cases: group-kinds, for instance.")
+        ] = None,
         check: Annotated[bool, typer.Option("--verify", help="Compare f8ref.numpy with the new file.")] = False,
         plans: Annotated[
             Path | None,
@@ -40,7 +43,7 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
     ) -> None:
         """Record new golden GEMMs on this machine's GPU, with the kernels that ran; or the split-K of shapes."""
-        raise typer.Exit(guarded(_record, out, seed, check, plans))
+        raise typer.Exit(guarded(_record, out, seed, only, check, plans))
 
     @app.command()
     def plan(
@@ -102,14 +105,14 @@ def _doctor(as_json: bool) -> int:
     return run(as_json=as_json)
 
 
-def _record(out: Path, seed: int | None, check: bool, plans: Path | None) -> int:
+def _record(out: Path, seed: int | None, only: str | None, check: bool, plans: Path | None) -> int:
     if plans is None:
         from f8emu.conformance.record.record import SEED, record
 
-        recording = record(out, seed=SEED if seed is None else seed, verify=check)
+        recording = record(out, seed=SEED if seed is None else seed, only=only, verify=check)
         is_bad = recording.has_difference
-    elif seed is not None or check:
-        raise SpecError("record: --seed and --verify go with a golden file, not with --plans; leave them out")
+    elif seed is not None or only is not None or check:
+        raise SpecError("record: --seed, --only and --verify go with a golden file, not with --plans; leave them out")
     else:
         from f8emu.conformance.record.record import record_plans
         from f8emu.split_k.plan import gemms_from_json

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -160,6 +162,43 @@ def deepgemm_fp8_gemm_nt(a, b, d, c=None, recipe=None) -> None:
         d.add_(oracle(a, b.T, sfa, sfb.T, (VECTOR, VECTOR), d.dtype))
 
 
+def contiguous_groups(a, b, d, m_indices) -> None:
+    starts = [i for i in range(len(d)) if i == 0 or m_indices[i] != m_indices[i - 1]]
+    assert m_indices.dtype is torch.int32 and not any(start % 128 for start in starts)
+    for start, stop in pairwise([*starts, len(d)]):
+        group = int(m_indices[start])
+        deepgemm_fp8_gemm_nt((a[0][start:stop], a[1][start:stop]), (b[0][group], b[1][group]), d[start:stop])
+
+
+def masked_groups(a, b, d, masked_m, expected_m) -> None:
+    assert masked_m.dtype is torch.int32 and len(masked_m) == len(a[0]) == len(b[0]) == len(d) and expected_m
+    for group, rows in enumerate(masked_m.tolist()):
+        d[group] = torch.nan
+        if rows:
+            own = a[0][group, :rows], a[1][group, :rows]
+            deepgemm_fp8_gemm_nt(own, (b[0][group], b[1][group]), d[group, :rows])
+
+
+def inner_groups(a, b, d, ks, ks_tensor, c, recipe=(1, 1, 128)) -> None:
+    assert ks == ks_tensor.tolist() and ks_tensor.dtype is torch.int32 and not any(k % 128 for k in ks)
+    for group, (start, stop) in enumerate(pairwise(accumulate([0, *ks]))):
+        if start == stop:
+            continue
+        own = []
+        for (codes, scales), rows in zip((a, b), d.shape[1:], strict=True):
+            assert codes.numel() == rows * sum(ks) and scales.stride() == (1, rows)
+            part = codes[start * rows : stop * rows].view(rows, stop - start)
+            own.append((part, scales[:, start // 128 : stop // 128].contiguous()))
+        deepgemm_fp8_gemm_nt(own[0], own[1], d[group], c[group].clone(), recipe)
+
+
+DEEPGEMM_GROUPS = {
+    "m_grouped_fp8_gemm_nt_contiguous": contiguous_groups,
+    "m_grouped_fp8_gemm_nt_masked": masked_groups,
+    "k_grouped_fp8_gemm_nt_contiguous": inner_groups,
+}
+
+
 def torchao_gemm(a, b, a_s, b_s, block_size: int = 128, out_dtype=torch.float32) -> torch.Tensor:
     def is_column_major(x: torch.Tensor) -> bool:
         return x.stride(-2) == 1
@@ -174,8 +213,8 @@ def torchao_gemm(a, b, a_s, b_s, block_size: int = 128, out_dtype=torch.float32)
 STAND_INS: dict[str, tuple[Callable[..., Any], int]] = {
     "torch._scaled_mm": (torch_scaled_mm, 20),
     "torch.nn.functional.scaled_mm": (functional_scaled_mm, 26),
-    "torch._scaled_grouped_mm": (torch_scaled_grouped_mm, 2),
-    "torch.nn.functional.scaled_grouped_mm": (functional_scaled_grouped_mm, 2),
+    "torch._scaled_grouped_mm": (torch_scaled_grouped_mm, 10),
+    "torch.nn.functional.scaled_grouped_mm": (functional_scaled_grouped_mm, 10),
     "fbgemm.rowwise": (fbgemm_rowwise, 4),
     "fbgemm.rowwise_out": (fbgemm_rowwise_out, 4),
     "fbgemm.tensorwise": (fbgemm_tensorwise, 4),
@@ -235,7 +274,7 @@ def rowwise_case(rows: int) -> GemmCase:
 
 
 def test_every_known_kernel_is_tried() -> None:
-    assert set(KERNELS) == set(STAND_INS) | OURS
+    assert set(KERNELS) == set(STAND_INS) | OURS | {f"deepgemm.{name}" for name in DEEPGEMM_GROUPS}
     assert all(kernel.predicted and kernel.arrays for kernel in KERNELS.values())
 
 
@@ -244,6 +283,14 @@ def test_declaration(name: str) -> None:
     function, expected = STAND_INS[name]
     equal, offered = equal_and_offered(replace(KERNELS[name], function=function, imports=(), needs_gpu=False))
     assert (equal, offered) == (expected, expected)
+
+
+@pytest.mark.parametrize("name", DEEPGEMM_GROUPS)
+def test_declaration_of_groups_with_block_scales(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the functions of the library, which our own functions call."""
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(**DEEPGEMM_GROUPS))
+    monkeypatch.delitem(sys.modules, "f8emu.conformance.kernels.deepgemm_groups", raising=False)
+    assert equal_and_offered(replace(KERNELS[f"deepgemm.{name}"], needs_gpu=False)) == (2, 2)
 
 
 def test_absent_kernels_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from f8emu.conformance.record.cuda import CudaLauncher, Launched, Refused, _Call
 from f8emu.conformance.record.record import COLUMNS, emulated, record, record_plans
 from f8emu.conformance.run.subject import load_subject
 from f8emu.spec import FLOAT32, GoldenFileError, Granularity, MissingExtraError, SpecError, UnsupportedError
+from f8emu.spec.gemm_call import GroupKind
 from f8emu.split_k.plan import CHIP, LIBRARY, PlannedGemm, Source, plan_from_json, shipped_plan
 
 KERNELS = (("nvjet_sm90_qqtst_64x8_128x16_1x4_h_bz_TNT", (4, 1, 1)), ("second", (2, 1, 1)))
@@ -53,13 +54,13 @@ def planned() -> tuple[PlannedCase, ...]:
 
 @pytest.fixture(scope="module")
 def few(planned: tuple[PlannedCase, ...]) -> list[PlannedCase]:
-    """The first case of each name and mode (bias apart), small ones only, and the pair that is refused."""
+    """The first case of each name and mode (bias and kinds of groups apart), small; and the pair that is refused."""
     chosen: dict[tuple[object, ...], PlannedCase] = {}
     for case in planned:
         gemm = case.gemm
         refused = gemm.a.dtype.name == gemm.b.dtype.name == "float8_e5m2"
         if gemm.k <= 1040:
-            chosen.setdefault((case.name, gemm.mode, gemm.bias is None, refused), case)
+            chosen.setdefault((case.name, gemm.mode, gemm.group_kind, gemm.bias is None, refused), case)
     return list(chosen.values())
 
 
@@ -78,6 +79,7 @@ def test_the_plan_covers_what_it_should(planned: tuple[PlannedCase, ...]) -> Non
     assert {True, False} == {g.use_fast_accum for g in blockwise}, "refusals are tried"
     assert any("e5m2" in g.a.dtype.name for g in blockwise)
     names = Counter(case.name.removeprefix("rowwise-").removeprefix("tensorwise-") for case in planned)
+    assert {gemm.group_kind for gemm in gemms} == {None, *GroupKind}
     assert {*DISTRIBUTIONS, "bias", "splitk", "layer", "special", "special-scales", "grouped", "bf16"} <= set(names)
     assert all(case.gemm.sample for case in planned if case.name == "layer")
     for gemm in gemms:  # every size is one that the library takes

@@ -128,7 +128,8 @@ GROUPS = {
     "K": ((M, K), (N, K), (4 * M,), (4 * N,), [16, 16, 48, K - 16]),
     "batch": ((4, M, K), (4, N, K), (4, M), (4, N), None),
 }
-"""What is divided into groups: shapes of a, of b transposed, and of the scales, and where groups end; one is empty, and something lies beyond."""
+"""What is divided into groups: shapes of a, of b transposed, and of the scales, and where groups end; one is empty, and
+something lies beyond the last."""
 
 
 @pytest.mark.parametrize("kind", GROUPS)

@@ -3,6 +3,7 @@
 Values are drawn with numpy and ml_dtypes: only which inputs a case has depends on them, never what is expected.
 """
 
+import math
 import zlib
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
 from f8emu.spec import BFLOAT16, E4M3FN, FLOAT32, Format, Granularity
+from f8emu.spec.gemm_call import GroupKind
 
 _BLOCK = 128
 SAMPLED = 24  # rows and columns that are checked of a full-size GEMM
@@ -212,19 +214,31 @@ def grouped_case(
     distribution: str,
     r: np.random.Generator,
     formats: tuple[Format, Format] = (E4M3FN, E4M3FN),
+    kind: GroupKind = GroupKind.ROWS,
     **fields: Any,
 ) -> GemmCase:
-    """A grouped GEMM [EPI-6] with drawn codes, and scales of `r`; `ends` are those of the rows, `shape` is N, K."""
-    n, k = shape
-    b = draw_codes(distribution, (len(ends) * n, k), formats[1], name + "b")
+    """A grouped GEMM [EPI-6] with drawn codes, and scales of `r`.
+
+    `ends` are those of what is divided, and `shape` is the other two of M, N, K. A batch has as many groups, the N and
+    K of `shape`, and about as many rows in all.
+    """
+    # 1. The sizes, and the shapes that they give.
+    dims, divided = kind.value, kind.value.divided
+    sizes = dict(zip("MNK".replace(divided or "M", ""), shape, strict=True), G=len(ends))
+    sizes[divided or "M"] = ends[-1] if divided else -(-ends[-1] // len(ends))
+    shape_a, (*stack, k, n), of_a, of_b = (
+        tuple([math.prod(sizes[one] for one in dim.split("*")) for dim in side]) for side in dims[:4]
+    )
+    # 2. Codes are drawn as matrices [rows, K].
+    b = draw_codes(distribution, (math.prod(stack) * n, k), formats[1], name + "b")
     return GemmCase(
         id=name,
         mode=Mode.GROUPED_ROWWISE,
-        a=draw_codes(distribution, (ends[-1], k), formats[0], name + "a"),
-        b=b.reshape(len(ends), n, k),
-        scale_a=r.uniform(0.1, 9, ends[-1]).astype(np.float32),
-        scale_b=r.uniform(0.1, 9, (len(ends), n)).astype(np.float32),
-        offs=np.array(ends, np.int32),
+        a=draw_codes(distribution, (math.prod(shape_a[:-1]), k), formats[0], name + "a").reshape(shape_a),
+        b=b.reshape(*stack, n, k),
+        scale_a=r.uniform(0.1, 9, of_a).astype(np.float32),
+        scale_b=r.uniform(0.1, 9, of_b).astype(np.float32),
+        offs=np.array(ends, np.int32) if divided else None,
         distribution=distribution,
         family=Family.GROUPS,
         **fields,

@@ -1,5 +1,6 @@
 """One GEMM as data, and how it is put to a subject by the verbs of f8emu."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from f8emu.spec import BFLOAT16, Format, Granularity
+from f8emu.spec.gemm_call import GroupKind, GroupPart, Shaped, group_parts, scaled_grouped_mm_call
 
 Verbs = Mapping[str, Callable[..., Any]]  # verb -> function that takes and gives numpy arrays of ml_dtypes
 
@@ -85,9 +87,9 @@ class GemmCase:
     id: str
     mode: Mode
     a: np.ndarray
-    """[M, K], typed; with a sample only its rows."""
+    """[M, K], typed; with a sample only its rows. Groups as `GroupKind` says."""
     b: np.ndarray
-    """[N, K], typed (grouped: [G, N, K]); with a sample only its columns."""
+    """[N, K], typed; with a sample only its columns. Groups of rows, or of a batch: [G, N, K]."""
     scale_a: np.ndarray | None = None
     scale_b: np.ndarray | None = None
     granularity_a: Granularity = Granularity.TENSORWISE
@@ -109,11 +111,27 @@ class GemmCase:
 
     @property
     def k(self) -> int:
-        return self.a.shape[1]
+        return self.a.shape[-1]
+
+    @property
+    def group_kind(self) -> GroupKind | None:
+        """What has groups; None: the GEMM has none."""
+        if self.mode is not Mode.GROUPED_ROWWISE:
+            return None
+        dims = self.a.ndim, self.b.ndim
+        return next(kind for kind in GroupKind if dims == (len(kind.value.a), len(kind.value.b)))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """What the output of the call has before M and N: the groups, where each has an output of its own."""
+        if (kind := self.group_kind) is None or kind.value.out == ("M", "N"):
+            return ()
+        return (len(self.a) if self.offs is None else len(self.offs),)
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        return self.a.shape[0], self.b.shape[-2]
+        """M and N; outputs of groups lie one under the other."""
+        return math.prod(self.leading) * self.a.shape[-2], self.b.shape[-2]
 
     @property
     def full_size(self) -> tuple[int, int]:
@@ -137,7 +155,8 @@ class GemmCase:
             return verbs[self.verb](*operands, **options, split_k=self.split_k)
         options["use_fast_accum"] = self.use_fast_accum
         if self.mode is Mode.GROUPED_ROWWISE:
-            return verbs[self.verb](*operands, self.scale_a, self.scale_b, self.offs, **options)
+            out = verbs[self.verb](*operands, self.scale_a, self.scale_b, self.offs, **options)
+            return out.reshape(-1, out.shape[-1]) if self.leading and out.ndim == 3 else out
         options |= {name: getattr(self, name) for name in ("granularity_a", "granularity_b", "bias", "split_k")}
         return verbs[self.verb](*operands, self.scale_a, self.scale_b, **options)
 
@@ -147,9 +166,33 @@ class GemmCase:
         factors = np.asarray(a, np.float32), np.asarray(b, np.float32)
         return replace(self, scale_a=self.scale_a * factors[0], scale_b=self.scale_b * factors[1])
 
-    def group_of(self, row: int) -> int:
-        assert self.offs is not None, "only such a GEMM has groups"
-        return int(np.searchsorted(self.offs, row, side="right"))
+    def group_parts(self) -> list[GroupPart]:
+        """The groups of a grouped GEMM: the indices of their operands and of their output; OperandError as the verb."""
+        arrays = (self.a, self.b.swapaxes(-1, -2), self.scale_a, self.scale_b, self.offs)
+        call = scaled_grouped_mm_call(*(Shaped(x.shape, x.dtype.name) for x in arrays if x is not None))
+        return group_parts(call, None if self.offs is None else self.offs.tolist())
+
+    def alone(self, row: int, column: int) -> "tuple[GemmCase, int, int]":
+        """The GEMM that an output comes from, and its row and column there: of a grouped one, the group's own."""
+        if self.group_kind is None or self.scale_a is None or self.scale_b is None:
+            return self, row, column
+        # Every output has a number, by which its group is found.
+        m, n = self.output_shape
+        numbers = np.arange(m * n).reshape(*self.leading, -1, n)
+        part = next(part for part in self.group_parts() if row * n + column in numbers[part.out])
+        ((row, column),) = np.argwhere(numbers[part.out] == row * n + column).tolist()
+        gemm = replace(
+            self,
+            mode=Mode.ROWWISE,
+            a=self.a[part.a],
+            b=self.b.swapaxes(-1, -2)[part.b].T,
+            scale_a=self.scale_a[part.scale_a][:, None],
+            scale_b=self.scale_b[part.scale_b][None],
+            granularity_a=Granularity.ROWWISE,
+            granularity_b=Granularity.ROWWISE,
+            offs=None,
+        )
+        return gemm, row, column
 
     def part(self, rows: np.ndarray, cols: np.ndarray) -> "GemmCase":
         """The GEMM of some rows and columns, which gives the same outputs; for tensorwise or rowwise scales."""

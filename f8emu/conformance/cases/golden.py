@@ -22,7 +22,7 @@ import numpy as np
 from f8emu.conformance.cases.container import Fault, parsed, read_container, require, told, write_container
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
-from f8emu.spec import BFLOAT16, HIGH_PRECISION, HOPPER, Format, Granularity
+from f8emu.spec import BFLOAT16, HIGH_PRECISION, HOPPER, F8Error, Format, Granularity
 
 SHIPPED = "h200_golden.safetensors"
 Kernels = tuple[tuple[str, tuple[int, ...]], ...]  # (name, grid) of every kernel, in order
@@ -190,14 +190,14 @@ def _case(index: int, entry: _Entry) -> GoldenCase:
         rows, cols = entry.places("sampled_rows", m), entry.places("sampled_cols", n)
         m, n, sample = len(rows), len(cols), Sample(m=m, n=n, rows=rows, cols=cols)
     # 2. Its tensors, of the sizes that follow.
-    a, offs = entry.tensor("a", a_format, (m, k)), None
+    offs = None
     if mode is Mode.GROUPED_ROWWISE:  # "N" is not used: torch's profile of a grouped GEMM gives the groups there
-        b = entry.tensor("b", b_format, (None, None, k))
-        n = b.shape[1]
-        offs = entry.tensor("offs", np.int32, (b.shape[0],))
+        a, b = (entry.tensor(role, fmt, (None, k), (None, None, k)) for role, fmt in (("a", a_format), ("b", b_format)))
+        n = b.shape[-2]
+        offs = entry.tensor("offs", np.int32, (None,)) if "offs" in entry.roles else None
     else:
-        b = entry.tensor("b", b_format, (n, k))
-    scale_a, of_a, scale_b, of_b = _scales(entry, mode, m, n, k, groups=b.shape[0])
+        a, b = entry.tensor("a", a_format, (m, k)), entry.tensor("b", b_format, (n, k))
+    scale_a, of_a, scale_b, of_b = _scales(entry, mode, m, n, k)
     # 3. [CHAIN-3] S, which only the grid of the kernel tells.
     kernels = entry.kernels()
     split_k = slices_of_k(kernels, full_m, full_n)
@@ -218,6 +218,12 @@ def _case(index: int, entry: _Entry) -> GoldenCase:
         sample=sample,
         family=Family.RECORDED,
     )
+    if mode is Mode.GROUPED_ROWWISE:
+        try:
+            is_whole = bool(gemm.group_parts()) and gemm.output_shape[0] == m
+        except F8Error as error:
+            raise Fault(str(error)) from None
+        require(is_whole, f"an output of {m} rows", f"operands of {gemm.output_shape[0]}")
     out = entry.tensor("out", dtype_of(out_format), (m, n))
     return GoldenCase(name=entry.get("name", str, mode.value), gemm=gemm, out=out, kernels=kernels)
 
@@ -227,11 +233,11 @@ _PADDED_TO = 4  # the library wants the K axis of 128x128 scales padded to this
 _Scale = tuple[np.ndarray | None, Granularity]
 
 
-def _scales(entry: _Entry, mode: Mode, m: int, n: int, k: int, *, groups: int) -> tuple[*_Scale, *_Scale]:
+def _scales(entry: _Entry, mode: Mode, m: int, n: int, k: int) -> tuple[*_Scale, *_Scale]:
     """The scales of a and of b in the layouts of the verbs, each with its granularity.
 
     Stored: tensorwise [1]; rowwise [M, 1] and [1, N]; 1x128 [rows, K/128]; 128x128 [K/128 padded to 4, rows/128];
-    grouped [M] and [G, N]. Only b's block scales have to be turned: the verbs see them through b's transpose.
+    grouped as `GroupKind` has them. Only b's block scales have to be turned: the verbs see them through b's transpose.
     """
     match mode:
         case Mode.BF16:
@@ -240,12 +246,12 @@ def _scales(entry: _Entry, mode: Mode, m: int, n: int, k: int, *, groups: int) -
             (scale_a, of_a), (scale_b, of_b) = (_blocks(entry, *x, k) for x in (("scale_a", m), ("scale_b", n)))
             return scale_a, of_a, scale_b.T, of_b
         case Mode.TENSORWISE:
-            shapes, kind = ((1,), (1,)), Granularity.TENSORWISE
+            shapes, kind = (((1,),), ((1,),)), Granularity.TENSORWISE
         case Mode.ROWWISE:
-            shapes, kind = ((m, 1), (1, n)), Granularity.ROWWISE
+            shapes, kind = (((m, 1),), ((1, n),)), Granularity.ROWWISE
         case Mode.GROUPED_ROWWISE:
-            shapes, kind = ((m,), (groups, n)), Granularity.ROWWISE
-    scale_a, scale_b = (entry.tensor(f"scale_{x}", np.float32, shape) for x, shape in zip("ab", shapes, strict=True))
+            shapes, kind = ((((None,), (None, None))),) * 2, Granularity.ROWWISE
+    scale_a, scale_b = (entry.tensor(f"scale_{x}", np.float32, *known) for x, known in zip("ab", shapes, strict=True))
     return scale_a, kind, scale_b, kind
 
 

@@ -34,6 +34,7 @@ from f8emu.spec.formats import (
     Format,
     Overflow,
 )
+from f8emu.spec.gemm_call import GroupKind
 from f8emu.spec.scaling import MAX_MARGIN, AmaxHistoryReduction, DelayedScaling, Granularity, ScaleRule
 
 # 1 Formats and casts
@@ -219,7 +220,7 @@ ALIGNED = HOPPER.size_multiple  # the library takes multiples of this, blockwise
 def is_aligned(case: GemmCase) -> bool:
     """Whether the hardware's library takes a GEMM of this size."""
     multiple = 128 if case.mode is Mode.BLOCKWISE else ALIGNED
-    return all(n > 0 and n % multiple == 0 for n in (*case.output_shape, case.k))
+    return all(n > 0 and n % multiple == 0 for n in (case.a.shape[-2], case.output_shape[1], case.k))
 
 
 @cache
@@ -268,11 +269,16 @@ def _split() -> Iterator[GemmCase]:
 
 
 def _grouped() -> Iterator[GemmCase]:
-    """[EPI-6] Groups of different sizes, one of them empty."""
+    """[EPI-6] Groups of different sizes, one of them empty; then of every kind, in sizes that a GPU takes."""
     r = rng("grouped")
     for fast in (True, False):
         name = f"grouped {'fast' if fast else 'promoted'}"
         yield grouped_case(name, (16, 16, 48, 64), (32, 208), "normal", r, use_fast_accum=fast)
+    for i, (kind, fast) in enumerate(product(GroupKind, (True, False))):
+        distribution, shape = CODE_DISTRIBUTIONS[i % len(CODE_DISTRIBUTIONS)], (32, 208) if fast else (48, 272)
+        name = f"grouped {kind.name.lower()} {distribution} {'fast' if fast else 'promoted'}"
+        ends = (1, 16, 33, 64) if kind is GroupKind.ROWS else (16, 16, 48, 256)
+        yield grouped_case(name, ends, shape, distribution, rng(name), kind=kind, use_fast_accum=fast)
 
 
 def _bf16() -> Iterator[GemmCase]:

@@ -16,6 +16,7 @@ from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written
 from f8emu.conformance.kernels.imported import function_of
 from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, Laid, filled, laid_operand, laid_scale
 from f8emu.spec import Granularity, format_by_name
+from f8emu.spec.gemm_call import GroupKind
 
 _SQUARE = Granularity.BLOCKWISE_128X128
 _VECTOR = Granularity.BLOCKWISE_1X128
@@ -60,7 +61,7 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
 
 def rows_run(kernel: Kernel, case: GemmCase) -> int:
     """With how many rows the kernel is called for a case: M padded, but not of groups."""
-    return case.a.shape[0] if kernel.is_grouped else _padded(kernel, case.granularity_a, case.a.shape[0], 1, 1)[0]
+    return case.a.shape[-2] if kernel.is_grouped else _padded(kernel, case.granularity_a, case.a.shape[0], 1, 1)[0]
 
 
 Calls = Callable[[Sequence[GemmCase]], tuple[np.ndarray, ...]]
@@ -115,11 +116,13 @@ class _Called:
         # 2. Operands and scales, padded and laid out as declared.
         name, (rows, n) = self.kernel.name, case.output_shape
         m, up_n, k = _padded(self.kernel, case.granularity_a, rows, n, case.k)
-        m = m if case.offs is None else rows
+        if case.group_kind is not None:
+            m = case.a.shape[-2]  # `offs` ends with it
+            up_n, k = (up_n, k) if case.group_kind is GroupKind.ROWS else (n, case.k)
         values = self._values(case, m, up_n, k)
         # 3. The call, and later a look at what it returned.
         try:
-            output = self._output_of(values, (m, up_n), dtype_of(case.out_dtype))
+            output = self._output_of(values, (*case.leading, m, up_n), dtype_of(case.out_dtype))
         except (NotOffered, KernelFault):
             raise
         except Exception as refusal:  # what no declaration says of memory a kernel may refuse, aloud
@@ -130,13 +133,20 @@ class _Called:
             if case.placement is None or not is_of_layout:
                 raise
             raise NotOffered(f"{name} refuses {case.placement.text}: {refusal}") from None
-        return lambda: output()[:rows, :n]
+        return lambda: output().reshape(-1, up_n)[:rows, :n]
 
     def _refusals(self, case: GemmCase) -> Iterator[str]:
         # Why the kernel does not have such a GEMM, by its declaration.
         kernel, formats = self.kernel, (format_by_name(case.a.dtype.name), format_by_name(case.b.dtype.name))
-        if kernel.is_grouped != (case.offs is not None):
-            yield f"{kernel.name} {'multiplies only groups of rows' if kernel.is_grouped else 'has no groups'}"
+        kind, offs = case.group_kind, case.offs
+        if kernel.is_grouped != (kind is not None):
+            yield f"{kernel.name} {'multiplies only groups' if kernel.is_grouped else 'has no groups'}"
+        elif kind is not None:
+            multiple = kernel.group_multiples.get(kind)
+            if multiple is None:
+                yield f"{kernel.name} has no groups where {kind.told}"
+            elif offs is not None and (np.diff(offs, prepend=0) % multiple).any():
+                yield f"{kernel.name} takes groups whose sizes are multiples of {multiple}"
         if case.placement is not None and self.framework.name == "jax":
             yield "JAX decides where its arrays lie"
         if case.split_k != 1:
@@ -167,6 +177,7 @@ class _Called:
             Arg.USE_SPLIT_ACCUMULATOR: not case.use_fast_accum,
             Arg.ZEROS: Laid(np.zeros((m, n), dtype_of(case.out_dtype)), kernel.out_column_major),
         }
+        values |= dict.fromkeys((Arg.OFFS, Arg.GROUP_SIZES))
         if offs is not None:
             values[Arg.OFFS], values[Arg.GROUP_SIZES] = Laid(offs), Laid(np.diff(offs, prepend=offs.dtype.type(0)))
         if Arg.SCALE_PRODUCT in kernel.args and case.scale_a is not None and case.scale_b is not None:
@@ -178,8 +189,9 @@ class _Called:
         # In granularities that the kernel takes: rows of 1x128 scales that repeat are 128x128 ones.
         kernel, pair, scale_a, scale_b = self.kernel, _pair(case), case.scale_a, case.scale_b
         assert scale_a is not None and scale_b is not None, "only a GEMM of bfloat16 has none"
-        if case.offs is not None:
-            return pair, Laid(scale_a), Laid(_wider(scale_b, n, 1))
+        if case.group_kind is not None:
+            is_wider = case.group_kind is GroupKind.ROWS
+            return pair, Laid(scale_a), Laid(_wider(scale_b, n, 1) if is_wider else scale_b)
         if _needs_squares(kernel, pair):
             pair, squares = (_SQUARE, _SQUARE), scale_a[::_SIDE]
             if not np.array_equal(_repeated(squares, len(case.a)), scale_a):
@@ -195,8 +207,8 @@ class _Called:
         scale_a, scale_b = np.atleast_2d(scale_a), np.atleast_2d(scale_b.T)
         return pair, laid_scale(scale_a, pair[0], (m, k), of_a), laid_scale(scale_b, pair[1], (n, k), of_b)
 
-    def _output_of(self, values: dict[Arg, Any], shape: tuple[int, int], dtype: np.dtype) -> _Output:
-        # Calls the kernel; its output is [M, N] with the padding.
+    def _output_of(self, values: dict[Arg, Any], shape: tuple[int, ...], dtype: np.dtype) -> _Output:
+        # Calls the kernel; its output is [M, N] with the padding, of groups [G, M, N] too.
         framework, kernel = self.framework, self.kernel
         inputs = {
             arg: Guarded(framework, f"the input {arg.value}", laid)
@@ -238,7 +250,7 @@ def _padded(kernel: Kernel, granularity_a: Granularity, *sizes: int) -> tuple[in
 
 def _pair(case: GemmCase) -> _Pair:
     # Groups have rowwise scales.
-    return (_ROWWISE, _ROWWISE) if case.offs is not None else (case.granularity_a, case.granularity_b)
+    return (_ROWWISE, _ROWWISE) if case.group_kind is not None else (case.granularity_a, case.granularity_b)
 
 
 def _wider(x: np.ndarray, columns: int, value: int) -> np.ndarray:

@@ -128,7 +128,7 @@ class Guarded:
             )
 
 
-def unwritten(shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+def unwritten(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An output that is all poison."""
     return np.full(shape, _POISON[dtype.itemsize], f"u{dtype.itemsize}").view(dtype)
 

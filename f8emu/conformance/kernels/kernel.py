@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from f8emu.spec import BFLOAT16, HOPPER, Format, Granularity, SpecError
+from f8emu.spec.gemm_call import GroupKind
 
 
 class Arg(Enum):
@@ -39,9 +40,9 @@ class Arg(Enum):
     GRANULARITY_A = "granularity of a"  # as `Kernel.granularity_word` spells it
     GRANULARITY_B = "granularity of b"
     OFFS = "offs"
-    """int32 [groups], the end of each group's rows. The kernel is then a grouped one."""
+    """int32 [groups], the end of each group; None of a batch. The kernel is then a grouped one."""
     GROUP_SIZES = "group sizes"
-    """int32 [groups], the number of rows of each group. The kernel is then a grouped one."""
+    """int32 [groups], the size of each group; None of a batch. The kernel is then a grouped one."""
     OUT = "out"
     """The output, preallocated. Without it the kernel returns its output."""
     ZEROS = "zeros"
@@ -136,10 +137,13 @@ class Kernel:
     """Positional arguments: `Arg`s, tuples and lists of them, and constants."""
     keywords: Mapping[str, Any] = field(default_factory=dict)
     scales: Scales = field(default_factory=dict)
-    """The granularities that the kernel takes, and their layouts. Empty for a grouped kernel: [M] and [groups, N]."""
+    """The granularities that the kernel takes, and their layouts. Empty for a grouped kernel: vectors, as
+    `GroupKind` has them."""
     a: OperandLayout = ROWS_BY_K
     b: OperandLayout = ROWS_BY_K
-    """The layout of `b`; a grouped kernel has the groups in front."""
+    """The layout of `b`; groups that have their own `a` or `b` are in front."""
+    group_multiples: Mapping[GroupKind, int] = field(default_factory=lambda: {GroupKind.ROWS: 1})
+    """What a grouped kernel takes groups of, and the multiple of their sizes."""
     formats: tuple[tuple[Format, Format], ...] = HOPPER.format_pairs
     out_dtypes: tuple[Format, ...] = (BFLOAT16,)
     out_column_major: bool = False
@@ -210,7 +214,13 @@ class Kernel:
         """The declaration without its call: it decides which cases are run, and can be sent to another process."""
         word = attrgetter("value")
         return replace(
-            self, scales=dict(self.scales), function="", arguments=self.args, keywords={}, granularity_word=word
+            self,
+            scales=dict(self.scales),
+            group_multiples=dict(self.group_multiples),
+            function="",
+            arguments=self.args,
+            keywords={},
+            granularity_word=word,
         )
 
 

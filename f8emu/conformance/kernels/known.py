@@ -25,6 +25,7 @@ from f8emu.conformance.kernels.kernel import (
     Scales,
 )
 from f8emu.spec import BFLOAT16, E4M3FN, FLOAT32, HIGH_PRECISION, HOPPER, Granularity
+from f8emu.spec.gemm_call import GroupKind
 
 _E4M3 = ((E4M3FN, E4M3FN),)
 _VECTOR, _SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
@@ -65,6 +66,11 @@ _FUNCTIONAL: _Options = {
     "arguments": (Arg.A, Arg.B, Arg.SCALE_A, Arg.GRANULARITY_A, Arg.SCALE_B, Arg.GRANULARITY_B),
     "granularity_word": _scaling_type,
 }
+# An assertion on the device ends what other sizes of groups begin, and every call after it.
+_LIBRARY_GROUPS: _Options = {
+    "b": K_BY_ROWS,
+    "group_multiples": {GroupKind.ROWS: 1, GroupKind.COLUMNS: 16, GroupKind.INNER: 16, GroupKind.BATCH: 1},
+}
 _TORCHAO: _Options = {
     "imports": ("torchao.prototype.blockwise_fp8_training.kernels",),
     "install": "pip install torchao",
@@ -80,12 +86,16 @@ _FBGEMM: _Options = {
     "install": "pip install fbgemm-gpu-genai, the release of the installed torch",
     "needs_gpu": True,
 }
+_PAIRS = ((Arg.A, Arg.SCALE_A), (Arg.B, Arg.SCALE_B))
 _DEEPGEMM: _Options = {
     "function": "deep_gemm:fp8_gemm_nt",
-    "arguments": ((Arg.A, Arg.SCALE_A), (Arg.B, Arg.SCALE_B), Arg.OUT),
+    "arguments": (*_PAIRS, Arg.OUT),
     "install": "pip install sgl-deep-gemm (PyPI's deep-gemm is something else)",
     "needs_gpu": True,
 }
+
+_GROUPS = "f8emu.conformance.kernels.deepgemm_groups"
+_DEEPGEMM_GROUPS: _Options = {**_DEEPGEMM, "imports": ("deep_gemm",), "block_multiples": (128, 128, 128)}
 
 
 def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
@@ -94,11 +104,11 @@ def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
     return Kernel(name=name, function=function, arguments=_OPERANDS, multiples=(1, 16, 16), **_LIKE_TORCH)
 
 
-def _declared(name: str, *, predicted: str, seen: str, function: str = "{0}:{1}", **options: Any) -> Kernel:
+def _declared(name: str, *, predicted: str, seen: str = "", function: str = "{0}:{1}", **options: Any) -> Kernel:
     module, _, last = name.rpartition(".")
     shared: _Options = {"arguments": _OPERANDS, "arrays": "torch", "formats": _E4M3, **options}
     where = function.format(module, last)
-    return Kernel(name=name, function=where, predicted=predicted, seen=f"on an H200 {seen}", **shared)
+    return Kernel(name=name, function=where, predicted=predicted, seen=seen and f"on an H200 {seen}", **shared)
 
 
 _KERNELS = (
@@ -123,7 +133,7 @@ _KERNELS = (
     _declared(
         "torch._scaled_grouped_mm",
         keywords={"offs": Arg.OFFS, **_OUT_AND_SUM},
-        b=K_BY_ROWS,
+        **_LIBRARY_GROUPS,
         needs_gpu=True,
         predicted="equal, every bit: what was recorded [EPI-6]",
         seen="equal: 58,368 outputs of 10 GEMMs, which do not tell the order of the scales",
@@ -132,7 +142,7 @@ _KERNELS = (
         "torch.nn.functional.scaled_grouped_mm",
         **_FUNCTIONAL,
         keywords={"offs": Arg.OFFS, "output_dtype": Arg.OUT_DTYPE, "use_fast_accum": Arg.USE_FAST_ACCUM},
-        b=K_BY_ROWS,
+        **_LIBRARY_GROUPS,
         needs_gpu=True,
         predicted="equal, every bit: it calls torch._scaled_grouped_mm [EPI-6]",
         seen="equal: 58,368 outputs of 10 GEMMs, which do not tell the order of the scales",
@@ -239,6 +249,25 @@ _KERNELS = (
         predicted="different: fma(scale_a * scale_b, p, total), where the library has fma(p * scale_a, scale_b, total) "
         "[EPI-5]; it adds its output to a zero",
         seen="different in the 9 GEMMs that it compiled for; those of fewer than 128 rows it refused",
+    ),
+    _declared(
+        "deepgemm.m_grouped_fp8_gemm_nt_contiguous",
+        **_Options({**_DEEPGEMM_GROUPS, "function": f"{_GROUPS}:contiguous"}),
+        scales=BLOCKWISE_1X128_128X128,
+        predicted="equal: fma(scale_a * scale_b, p, total) [EPI-5], as deepgemm.fp8_gemm_nt, in groups of 128 rows",
+    ),
+    _declared(
+        "deepgemm.m_grouped_fp8_gemm_nt_masked",
+        **_Options({**_DEEPGEMM_GROUPS, "function": f"{_GROUPS}:masked"}),
+        scales=BLOCKWISE_1X128_128X128,
+        predicted="equal, as deepgemm.m_grouped_fp8_gemm_nt_contiguous, in groups of any rows",
+    ),
+    _declared(
+        "deepgemm.k_grouped_fp8_gemm_nt_contiguous",
+        **_Options({**_DEEPGEMM_GROUPS, "function": f"{_GROUPS}:inner", "arguments": (*_PAIRS, Arg.ZEROS)}),
+        scales={(_VECTOR, _VECTOR): (ScaleLayout(), ScaleLayout())},
+        out_dtypes=(FLOAT32,),
+        predicted="different, as deepgemm.fp8_gemm_nt_1d1d",
     ),
     _declared(
         "jax.dot_general",

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from f8emu.conformance.cases.distributions import (
+    CODES,
     SAMPLED,
     bfloat16_case,
     drawn_sample,
@@ -23,7 +24,8 @@ from f8emu.conformance.cases.distributions import (
 )
 from f8emu.conformance.cases.families import BLOCK_PAIRS, VECTOR_SCALES
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format, Granularity
+from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format, Granularity, SpecError
+from f8emu.spec.gemm_call import GroupKind
 
 PAIRS = HOPPER.format_pairs
 REFUSED_PAIR = (E5M2, E5M2)
@@ -43,6 +45,13 @@ LAYER_KINDS = (((E4M3FN, E4M3FN), True, "outlier"), ((E5M2, E4M3FN), False, "gra
 BLOCKWISE_SHAPES = ((128, 128, 512), (256, 128, 1024), (144, 256, 640))
 # Cumulative row ends [EPI-6], N, K. The second has an empty group.
 GROUPS = (((32, 96, 112), 64, 512), ((16, 16, 80, 256), 96, 1040))
+# Of every kind where groups end, in sizes that a GPU takes, and the other two of M, N, K; a batch of three has 17 rows
+GROUPS_OF_KINDS: dict[GroupKind, tuple[tuple[int, ...], tuple[int, int]]] = {
+    GroupKind.ROWS: ((0, 1, 16, 33, 48), (16, 144)),
+    GroupKind.COLUMNS: ((8, 8, 24, 48), (17, 144)),
+    GroupKind.INNER: ((16, 16, 48, 144, 288), (17, 32)),
+    GroupKind.BATCH: ((17, 34, 51), (16, 272)),
+}
 BF16_SHAPES = ((64, 96, 512), (48, 80, 1040), (64, 64, 4096), (16, 64, 16384))
 _TENSOR = (Granularity.TENSORWISE, Granularity.TENSORWISE)
 _BY_ROW: dict[str, Any] = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
@@ -56,10 +65,17 @@ class PlannedCase(NamedTuple):
     gemm: GemmCase
 
 
-def plan(seed: int) -> tuple[PlannedCase, ...]:
-    """Every case of the tables above, numbered in order; the same seed gives the same operands."""
-    sections = (_scaled, _long, _special, _blockwise, _grouped, _bf16, _epilogues)
-    cases = (case for section in sections for case in section(seed))
+def plan(seed: int, only: str | None = None) -> tuple[PlannedCase, ...]:
+    """Every case of the tables above, or of one section, numbered in order; the same seed gives the same operands.
+
+    Raises:
+        SpecError: no such section.
+    """
+    functions = (_scaled, _long, _special, _blockwise, _grouped, _bf16, _epilogues, _group_kinds)
+    sections = {section.__name__.removeprefix("_").replace("_", "-"): section for section in functions}
+    if only is not None and only not in sections:
+        raise SpecError(f"record: only must be one of {', '.join(sections)}; got {only!r}")
+    cases = (case for section in ([sections[only]] if only else functions) for case in section(seed))
     return tuple(case._replace(gemm=replace(case.gemm, id=f"{i:03d}")) for i, case in enumerate(cases))
 
 
@@ -140,6 +156,21 @@ def _grouped(seed: int) -> Iterator[PlannedCase]:
         for formats in PAIRS if n == GROUPS[0][1] else PAIRS[:1]:
             name = f"{seed} grouped {n} {formats}"
             yield from _options("grouped", grouped_case(name, ends, (n, k), "outlier", rng(name), formats, **_BY_ROW))
+
+
+def _group_kinds(seed: int) -> Iterator[PlannedCase]:
+    """[EPI-6] Every kind with every distribution: scales of like size, far apart, and special ones in turn."""
+    for i, (distribution, kind) in enumerate(product(CODES, GROUPS_OF_KINDS)):
+        name = f"{seed} {kind.name.lower()} {distribution}"
+        ends, shape = GROUPS_OF_KINDS[kind]
+        gemm = grouped_case(name, ends, shape, distribution, r := rng(name), kind=kind, **_BY_ROW)
+        assert gemm.scale_a is not None and gemm.scale_b is not None
+        if i % 3 == 1:
+            shapes = gemm.scale_a.shape, gemm.scale_b.shape
+            gemm = gemm.scaled(*(np.exp2(r.choice([-110, -60, 0, 60, 110], shape)) for shape in shapes))
+        elif i % 3 == 2:
+            gemm = replace(gemm, scale_a=np.resize(np.array(VECTOR_SCALES, np.float32), gemm.scale_a.shape))
+        yield from _options(f"{gemm.mode.value}-{distribution}", gemm, outputs=(BFLOAT16,))
 
 
 def _bf16(seed: int) -> Iterator[PlannedCase]:

@@ -81,11 +81,12 @@ def record(
     path: str | Path,
     *,
     seed: int = SEED,
+    only: str | None = None,
     verify: bool = False,
     launcher: Launcher | None = None,
     cases: Sequence[PlannedCase] | None = None,
 ) -> GoldenRecording:
-    """Runs every planned GEMM on this machine's GPU and writes a golden file.
+    """Runs every planned GEMM on this machine's GPU, or those of the section `only`, and writes a golden file.
 
     With `verify`, the file is then read back and f8ref.numpy compared with it; a difference is a finding about this
     chip or library, and the file stays as it is.
@@ -94,11 +95,12 @@ def record(
         MissingExtraError: torch is not installed.
         UnsupportedError: no CUDA GPU with float8.
         GoldenFileError: the file cannot be written, or the library ran none of the cases.
+        SpecError: an unknown section.
     """
     # 1. Every planned GEMM, run or refused.
     path = writable(path, GoldenFileError)
     launch = CudaLauncher() if launcher is None else launcher
-    planned = plan(seed) if cases is None else cases
+    planned = plan(seed, only) if cases is None else cases
     golden: list[GoldenCase] = []
     refused: list[dict[str, str]] = []
     for name, gemm in tracked(planned, "recording", len(planned)):

@@ -5,10 +5,10 @@ random GEMMs with a 16-bit output, one in 10^5 shows in which order a kernel sca
 far as they are cheap to judge, and what a kernel of a GPU would refuse.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, product
+from itertools import accumulate, cycle, product
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from f8emu.conformance.cases.families import (
     turn_cases,
 )
 from f8emu.conformance.cases.gemm import Family, GemmCase
-from f8emu.conformance.cases.tables import BF16_DISTRIBUTIONS, CODE_DISTRIBUTIONS
+from f8emu.conformance.cases.tables import ALIGNED, BF16_DISTRIBUTIONS, CODE_DISTRIBUTIONS
 from f8emu.conformance.diagnosis.probes import KINDS, probes
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.spec import HIGH_PRECISION, HOPPER, Granularity
+from f8emu.spec.gemm_call import GroupKind
 
 BLOCK_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 128), (16, 256, 1536), (256, 384, 512))
 """M, N, K: one block, many along K, more than a tile of any kernel; every distribution with the first two."""
@@ -54,7 +55,8 @@ def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
     """The GEMMs for this kernel alone, beside those for every subject."""
     if kernel.is_grouped:
         rowwise = Granularity.ROWWISE, Granularity.ROWWISE
-        yield from grouped_cases(tuple(fast for fast in (True, False) if kernel.has_accumulation(rowwise, fast)))
+        fasts = tuple(fast for fast in (True, False) if kernel.has_accumulation(rowwise, fast))
+        yield from grouped_cases(fasts, kernel.group_multiples)
     vector, square = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
     asked = {(vector, square) if pair == (square, square) else pair for pair in kernel.scales}
     for pair in HOPPER.granularity_pairs:
@@ -95,13 +97,28 @@ def _blockwise(pair: tuple[Granularity, Granularity]) -> Iterator[GemmCase]:
         yield replace(case, scale_a=scale_a, scale_b=scale_b)
 
 
-def grouped_cases(use_fast_accum: tuple[bool, ...] = (True, False)) -> Iterator[GemmCase]:
-    """Sizes of groups with these accumulations and all distributions, values of scales, and calls in turn."""
+def grouped_cases(
+    use_fast_accum: tuple[bool, ...] = (True, False), kinds: Mapping[GroupKind, int] = dict.fromkeys(GroupKind, 1)
+) -> Iterator[GemmCase]:
+    """Sizes of groups with these accumulations and all distributions, values of scales, and calls in turn.
+
+    `kinds` gives the multiples to which the sizes of groups are raised.
+    """
     cases: list[GemmCase] = []
-    for number, (ends, fast) in enumerate(product(GROUPS, use_fast_accum)):
-        distribution = CODE_DISTRIBUTIONS[number % len(CODE_DISTRIBUTIONS)]
-        name, shape = f"grouped {number} {distribution}", GROUPED_SHAPES[number // 2 % len(GROUPED_SHAPES)]
-        cases.append(grouped_case(name, ends, shape, distribution, rng(name), use_fast_accum=fast))
+    for kind, multiple in kinds.items():
+        words, asked, last = "grouped", list(product(GROUPS, use_fast_accum)), 1
+        if kind is not GroupKind.ROWS:  # a whole N or K is one that the hardware takes
+            words, asked, last = f"grouped {kind.name.lower()}", list(zip(GROUPS, cycle(use_fast_accum))), ALIGNED
+        for number, (ends, fast) in enumerate(asked):
+            distribution = CODE_DISTRIBUTIONS[number % len(CODE_DISTRIBUTIONS)]
+            name, shape = f"{words} {number} {distribution}", GROUPED_SHAPES[number // 2 % len(GROUPED_SHAPES)]
+            raised = [-(-size // multiple) * multiple for size in np.diff(ends, prepend=0).tolist()]
+            raised[-1] += -sum(raised) % last
+            cases.append(
+                grouped_case(
+                    name, tuple(accumulate(raised)), shape, distribution, rng(name), kind=kind, use_fast_accum=fast
+                )
+            )
     yield from cases
     for number, case in enumerate(cases):
         if case.distribution == "bits":
@@ -153,7 +170,7 @@ def engine_cases() -> tuple[GemmCase, ...]:
     found = [*size_cases(ones, _MOST), *code_cases(ones), *large_value_cases(ones)]
     # Of every output type: which scale comes first shows in one of 10^5 outputs of 16 bits.
     for i, case in enumerate(grouped_cases()):
-        if case.a.size * case.b.shape[1] <= _MOST:
+        if case.a.size * case.b.shape[-2] <= _MOST:
             found.append(replace(case, out_dtype=HIGH_PRECISION[i % 3]))
     return (*found, *_layouts(), *_bfloat16())
 

@@ -8,6 +8,7 @@ from f8emu.conformance.cases.distributions import CODES, VALUES
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.compare import Mismatch, abbreviated, hexadecimal
 from f8emu.spec import Granularity
+from f8emu.spec.gemm_call import GroupKind
 
 _LONGEST_K = 1024
 # How many copies of the column to multiply: torch takes N in multiples of 16.
@@ -27,9 +28,9 @@ def options_of(gemm: GemmCase) -> str:
 
 def describe_gemm(gemm: GemmCase, index: tuple[int, ...]) -> str:
     """Row and column of an output: their codes, abbreviated, their scales and bias."""
-    row, column = index
-    b = gemm.b if gemm.offs is None else gemm.b[gemm.group_of(row)]
-    words = [abbreviated(gemm.a[row], f"a[{row}]"), abbreviated(b[column], f"b[{column}]")]
+    names = [f"{side}[{place}]" for side, place in zip("ab", index, strict=True)]
+    gemm, row, column = gemm.alone(*index)
+    words = [abbreviated(gemm.a[row], names[0]), abbreviated(gemm.b[column], names[1])]
     if gemm.mode is not Mode.BF16:
         scales = _scales_of(gemm, row, column)
         words += [abbreviated(x, name, shown=4) for x, name in zip(scales, ("scale_a", "scale_b"), strict=True)]
@@ -42,8 +43,6 @@ def _scales_of(gemm: GemmCase, row: int, column: int) -> tuple[np.ndarray, np.nd
     # The scales of a row of a and of a column of b, each one or those of its blocks of K.
     a, b = gemm.scale_a, gemm.scale_b
     assert a is not None and b is not None, "only a GEMM of bfloat16 has none"
-    if gemm.offs is not None:
-        return a[row], b[gemm.group_of(row), column]
     scale_a = a if a.size == 1 else a[row // (gemm.granularity_a.block[0] or 1)]
     return scale_a, b if b.size == 1 else b[:, column // (gemm.granularity_b.block[0] or 1)]
 
@@ -54,14 +53,15 @@ def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:
     An output depends on its row of a and its column of b alone: M is 1, and the column stands 16 times. K is padded
     with zeros to a multiple of 16, or of 128 beside block scales.
     """
-    if gemm.mode is Mode.BF16 or gemm.k > _LONGEST_K or len(mismatch.index) != 2:
+    if gemm.mode is Mode.BF16 or len(mismatch.index) != 2:
         return ""
     # 1. The row, the column, and their scales; groups have rowwise ones.
-    row, column = mismatch.index
-    b = gemm.b if gemm.offs is None else gemm.b[gemm.group_of(row)]
-    of_a, of_b = (Granularity.ROWWISE,) * 2 if gemm.offs is not None else (gemm.granularity_a, gemm.granularity_b)
+    gemm, row, column = gemm.alone(*mismatch.index)
+    if not 0 < gemm.k <= _LONGEST_K:
+        return ""
+    of_a, of_b = gemm.granularity_a, gemm.granularity_b
     side, out = 128 if of_a.is_blockwise else 16, gemm.out_dtype
-    codes_a, codes_b = (np.pad(x.view(np.uint8), (0, -len(x) % side)) for x in (gemm.a[row], b[column]))
+    codes_a, codes_b = (np.pad(x.view(np.uint8), (0, -len(x) % side)) for x in (gemm.a[row], gemm.b[column]))
     scale_a, scale_b = _scales_of(gemm, row, column)
     copies = 1 if of_b in (Granularity.TENSORWISE, Granularity.BLOCKWISE_128X128) else _COPIES
     of_rows = "float32)" if of_a is Granularity.TENSORWISE else "float32, 1, -1)"
@@ -73,7 +73,7 @@ def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:
         "bits = lambda text, dtype, *shape: torch.frombuffer(bytearray.fromhex(text),",
         "    dtype=torch.uint8).view(dtype).reshape(shape).to(device)",
         *_array("a", codes_a, f"{gemm.a.dtype.name}, 1, -1)"),
-        *_array("b", codes_b, f"{b.dtype.name}, {_COPIES}, -1).T", _COPIES),
+        *_array("b", codes_b, f"{gemm.b.dtype.name}, {_COPIES}, -1).T", _COPIES),
         *_array("scale_a", scale_a, of_rows),
         *_array("scale_b", scale_b, of_columns, copies),
     ]
@@ -116,10 +116,10 @@ _RECORDED = {"special": "specials", "layer": "a layer of Llama-3"}
 
 def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:
     """The traits of a GEMM. `inputs` says how it was recorded, if the case does not know its distribution."""
-    m, n = gemm.full_size
+    (m, n), kind = gemm.full_size, gemm.group_kind
     scales = {
         Mode.BF16: "none",
-        Mode.GROUPED_ROWWISE: "grouped rowwise",
+        Mode.GROUPED_ROWWISE: "grouped rowwise" if kind in (None, GroupKind.ROWS) else f"grouped rowwise, {kind.told}",
         Mode.BLOCKWISE: f"{gemm.granularity_a.value} x {gemm.granularity_b.value}",
     }
     tail = f"whole steps (a multiple of {_STEP})" if gemm.k % _STEP == 0 else "a part of a step"

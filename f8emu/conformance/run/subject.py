@@ -29,6 +29,7 @@ from f8emu.conformance.layers.training import train
 from f8emu.conformance.run.extra_gemms import engine_cases, kernel_cases
 from f8emu.native import library
 from f8emu.spec import HOPPER, MissingExtraError, SpecError, UnsupportedError
+from f8emu.spec.gemm_call import GroupKind
 
 _GEMM_VERBS = ("scaled_mm", "scaled_grouped_mm", "mm")
 _STATE_VERBS = ("initial_delayed_state", "update_delayed_state")
@@ -53,6 +54,8 @@ class Subject:
     """True: cases may run side by side."""
     is_idle: bool = False
     """True: nothing on this machine computes with it, so that it runs only if it is asked for."""
+    group_kinds: tuple[GroupKind, ...] = tuple(GroupKind)
+    """The grouped GEMMs that its verb has."""
     chooses_split_k: bool = False
     """True: the library chooses the split-K itself [CHAIN-3]; the verbs do not pass `split_k` on."""
     slices_of: SplitK = planned
@@ -104,6 +107,8 @@ class Subject:
         """
         if case.verb not in self.offers:
             raise NotOffered(f"{self.name} has no {case.verb}")
+        if case.group_kind not in (None, *self.group_kinds):
+            raise NotOffered(f"{self.name} has no grouped GEMM where {case.group_kind.told}")
         if case.sample is None or (self.takes_any_size and not self.runs_full_size):
             return self._output(case)
         whole, sample = (case.embedded(case.sample), case.sample) if self.runs_full_size else case.padded(ALIGNED)
@@ -190,6 +195,7 @@ def _f8ref_jax() -> Subject:
         verbs=_travelling(framework, f8ref.jax, _GEMM_VERBS),
         is_thread_safe=not framework.on_gpu,
         is_idle=not framework.on_gpu and library.library() is not None,
+        group_kinds=(GroupKind.ROWS,),
     )
 
 
@@ -252,6 +258,7 @@ def _production(name: str, framework: Framework, module: ModuleType, multiplies:
         is_thread_safe=not framework.on_gpu,
         runs_full_size=on_hardware,
         chooses_split_k=on_hardware,
+        group_kinds=(GroupKind.ROWS,) if "jax" in f"{framework.name} {multiplies}" else tuple(GroupKind),
     )
 
 
