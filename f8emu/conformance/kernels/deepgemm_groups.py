@@ -3,9 +3,8 @@
 The neighbours multiply other codes, so that a wrong group, or an edge that is passed, shows.
 """
 
-from typing import TYPE_CHECKING
-
-import deep_gemm  # pyright: ignore[reportMissingImports]
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +18,7 @@ def contiguous(a: _Scaled, b: _Scaled, out: "Tensor") -> None:
     """The first rows are those of the second of four groups, the others, from a block on, those of the last."""
     groups = out.new_ones(len(out)).int()
     groups[len(out) // (2 * _BLOCK) * _BLOCK :] = 3
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, _with_others(b), out, groups)
+    _library().m_grouped_fp8_gemm_nt_contiguous(a, _with_others(b), out, groups)
 
 
 def masked(a: _Scaled, b: _Scaled, out: "Tensor") -> None:
@@ -30,7 +29,7 @@ def masked(a: _Scaled, b: _Scaled, out: "Tensor") -> None:
     first = -(-rows // 2)
     counts = torch.tensor([0, first, 0, rows], dtype=torch.int32, device=out.device)
     codes = torch.stack([a[0].view(torch.uint8)] * 4).view(a[0].dtype)
-    deep_gemm.m_grouped_fp8_gemm_nt_masked((codes, torch.stack([a[1]] * 4)), _with_others(b), found, counts, rows)
+    _library().m_grouped_fp8_gemm_nt_masked((codes, torch.stack([a[1]] * 4)), _with_others(b), found, counts, rows)
     out[:first], out[first:] = found[1, :first], found[3, first:]
 
 
@@ -50,8 +49,12 @@ def inner(a: _Scaled, b: _Scaled, zeros: "Tensor") -> "Tensor":
         return flat.view(codes.dtype), of_blocks.t().contiguous().t()
 
     counts = torch.tensor(sizes, dtype=torch.int32, device=zeros.device)
-    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(laid(*a), laid(*b), total, sizes, counts, total)
+    _library().k_grouped_fp8_gemm_nt_contiguous(laid(*a), laid(*b), total, sizes, counts, total)
     return total[1]
+
+
+def _library() -> Any:
+    return importlib.import_module("deep_gemm")
 
 
 def _with_others(b: _Scaled) -> _Scaled:
