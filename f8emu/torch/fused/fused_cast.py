@@ -62,6 +62,7 @@ class FusedCast:
     needs_host: bool = False  # Python runs with its kernels: compiled ahead of time, the operator is called as it is
     is_recomputable: bool = False  # a compiler may do it again in the backward pass instead of keeping its results
     is_reduction: bool = False  # whether it only gives numbers to such a cast
+    is_lowered: bool = True  # whether compiled code launches its kernels itself; otherwise it calls the operator
 
     def __call__(self, plain: Implementation) -> Operator:
         mutated = [list(inspect.signature(plain).parameters).index(name) for name in self.mutates_args]
@@ -72,7 +73,7 @@ class FusedCast:
             # 1. Checks. Autograd learns of every tensor that will be written to.
             outputs = self.outputs(*args)
             if mutated:
-                torch.autograd.graph.increment_version([args[i] for i in mutated])
+                torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
             # 2. Plain torch where no kernel runs.
             plans = kernels_for(args[0])
             if plans is None or (self.is_ready is not None and not self.is_ready(*args)):
@@ -91,7 +92,7 @@ class FusedCast:
             results = [output.new(args[0]) for output in self.outputs(*args)]
             return results[0] if is_single else tuple(results)
 
-        if self.is_ready is None:
+        if self.is_ready is None and self.is_lowered:
             inductor.add(cast.overload, self)
         return cast
 

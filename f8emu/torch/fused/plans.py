@@ -11,7 +11,8 @@ import torch
 
 from f8emu.spec.formats import E4M3FN, format_by_name
 from f8emu.torch.chip import compares_pairs
-from f8emu.torch.fused import block_kernels, cast_kernels, scale_kernels, silu_kernels
+from f8emu.torch.fused import block_kernels, cast_kernels, grouped_kernels, scale_kernels, silu_kernels
+from f8emu.torch.fused.grouped import TILE, padded_rows, tile_count
 from f8emu.torch.fused.launch import AMAX_TILE, LaunchPlan, amax_tiles, blocks, planned
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
@@ -29,6 +30,13 @@ VECTORS_WARPS, SQUARES_WARPS = 4, 8
 # Not measured. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
 HIDDEN_TILE, HIDDEN_WARPS = (16, 256), 8
 GRADIENTS_TILE, GRADIENTS_WARPS = (64, 64), 8
+# Of the casts of groups, whose tiles have `grouped.TILE` rows: columns of a tile.
+GROUPS_AMAX_TILE, GROUPS_AMAX_WARPS = 256, 4
+GROUPS_CAST_TILE, GROUPS_CAST_WARPS = 128, 4
+GROUPS_HIDDEN_TILE, GROUPS_HIDDEN_WARPS = 128, 8
+GROUPS_GRADIENTS_TILE, GROUPS_GRADIENTS_WARPS = 64, 8
+# Of weights that are read once: rows of a program, and what it holds in registers.
+GROUPS_ROWS, GROUPS_ROWS_ELEMENTS, GROUPS_ROWS_ELEMENTS_PER_WARP = 64, 8192, 1024
 
 
 @planned
@@ -186,6 +194,109 @@ def gradients_delayed(
     wanted = {"ROWS": rows, "GATE_COLS": gate_cols, "UP_COLS": up_cols, "HIDDEN_COLS": hidden_cols}
     constants = {**codes_constants(fmt), **of_hidden, **wanted}
     return _tiled(silu_kernels.gradients_given_kernel, m, n, GRADIENTS_TILE, constants, GRADIENTS_WARPS)
+
+
+@planned
+def group_tiles(groups: int, rows: int) -> LaunchPlan:
+    """Tensors offs [groups], tiles."""
+    constants = {"BLOCK_G": max(2, 1 << (groups - 1).bit_length()), "BM": TILE}
+    sizes = (groups, rows, tile_count(rows, groups))
+    return LaunchPlan(grouped_kernels.tiles_kernel, groups, sizes, constants, 4)
+
+
+@planned
+def groups_amax(m: int, k: int, groups: int, stacked: int, by_group: bool, has_pairs: bool) -> LaunchPlan:
+    """Tensors x [m, k], tiles, amaxes of rows (or groups), of columns; `stacked`: the rows of each of equal groups."""
+    constants = {"UNIFORM": stacked > 0, "BY_GROUP": by_group, "PAIRS": has_pairs}
+    otherwise = groups_amax(m, k, groups, stacked, by_group, False) if has_pairs else None
+    plan = _of_groups(
+        grouped_kernels.groups_amax_kernel, m, k, groups, stacked, GROUPS_AMAX_TILE, constants, GROUPS_AMAX_WARPS, k
+    )
+    plan.otherwise = otherwise
+    return plan
+
+
+@planned
+def cast_groups(
+    m: int, k: int, groups: int, stacked: int, fmt: str, amax_floor: float, rows: bool, cols: bool, by_group: bool, amax: bool
+) -> LaunchPlan:
+    """Tensors x [m, k], tiles, row source, codes and scale, column source, codes and scale, amax."""
+    constants = {**_codes_of_groups(fmt, amax_floor), "ROWS": rows, "COLS": cols, "BY_GROUP": by_group, "RAISE": amax}
+    constants["UNIFORM"] = stacked > 0
+    sizes = (k, stacked, stacked * k) if stacked else (k, padded_rows(m, groups), 0)
+    kernel = grouped_kernels.cast_groups_kernel
+    return _of_groups(kernel, m, k, groups, stacked, GROUPS_CAST_TILE, constants, GROUPS_CAST_WARPS, *sizes)
+
+
+@planned
+def cast_rows_of_groups(m: int, k: int, groups: int, fmt: str, amax_floor: float) -> LaunchPlan:
+    """Tensors x [m, k], codes, scale, amaxes of the columns of each group."""
+    n, bn = m // groups, 1 << (k - 1).bit_length()
+    bm = max(1, GROUPS_ROWS_ELEMENTS // bn)
+    warps = min(16, max(4, bm * bn // GROUPS_ROWS_ELEMENTS_PER_WARP))
+    constants = {**_codes_of_groups(fmt, amax_floor), "STEPS": GROUPS_ROWS // bm, "BM": bm, "BN": bn}
+    return LaunchPlan(
+        grouped_kernels.cast_rows_of_groups_kernel, groups * blocks(n, GROUPS_ROWS), (n, k), constants, warps
+    )
+
+
+@planned
+def groups_hidden(
+    m: int, h: int, groups: int, joint: bool, fmt: str, amax_floor: float, cast: bool, by_group: bool, amax: bool
+) -> LaunchPlan:
+    """Tensors gate, up, tiles, row source or amaxes, codes, scale, amaxes of columns, amax."""
+    constants = {**_codes_of_groups(fmt, amax_floor), "CAST": cast, "BY_GROUP": by_group, "RAISE": amax}
+    sizes = (h, 2 * h, h) if joint else (h, h, 0)
+    kernel = grouped_kernels.groups_hidden_kernel
+    return _of_groups(kernel, m, h, groups, None, GROUPS_HIDDEN_TILE, constants, GROUPS_HIDDEN_WARPS, *sizes)
+
+
+def groups_gradients_amax(m: int, h: int, groups: int, joint: bool, by_group: bool) -> LaunchPlan:
+    """The tensors of `groups_gradients`, of which it fills the sources."""
+    fmt = E4M3FN.name
+    return groups_gradients(m, h, groups, joint, fmt, fmt, 1e-12, False, False, False, by_group, False)
+
+
+@planned
+def groups_gradients(
+    m: int, h: int, groups: int, joint: bool, fmt: str, hidden_fmt: str, amax_floor: float,
+    rows: bool, cols: bool, hidden: bool, by_group: bool, amax: bool,
+) -> LaunchPlan:  # fmt: skip
+    """Tensors grad_hidden, gate, up, tiles; row source, codes, scale, column source, codes, scale, amax of both; hidden's.
+
+    Without codes, the sources are found.
+    """
+    of_hidden = {f"HIDDEN_{name}": value for name, value in _codes_of_groups(hidden_fmt, amax_floor).items()}
+    del of_hidden["HIDDEN_FLOOR"]
+    constants = {**_codes_of_groups(fmt, amax_floor), **of_hidden, "CAST": rows or cols or hidden}
+    constants |= {"ROWS": rows, "COLS": cols, "HIDDEN": hidden, "BY_GROUP": by_group, "RAISE": amax, "JOINT": joint}
+    sizes = (h, 2 * h, h) if joint else (h, h, 0)
+    kernel, tile, warps = grouped_kernels.groups_gradients_kernel, GROUPS_GRADIENTS_TILE, GROUPS_GRADIENTS_WARPS
+    return _of_groups(kernel, m, h, groups, None, tile, constants, warps, *sizes, padded_rows(m, groups))
+
+
+def _codes_of_groups(fmt: str, amax_floor: float) -> dict[str, Any]:
+    rule = rule_constants(fmt, True, amax_floor)
+    return {name: rule[name] for name in ("QUOTIENT", "FLOOR", "AT_FLOOR")} | codes_constants(fmt)
+
+
+def _of_groups(
+    kernel: Any,
+    m: int,
+    k: int,
+    groups: int,
+    stacked: int | None,
+    columns: int,
+    constants: dict[str, Any],
+    warps: int,
+    *sizes: int,
+) -> LaunchPlan:
+    """One program for each tile of a matrix [m, k] of groups; `stacked` None: a kernel that takes no equal groups."""
+    count = groups * blocks(stacked, TILE) if stacked else tile_count(m, groups)
+    tiles_n = blocks(k, columns)
+    first = (groups, count) if stacked is None else (groups, count, stacked)
+    constants = {**constants, "BM": TILE, "BN": columns}
+    return LaunchPlan(kernel, count * tiles_n, (*first, *sizes, tiles_n), constants, warps)
 
 
 @cache

@@ -1,0 +1,461 @@
+"""Casts of a matrix whose scales belong to groups of its rows, as the experts of a mixture need them.
+
+A matrix `x` [T, K] is sorted by group; `offs` [G] has the ends of the groups. It is an operand of two GEMMs: as it is,
+and, group by group, transposed. Scales are those of rows [T, 1] and of each group's columns [G * K, 1], or one of each
+group [G, 1]. Codes of columns are [K, P], P = `padded_rows(T, G)`: every group begins at a multiple of 16 and ends with
+zeros, since the GEMM over tokens takes no others. Weights [G, N, K] are a matrix [G * N, K] of equal groups (`tiles`
+None); their transposed codes are [G, K, N].
+
+Exactness: for every group the codes and scales that `operators` gives its rows alone. Rows behind the last group have
+no codes.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from f8emu.spec.errors import OperandError
+from f8emu.torch.fused import eager
+from f8emu.torch.fused.fused_cast import FusedCast, Output, codes_of, matrix, named_format, named_rule
+from f8emu.torch.fused.launch import blocks
+
+TILE = 64  # rows of a tile
+PLANES = 5  # of a table of tiles, see `grouped_kernels`
+MULTIPLE = 16  # of the rows of a group in transposed codes
+
+
+def padded_rows(rows: int, groups: int) -> int:
+    """The rows of transposed codes: at least those of all groups, each padded to a multiple of 16."""
+    return blocks(rows, MULTIPLE) * MULTIPLE + MULTIPLE * groups
+
+
+def tile_count(rows: int, groups: int) -> int:
+    """How many tiles a table has place for."""
+    return blocks(padded_rows(rows, groups), TILE) + groups
+
+
+def padded_offs(tiles: Tensor, groups: int) -> Tensor:
+    """The ends of the groups in transposed codes, int32 [G]."""
+    return tiles[groups : 2 * groups]
+
+
+def group_slices(x: Tensor, tiles: Tensor | None, groups: int) -> Iterator[tuple[slice, slice]]:
+    """The rows of each group in `x`, and in its transposed codes; waits for the device."""
+    if tiles is None:
+        rows = x.shape[0] // groups
+        runs = [slice(i * rows, (i + 1) * rows) for i in range(groups)]
+        yield from zip(runs, runs, strict=True)
+        return
+    start = place = 0
+    for stop, end in torch.stack([tiles[:groups], tiles[groups : 2 * groups]], dim=1).tolist():
+        yield slice(start, stop), slice(place, place + stop - start)
+        start, place = stop, end
+
+
+def _tiles_outputs(offs: Tensor, rows: int) -> tuple[Output, ...]:
+    if offs.ndim != 1 or offs.dtype is not torch.int32 or not offs.numel():
+        raise OperandError(
+            f"group_tiles: offs must be int32 [groups], the end of each group; got {offs.dtype} of shape "
+            f"{list(offs.shape)}; take sizes.cumsum(0).to(torch.int32)"
+        )
+    return (Output((2 * offs.shape[0] + PLANES * tile_count(rows, offs.shape[0]),), torch.int32),)
+
+
+@FusedCast(
+    outputs=_tiles_outputs,
+    launch=lambda on, out, offs, rows: on.run(on.plans.group_tiles(on.count(offs), rows), offs, *out),
+    is_lowered=False,
+)
+def group_tiles(offs: Tensor, rows: int) -> Tensor:
+    """What the casts of a matrix of `rows` rows need of its groups: their ends, padded ends, and a table of tiles."""
+    ends = offs.clamp(0, rows)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).clamp(min=0)
+    padded = ((sizes + MULTIPLE - 1) // MULTIPLE * MULTIPLE).cumsum(0).to(torch.int32)
+    return torch.cat([ends, padded, ends.new_zeros(PLANES * tile_count(rows, offs.shape[0]))])
+
+
+# 1. Amaxes.
+
+
+def _stacked(rows: int, groups: int, tiles: Any) -> int:
+    # The rows of each of equal groups; 0 of others.
+    return rows // groups if tiles is None else 0
+
+
+def _launch_amaxes(on: Any, out: Any, x: Any, tiles: Any, groups: int, by_group: bool) -> None:
+    (m, k), (amaxes,) = on.shape(x), out
+    plan = on.plans.groups_amax(m, k, groups, _stacked(m, groups, tiles), by_group, on.has_pairs(x))
+    of_cols = amaxes if by_group else amaxes[m:]
+    on.run(plan, x, x if tiles is None else tiles, amaxes, of_cols)
+
+
+@FusedCast(
+    outputs=lambda x, tiles, groups: (Output((x.shape[0] + groups * matrix("amaxes", x)[1],), is_zeroed=True),),
+    launch=lambda on, out, *args: _launch_amaxes(on, out, *args, False),
+    is_lowered=False,
+)
+def row_col_amax_of_groups(x: Tensor, tiles: Tensor | None, groups: int) -> Tensor:
+    """The amaxes of the rows [T], then those of the columns of each group [G, K], in one vector."""
+    return _row_col_amaxes(x, tiles, groups)
+
+
+def _row_col_amaxes(x: Tensor, tiles: Tensor | None, groups: int) -> Tensor:
+    m, k = x.shape
+    found = x.new_zeros(m + groups * k, dtype=torch.float32)
+    for group, (rows, _) in enumerate(group_slices(x, tiles, groups)):
+        if rows.start < rows.stop:
+            of_rows, of_cols = eager.row_col_amax(x[rows])
+            found[rows], found[m + group * k : m + (group + 1) * k] = of_rows.flatten(), of_cols.flatten()
+    return found
+
+
+@FusedCast(
+    outputs=lambda x, tiles, groups: (Output((groups, 1), is_zeroed=True),),
+    launch=lambda on, out, *args: _launch_amaxes(on, out, *args, True),
+    is_lowered=False,
+)
+def amax_of_groups(x: Tensor, tiles: Tensor | None, groups: int) -> Tensor:
+    """The amax of each group [G, 1]."""
+    return torch.cat([eager.tensor_amax(x[rows]) for rows, _ in group_slices(x, tiles, groups)])
+
+
+# 2. Codes.
+
+
+def _col_codes(x: Tensor, tiles: Tensor | None, groups: int) -> tuple[int, ...]:
+    m, k = x.shape
+    return (groups, k, m // groups) if tiles is None else (k, padded_rows(m, groups))
+
+
+def _cast_outputs(
+    x: Tensor, tiles: Tensor | None, groups: int, fmt: str, row: Tensor | None, col: Tensor | None, by_group: bool, *_: Any
+) -> tuple[Output, ...]:
+    named_format("cast_groups", fmt)
+    m, k = matrix("cast_groups", x)
+    codes = codes_of(fmt, m, k).dtype
+    nothing = (0, 0)
+    return (
+        Output(nothing if row is None else (m, k), codes),
+        Output(nothing if row is None or by_group else (m, 1)),
+        Output(nothing if col is None else _col_codes(x, tiles, groups), codes),
+        Output(nothing if col is None or by_group else (groups * k, 1)),
+    )
+
+
+def _launch_cast(
+    on: Any, out: Any, x: Any, tiles: Any, groups: int, fmt: str, row: Any, col: Any, by_group: bool, floor: float, amax: Any
+) -> None:
+    (m, k), (row_codes, row_scale, col_codes, col_scale) = on.shape(x), out
+    stacked = _stacked(m, groups, tiles)
+    wanted = (row is not None, col is not None)
+    plan = on.plans.cast_groups(m, k, groups, stacked, fmt, floor, *wanted, by_group, amax is not None)
+    tensors = tiles, row, row_codes, row_scale, col, col_codes, col_scale, amax
+    on.run(plan, x, *[x if y is None else y for y in tensors])
+
+
+@FusedCast(outputs=_cast_outputs, launch=_launch_cast, mutates_args=("amax",), is_lowered=False)
+def cast_groups(
+    x: Tensor,
+    tiles: Tensor | None,
+    groups: int,
+    fmt: str,
+    row: Tensor | None,
+    col: Tensor | None,
+    by_group: bool,
+    amax_floor: float,
+    amax: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of `x` and, group by group, of its transpose; None leaves one out.
+
+    `row` [T, 1] and `col` [G * K, 1] are amaxes, whose scales are powers of two, or `by_group` inv_scales [G, 1]; then
+    no scales are returned. `amax` [G, 1], if it is given, is updated by those of the groups.
+
+    Returns:
+        (row_codes, row_scale, col_codes, col_scale).
+    """
+    if amax is not None:
+        for group, (rows, _) in enumerate(group_slices(x, tiles, groups)):
+            eager.raise_amax(amax[group], x[rows])
+    if by_group:
+        codes = _cast_sides(x, tiles, groups, fmt, row, col)
+        return codes[0], x.new_empty(0, 0, dtype=torch.float32), codes[1], x.new_empty(0, 0, dtype=torch.float32)
+    format, rule = named_rule("cast_groups", fmt, True, amax_floor)
+    outputs = [y.new(x) for y in _cast_outputs(x, tiles, groups, fmt, row, col, by_group)]
+    row_codes, row_scale, col_codes, col_scale = outputs
+    _zero(col_codes)
+    for group, (rows, places) in enumerate(group_slices(x, tiles, groups)):
+        own = slice(group * x.shape[1], (group + 1) * x.shape[1])
+        if row is not None and rows.start < rows.stop:
+            row_codes[rows], row_scale[rows] = eager.cast_rows_by(x[rows], format, row[rows], rule)
+        if col is not None:
+            of_group = col_codes[group] if tiles is None else col_codes[:, places]
+            codes, col_scale[own] = eager.cast_rows_by(x[rows].t(), format, col[own], rule)
+            of_group.copy_(codes)
+    return row_codes, row_scale, col_codes, col_scale
+
+
+def _zero(codes: Tensor) -> None:
+    codes.view(torch.uint8).zero_()
+
+
+def _cast_sides(
+    x: Tensor, tiles: Tensor | None, groups: int, fmt: str, row: Tensor | None, col: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    # The codes of rows, and of columns, under inv_scales of the groups.
+    format = named_format("cast_groups", fmt)
+    row_codes, _, col_codes, _ = [y.new(x) for y in _cast_outputs(x, tiles, groups, fmt, row, col, True)]
+    _zero(col_codes)
+    for group, (rows, places) in enumerate(group_slices(x, tiles, groups)):
+        if rows.start == rows.stop:
+            continue
+        if row is not None:
+            row_codes[rows] = eager.cast_by(x[rows], format, row[group : group + 1])
+        if col is not None:
+            of_group = col_codes[group] if tiles is None else col_codes[:, places]
+            of_group.copy_(eager.cast_by(x[rows].t(), format, col[group : group + 1]))
+    return row_codes, col_codes
+
+
+def _weight_outputs(x: Tensor, groups: int, fmt: str, *_: Any) -> tuple[Output, ...]:
+    named_format("cast_rows_of_groups", fmt)
+    m, k = matrix("cast_rows_of_groups", x)
+    return codes_of(fmt, m, k), Output((m, 1)), Output((groups * k, 1), is_zeroed=True)
+
+
+@FusedCast(
+    outputs=_weight_outputs,
+    launch=lambda on, out, x, groups, *rule: on.run(
+        on.plans.cast_rows_of_groups(*on.shape(x), groups, *rule), x, *out
+    ),
+    is_lowered=False,
+)
+def cast_rows_of_groups(x: Tensor, groups: int, fmt: str, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and scales of the rows of weights [G * N, K], and the amaxes of each group's columns: one reading.
+
+    Returns:
+        (codes [G * N, K], scale [G * N, 1], col_amax [G * K, 1]); scales are powers of two.
+    """
+    codes, scale, _ = eager.cast_rows(x, *named_rule("cast_rows_of_groups", fmt, True, amax_floor))
+    return codes, scale, torch.cat([eager.row_amax(x[rows].t()) for rows, _ in group_slices(x, None, groups)])
+
+
+# 3. SiLU and product, computed in the casts; see `silu` for their arithmetic. `gate` [T, H] and `up` [T, H], or in one
+# matrix [T, 2H], gate first (`up` None). bfloat16.
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    if up is not None:
+        return gate, up
+    half = gate.shape[1] // 2
+    return gate[:, :half], gate[:, half:]
+
+
+def _hidden(gate: Tensor, up: Tensor | None) -> Tensor:
+    gate, up = _halves(gate, up)
+    return silu(gate.contiguous()) * up
+
+
+def _width(gate: Any, up: Any) -> int:
+    return gate.shape[1] // 2 if up is None else gate.shape[1]
+
+
+def _launch_hidden_amaxes(on: Any, out: Any, gate: Any, up: Any, tiles: Any, groups: int, by_group: bool) -> None:
+    m, h = gate.shape[0], _width(gate, up)
+    plan = on.plans.groups_hidden(m, h, groups, up is None, "float8_e4m3fn", 1e-12, False, by_group, False)
+    amaxes = out[0]
+    of_cols = amaxes if by_group else amaxes[m:]
+    on.run(plan, gate, gate if up is None else up, tiles, amaxes, gate, gate, of_cols, gate)
+
+
+@FusedCast(
+    outputs=lambda gate, up, tiles, groups: (
+        Output((gate.shape[0] + groups * _width(gate, up),), is_zeroed=True),
+    ),
+    launch=lambda on, out, *args: _launch_hidden_amaxes(on, out, *args, False),
+    is_lowered=False,
+)
+def hidden_row_col_amax(gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int) -> Tensor:
+    """`row_col_amax_of_groups` of `hidden`."""
+    return _row_col_amaxes(_hidden(gate, up), tiles, groups)
+
+
+@FusedCast(
+    outputs=lambda gate, up, tiles, groups: (Output((groups, 1), is_zeroed=True),),
+    launch=lambda on, out, *args: _launch_hidden_amaxes(on, out, *args, True),
+    is_lowered=False,
+)
+def hidden_amax(gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int) -> Tensor:
+    """`amax_of_groups` of `hidden`."""
+    return amax_of_groups.function(_hidden(gate, up), tiles, groups)
+
+
+def _hidden_outputs(
+    gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int, fmt: str, source: Tensor, by_group: bool, *_: Any
+) -> tuple[Output, ...]:
+    m, h = matrix("cast_hidden", gate)[0], _width(gate, up)
+    return codes_of(fmt, m, h), Output((0, 0) if by_group else (m, 1))
+
+
+def _launch_hidden(
+    on: Any, out: Any, gate: Any, up: Any, tiles: Any, groups: int, fmt: str, source: Any, by_group: bool, floor: float, amax: Any
+) -> None:
+    sizes = gate.shape[0], _width(gate, up), groups, up is None
+    plan = on.plans.groups_hidden(*sizes, fmt, floor, True, by_group, amax is not None)
+    tensors = up, tiles, source, *out, None, amax
+    on.run(plan, gate, *[gate if y is None else y for y in tensors])
+
+
+@FusedCast(outputs=_hidden_outputs, launch=_launch_hidden, mutates_args=("amax",), is_lowered=False)
+def cast_hidden(
+    gate: Tensor,
+    up: Tensor | None,
+    tiles: Tensor,
+    groups: int,
+    fmt: str,
+    source: Tensor,
+    by_group: bool,
+    amax_floor: float,
+    amax: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`cast_groups` of the rows of `hidden`: (codes, scale)."""
+    found = cast_groups.function(_hidden(gate, up), tiles, groups, fmt, source, None, by_group, amax_floor, amax)
+    return found[0], found[1]
+
+
+def _gradients(grad_hidden: Tensor, gate: Tensor, up: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    # The gradients of gate and up, as one matrix where they are one, and hidden.
+    of_gate, of_up = _halves(gate, up)
+    of_gate = of_gate.contiguous()
+    activated = silu(of_gate)
+    found = [torch.ops.aten.silu_backward(grad_hidden * of_up, of_gate), grad_hidden * activated]
+    return ([torch.cat(found, dim=1)] if up is None else found), activated * of_up
+
+
+def _launch_gradients_amaxes(
+    on: Any, out: Any, grad: Any, gate: Any, up: Any, tiles: Any, groups: int, by_group: bool
+) -> None:
+    m, h = on.shape(grad)
+    plan = on.plans.groups_gradients_amax(m, h, groups, up is None, by_group)
+    (of_gate, of_up), x = out, grad
+    of_up = of_gate if of_up is None else of_up
+    parts = [(y, y if by_group else y[m:]) for y in (of_gate, of_up)]
+    (rows, cols), (up_rows, up_cols) = parts
+    tensors = rows, x, x, cols, x, x, x, up_rows, x, x, up_cols, x, x, x, x, x, x
+    on.run(plan, grad, gate, gate if up is None else up, tiles, *tensors)
+
+
+def _amaxes_of_gradients(
+    grad: Tensor, gate: Tensor, up: Tensor | None, groups: int, by_group: bool
+) -> tuple[Output, Output]:
+    m, width = gate.shape
+    found = Output((groups, 1) if by_group else (m + groups * width,), is_zeroed=True)
+    return found, Output((0, 0)) if up is None else found
+
+
+@FusedCast(
+    outputs=lambda grad, gate, up, tiles, groups: _amaxes_of_gradients(grad, gate, up, groups, False),
+    launch=lambda on, out, *args: _launch_gradients_amaxes(on, out, *args, False),
+    is_lowered=False,
+)
+def gradients_row_col_amax(
+    grad_hidden: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int
+) -> tuple[Tensor, Tensor]:
+    """`row_col_amax_of_groups` of the gradients of gate and of up; of both in the first, where they are one matrix."""
+    found = [_row_col_amaxes(x, tiles, groups) for x in _gradients(grad_hidden, gate, up)[0]]
+    return found[0], found[1] if len(found) > 1 else grad_hidden.new_empty(0, 0, dtype=torch.float32)
+
+
+@FusedCast(
+    outputs=lambda grad, gate, up, tiles, groups: _amaxes_of_gradients(grad, gate, up, groups, True),
+    launch=lambda on, out, *args: _launch_gradients_amaxes(on, out, *args, True),
+    is_lowered=False,
+)
+def gradients_amax(
+    grad_hidden: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int
+) -> tuple[Tensor, Tensor]:
+    """`amax_of_groups` of the gradients of gate and of up; of both in the first, where they are one matrix."""
+    found = [amax_of_groups.function(x, tiles, groups) for x in _gradients(grad_hidden, gate, up)[0]]
+    return found[0], found[1] if len(found) > 1 else grad_hidden.new_empty(0, 0, dtype=torch.float32)
+
+
+def _gradients_outputs(
+    grad: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int, fmt: str, hidden_fmt: str, *args: Any
+) -> tuple[Output, ...]:
+    _, _, _, rows, cols, hidden, by_group, *_ = args
+    m, width, nothing, h, places = *gate.shape, (0, 0), _width(gate, up), padded_rows(gate.shape[0], groups)
+    codes, hidden_codes = codes_of(fmt, 0, 0).dtype, codes_of(hidden_fmt, 0, 0).dtype
+    one = (
+        Output((m, width) if rows else nothing, codes),
+        Output((m, 1) if rows and not by_group else nothing),
+        Output((width, places) if cols else nothing, codes),
+        Output((groups * width, 1) if cols and not by_group else nothing),
+    )
+    other = one if up is not None else [Output(nothing, y.dtype) for y in one]
+    of_hidden = Output((h, places) if hidden else nothing, hidden_codes)
+    return *one, *other, of_hidden, Output((groups * h, 1) if hidden and not by_group else nothing)
+
+
+def _launch_gradients(
+    on: Any, out: Any, grad: Any, gate: Any, up: Any, tiles: Any, groups: int, fmt: str, hidden_fmt: str, *args: Any
+) -> None:
+    gate_source, up_source, hidden_source, rows, cols, hidden, by_group, floor, gate_amax, up_amax = args
+    (m, h), is_raised = on.shape(grad), gate_amax is not None
+    settings = fmt, hidden_fmt, floor, rows, cols, hidden, by_group, is_raised
+    plan = on.plans.groups_gradients(m, h, groups, up is None, *settings)
+    gate_out = out[:4]
+    up_source, up_amax, up_out = (gate_source, gate_amax, gate_out) if up is None else (up_source, up_amax, out[4:8])
+    tensors: list[Any] = []
+    for source, (row_codes, row_scale, col_codes, col_scale), amax in (
+        (gate_source, gate_out, gate_amax),
+        (up_source, up_out, up_amax),
+    ):
+        of_cols = source if by_group else source[m:]
+        tensors += [source, row_codes, row_scale, of_cols, col_codes, col_scale, amax]
+    tensors += [hidden_source, *out[8:]]
+    on.run(plan, grad, gate, gate if up is None else up, tiles, *[grad if y is None else y for y in tensors])
+
+
+@FusedCast(
+    outputs=_gradients_outputs, launch=_launch_gradients, mutates_args=("gate_amax", "up_amax"), is_lowered=False
+)
+def cast_gradients(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    tiles: Tensor,
+    groups: int,
+    fmt: str,
+    hidden_fmt: str,
+    gate_source: Tensor,
+    up_source: Tensor | None,
+    hidden_source: Tensor,
+    rows: bool,
+    cols: bool,
+    hidden: bool,
+    by_group: bool,
+    amax_floor: float,
+    gate_amax: Tensor | None,
+    up_amax: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`cast_groups` of the gradients of gate and of up, and of the columns of `hidden`, from one reading.
+
+    Sources are the vectors of `gradients_row_col_amax` and the amaxes [G * H, 1] of hidden's columns, or inv_scales.
+
+    Returns:
+        Four of gate's gradient, four of up's (empty where both are one matrix), and codes and scale of `hidden^T`.
+    """
+    gradients, values = _gradients(grad_hidden, gate, up)
+    m, results = gate.shape[0], list[Tensor]()
+    for x, source, amax in zip(gradients, (gate_source, up_source), (gate_amax, up_amax), strict=False):
+        assert source is not None, "one for each"
+        row, col = (source, source) if by_group else (source[:m, None], source[m:, None])
+        wanted = row if rows else None, col if cols else None
+        results += cast_groups.function(x, tiles, groups, fmt, *wanted, by_group, amax_floor, amax)
+    if up is None:
+        results += [x.new_empty(0, 0) for x in results]
+    wanted = None, hidden_source if hidden else None
+    results += cast_groups.function(values, tiles, groups, hidden_fmt, *wanted, by_group, amax_floor, None)[2:]
+    return tuple(results)  # pyright: ignore[reportReturnType]

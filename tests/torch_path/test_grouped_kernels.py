@@ -1,0 +1,134 @@
+"""The kernels of casts by groups against plain torch, bit for bit, in Triton's interpreter or on a GPU."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from f8emu.torch.fused import grouped
+from tests.torch_path.interpreter import INTERPRETED, ON_GPU, Kernels, run_interpreted
+from tests.torch_path.layers import draw
+
+SIZES = [(0, 1, 15, 17, 66, 0), *([] if INTERPRETED else [(64, 208, 16, 96), (0, 0, 8192, 129), (33,) * 128])]
+BEYOND = 5  # rows behind the last group
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+FLOOR = 1e-12
+
+
+def groups_of(sizes: Sequence[int]) -> tuple[Tensor, int]:
+    return torch.tensor(sizes).cumsum(0).to(torch.int32), sum(sizes) + BEYOND
+
+
+def nasty(rows: int, columns: int, seed: int) -> Tensor:
+    """Rows of other magnitudes, with special values."""
+    x = draw(rows, columns, seed=seed)
+    at = torch.randint(0, x.numel(), (4,), generator=torch.Generator().manual_seed(seed))
+    x.view(-1)[at] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-40]).to(x.dtype)
+    x[-BEYOND - 1] = 0
+    return x
+
+
+class Compared:
+    """Calls an operator by its kernels and by plain torch; what no group has is not looked at."""
+
+    def __init__(self, kernels: Kernels, sizes: Sequence[int], same: Any) -> None:
+        self.kernels, self.same = kernels, same
+        self.offs, self.rows = groups_of(sizes)
+        self.groups, self.ends = len(sizes), int(self.offs[-1])
+        (self.tiles,) = kernels(grouped.group_tiles, self.offs, self.rows)
+        (plain,) = kernels(grouped.group_tiles, self.offs, self.rows, run=False)
+        assert torch.equal(self.tiles[: 2 * self.groups], plain[: 2 * self.groups])
+        self.padded = int(plain[2 * self.groups - 1])
+
+    def __call__(self, operator: Any, *args: Any, is_stack: bool = False) -> tuple[Tensor, ...]:
+        of_kernel, of_plain = ([a.clone() if isinstance(a, Tensor) else a for a in args] for _ in range(2))
+        ours = self.kernels(operator, *of_kernel)
+        theirs = self.kernels(operator, *of_plain, run=False)
+        for x, y in zip(ours, theirs, strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+            if x.numel():
+                self.same(*((x, y) if is_stack else map(self._of_groups, (x, y))), nan_codes=x.dtype is not torch.float32)
+        for x, y in zip(of_kernel, of_plain, strict=True):
+            if isinstance(x, Tensor):
+                self.same(x, y)
+        return theirs
+
+    def _of_groups(self, x: Tensor) -> Tensor:
+        if x.ndim == 2 and x.dtype is not torch.float32 and x.shape[1] == grouped.padded_rows(self.rows, self.groups):
+            return x[:, : self.padded]
+        return x[: self.ends] if x.ndim == 2 and x.shape[0] == self.rows else x
+
+
+@pytest.fixture
+def compared(request: Any, monkeypatch: pytest.MonkeyPatch, assert_same_bits: Any) -> Compared:
+    return Compared(Kernels(monkeypatch), request.param, assert_same_bits)
+
+
+every_size = pytest.mark.parametrize("compared", SIZES, indirect=True, ids=str)
+
+
+@ON_GPU
+@every_size
+def test_groups_of_tokens(compared: Compared) -> None:
+    for k in (80,) if INTERPRETED else (80, 512):
+        x, groups, tiles = nasty(compared.rows, k, 1), compared.groups, compared.tiles
+        (amaxes,) = compared(grouped.row_col_amax_of_groups, x, tiles, groups)
+        row, col = amaxes[: compared.rows, None], amaxes[compared.rows :, None]
+        for sides in ((row, col), (row, None), (None, col)):
+            compared(grouped.cast_groups, x, tiles, groups, E4M3, *sides, False, FLOOR, None)
+        (amax,) = compared(grouped.amax_of_groups, x, tiles, groups)
+        inv_scale = (448 / amax.nan_to_num(1, 3).clamp(min=1e-3)).float()
+        for fmt in (E4M3, E5M2):
+            compared(grouped.cast_groups, x, tiles, groups, fmt, inv_scale, inv_scale, True, FLOOR, None)
+        raised = torch.full((groups, 1), -1.0)
+        compared(grouped.cast_groups, x, tiles, groups, E4M3, inv_scale, None, True, FLOOR, raised)
+
+
+@ON_GPU
+def test_stacks_of_weights(monkeypatch: pytest.MonkeyPatch, assert_same_bits: Any) -> None:
+    compared = Compared(Kernels(monkeypatch), (1,), assert_same_bits)
+    for groups, n, k in [(3, 48, 80), *([] if INTERPRETED else [(4, 256, 768), (2, 80, 5120), (1, 4096, 14336)])]:
+        x = nasty(groups * n, k, 2)
+        (amaxes,) = compared(grouped.row_col_amax_of_groups, x, None, groups, is_stack=True)
+        row, col = amaxes[: groups * n, None], amaxes[groups * n :, None]
+        found = compared(grouped.cast_groups, x, None, groups, E4M3, row, col, False, FLOOR, None, is_stack=True)
+        again = compared(grouped.cast_rows_of_groups, x, groups, E4M3, FLOOR, is_stack=True)
+        for ours, theirs in zip(again, (*found[:2], col), strict=True):
+            assert torch.equal(ours.view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+@ON_GPU
+@every_size
+@pytest.mark.parametrize("is_joint", [True, False], ids=["joint", "strict"])
+def test_silu(compared: Compared, is_joint: bool) -> None:
+    h, groups, tiles, rows = 48 if INTERPRETED else 336, compared.groups, compared.tiles, compared.rows
+    gate, up, grad = (nasty(rows, h, seed) for seed in (3, 4, 5))
+    pair = (torch.cat([gate, up], dim=1), None) if is_joint else (gate, up)
+    if is_joint:  # the interpreter takes arguments that are tensors or numbers alone
+        pair = pair[0], None
+    (amaxes,) = compared(grouped.hidden_row_col_amax, *pair, tiles, groups)
+    compared(grouped.cast_hidden, *pair, tiles, groups, E4M3, amaxes[:rows, None], False, FLOOR, None)
+    (amax,) = compared(grouped.hidden_amax, *pair, tiles, groups)
+    inv_scale = (448 / amax.nan_to_num(1, 3).clamp(min=1e-3)).float()
+    raised = torch.full((groups, 1), -1.0)
+    compared(grouped.cast_hidden, *pair, tiles, groups, E4M3, inv_scale, True, FLOOR, raised)
+    # Gradients, by amaxes of rows and columns, then by scales of groups.
+    of_gate, of_up = compared(grouped.gradients_row_col_amax, grad, *pair, tiles, groups)
+    sources = of_gate, None if is_joint else of_up, amaxes[rows:, None]
+    for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+        args = (E4M3, E4M3, *sources, *wanted, False, FLOOR, None, None)
+        compared(grouped.cast_gradients, grad, *pair, tiles, groups, *args)
+    of_gate, of_up = compared(grouped.gradients_amax, grad, *pair, tiles, groups)
+    inv_scales = [(448 / x.nan_to_num(1, 3).clamp(min=1e-3)).float() for x in (of_gate, of_up)]
+    sources = inv_scales[0], None if is_joint else inv_scales[1], inv_scale
+    amaxes_of = raised.clone(), None if is_joint else raised.clone()
+    args = (E5M2, E4M3, *sources, True, True, True, True, FLOOR, *amaxes_of)
+    compared(grouped.cast_gradients, grad, *pair, tiles, groups, *args)
+
+
+@pytest.mark.skipif(INTERPRETED or find_spec("triton") is None, reason="needs triton, outside of its interpreter")
+def test_in_the_interpreter() -> None:
+    run_interpreted("tests/torch_path/test_grouped_kernels.py")
