@@ -193,32 +193,39 @@ def cast_groups_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles_n"])
+@triton.jit
 def cast_rows_of_groups_kernel(
     x, codes, scale, col_amax, N, K,
     QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
-    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STEPS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """`codes` [G, N, K] and `scale` [G, N] of rows by their own amaxes, and `col_amax` [G, K] (initially zero).
 
-    One reading finds both: a program holds whole rows, and keeps the amaxes of their columns.
+    One reading finds both: a program holds a row at a time, in blocks of `HEAD` and `TAIL`, and the amaxes of columns.
     """
-    per_group = (N + STEPS * BM - 1) // (STEPS * BM)
-    group = tl.program_id(0) // per_group
-    first = (tl.program_id(0) % per_group) * STEPS * BM
-    cols = tl.arange(0, BN)
-    best = tl.zeros((BN,), tl.int32)
-    for i in range(STEPS):
-        row = first + i * BM + tl.arange(0, BM)
+    per_group = (N + STEPS - 1) // STEPS
+    group, first = tl.program_id(0) // per_group, (tl.program_id(0) % per_group) * STEPS
+    cols, more = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+    best, best_of_more = tl.zeros((HEAD,), tl.int32), tl.zeros((TAIL if TAIL > 0 else 1,), tl.int32)
+    for row in range(first, tl.minimum(first + STEPS, N)):
         at = group.to(tl.int64) * N + row
-        values = load_rows(x, K, at, cols, row < N, K)
+        values = tl.load(x + at * K + cols).to(tl.float32)
         bits = magnitudes(values)
-        inv = inv_scale_of(one_nan(tl.max(bits, 1)), QUOTIENT, FLOOR, AT_FLOOR, True)
-        tl.store(scale + at, reciprocal(inv, True), mask=row < N)
-        to = codes + at[:, None] * K + cols[None, :]
-        tl.store(to, clamp(values * inv[:, None], LIMIT).to(DTYPE), mask=(row < N)[:, None] & (cols < K)[None, :])
-        best = tl.maximum(best, tl.max(bits, 0))
-    raise_amax(col_amax + group.to(tl.int64) * K + cols, best, cols < K)
+        largest = tl.max(bits, 0)
+        if TAIL > 0:
+            rest = tl.load(x + at * K + more, mask=more < K, other=0.0).to(tl.float32)
+            bits_of_rest = magnitudes(rest)
+            largest = tl.maximum(largest, tl.max(bits_of_rest, 0))
+            best_of_more = tl.maximum(best_of_more, bits_of_rest)
+        inv = inv_scale_of(one_nan(largest), QUOTIENT, FLOOR, AT_FLOOR, True)
+        tl.store(scale + at, reciprocal(inv, True))
+        tl.store(codes + at * K + cols, clamp(values * inv, LIMIT).to(DTYPE))
+        if TAIL > 0:
+            tl.store(codes + at * K + more, clamp(rest * inv, LIMIT).to(DTYPE), mask=more < K)
+        best = tl.maximum(best, bits)
+    raise_amax(col_amax + group.to(tl.int64) * K + cols, best, None)
+    if TAIL > 0:
+        raise_amax(col_amax + group.to(tl.int64) * K + more, best_of_more, more < K)
 
 
 @triton.jit(do_not_specialize=["count", "tiles_n"])

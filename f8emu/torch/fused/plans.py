@@ -33,10 +33,9 @@ GRADIENTS_TILE, GRADIENTS_WARPS = (64, 64), 8
 # Of the casts of groups, whose tiles have `grouped.TILE` rows: columns of a tile.
 GROUPS_AMAX_TILE, GROUPS_AMAX_WARPS = 256, 4
 GROUPS_CAST_TILE, GROUPS_CAST_WARPS = 128, 4
-GROUPS_HIDDEN_TILE, GROUPS_HIDDEN_WARPS = 128, 8
-GROUPS_GRADIENTS_TILE, GROUPS_GRADIENTS_WARPS = 64, 8
-# Of weights that are read once: rows of a program, and what it holds in registers.
-GROUPS_ROWS, GROUPS_ROWS_ELEMENTS, GROUPS_ROWS_ELEMENTS_PER_WARP = 64, 8192, 1024
+GROUPS_HIDDEN_TILE, GROUPS_HIDDEN_WARPS = 64, 4
+GROUPS_GRADIENTS_TILE, GROUPS_GRADIENTS_WARPS = 64, 4
+GROUPS_ROWS, GROUPS_ROWS_ELEMENTS_PER_WARP = 64, 512  # of weights that are read once: rows of a program
 
 
 @planned
@@ -231,10 +230,12 @@ def cast_groups(
 @planned
 def cast_rows_of_groups(m: int, k: int, groups: int, fmt: str, amax_floor: float) -> LaunchPlan:
     """Tensors x [m, k], codes, scale, amaxes of the columns of each group."""
-    n, bn = m // groups, 1 << (k - 1).bit_length()
-    bm = max(1, GROUPS_ROWS_ELEMENTS // bn)
-    warps = min(16, max(4, bm * bn // GROUPS_ROWS_ELEMENTS_PER_WARP))
-    constants = {**_codes_of_groups(fmt, amax_floor), "STEPS": GROUPS_ROWS // bm, "BM": bm, "BN": bn}
+    # A row is held as two blocks, powers of two: few programs idle at its end.
+    n, head = m // groups, 1 << (k.bit_length() - 1)
+    tail = 1 << (k - head - 1).bit_length() if k > head else 0
+    warps = min(16, max(1, (head + tail) // GROUPS_ROWS_ELEMENTS_PER_WARP))
+    warps = 1 << (warps.bit_length() - 1)
+    constants = {**_codes_of_groups(fmt, amax_floor), "STEPS": GROUPS_ROWS, "HEAD": head, "TAIL": tail}
     return LaunchPlan(
         grouped_kernels.cast_rows_of_groups_kernel, groups * blocks(n, GROUPS_ROWS), (n, k), constants, warps
     )
