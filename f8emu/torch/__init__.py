@@ -40,8 +40,11 @@ from f8emu.torch.layer.delayed_update import delayed_state_dict as delayed_state
 from f8emu.torch.layer.delayed_update import load_delayed_state_dict as load_delayed_state_dict
 from f8emu.torch.layer.delayed_update import set_amax_reduction_group as set_amax_reduction_group
 from f8emu.torch.layer.delayed_update import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
+from f8emu.torch.layer.experts import Float8Experts as Float8Experts
+from f8emu.torch.layer.experts import float8_experts as float8_experts
 from f8emu.torch.layer.feed_forward import Float8FeedForward as Float8FeedForward
 from f8emu.torch.layer.float8_linear import Float8Linear as Float8Linear
+from f8emu.torch.layer.grouped_linear import grouped_linear as grouped_linear
 from f8emu.torch.library import float8_checkpoint_policy as float8_checkpoint_policy
 from f8emu.torch.scale import amax as amax
 from f8emu.torch.scale import initial_delayed_state as initial_delayed_state

@@ -158,6 +158,13 @@ def is_in_backward_pass() -> bool:
     return backward_pass() != -1
 
 
+def release(tensors: Sequence[Tensor]) -> None:
+    """Free the memory of tensors that a backward pass saved and has read; not where it may run again."""
+    if not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
+        for x in tensors:
+            x.untyped_storage().resize_(0)
+
+
 def call_at_end_of_backward(function: Callable[[], None]) -> None:
     """Have autograd call `function` at the end of the backward pass that runs on this thread, if no error ends it."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]

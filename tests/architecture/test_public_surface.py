@@ -52,12 +52,11 @@ SURFACE = {
     "f8emu.torch": VERBS
     + """
         Capture ConversionEntry ConversionReport DelayedScalingError DelayedScalingState Float8ColwiseParallel
-        Float8FeedForward Float8Linear Float8RowwiseParallel Float8Weight InspectConfig Inspector MasterWeights
-        OtherWeight Outcome PrepareFloat8ModuleInput capture convert_to_float8_training delayed_state_dict
-        dequantize_float8_training engine_of filter_small_layers float8_checkpoint_policy inspect
-        load_delayed_state_dict plan_conversion
-        precompute_float8_dynamic_scale_for_fsdp
-        set_amax_reduction_group swap_linear_with_float8_linear
+        Float8Experts Float8FeedForward Float8Linear Float8RowwiseParallel Float8Weight InspectConfig Inspector
+        MasterWeights OtherWeight Outcome PrepareFloat8ModuleInput capture convert_to_float8_training
+        delayed_state_dict dequantize_float8_training engine_of filter_small_layers float8_checkpoint_policy
+        float8_experts grouped_linear inspect load_delayed_state_dict plan_conversion
+        precompute_float8_dynamic_scale_for_fsdp set_amax_reduction_group swap_linear_with_float8_linear
         sync_float8_amax_and_scale_history
     """,
 }

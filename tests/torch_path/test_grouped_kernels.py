@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from f8emu.torch.fused import grouped
+from f8emu.torch.fused.launch import padded_rows
 from tests.torch_path.interpreter import INTERPRETED, ON_GPU, Kernels, run_interpreted
 from tests.torch_path.layers import draw
 
@@ -50,14 +51,16 @@ class Compared:
         for x, y in zip(ours, theirs, strict=True):
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
             if x.numel():
-                self.same(*((x, y) if is_stack else map(self._of_groups, (x, y))), nan_codes=x.dtype is not torch.float32)
+                self.same(
+                    *((x, y) if is_stack else map(self._of_groups, (x, y))), nan_codes=x.dtype is not torch.float32
+                )
         for x, y in zip(of_kernel, of_plain, strict=True):
             if isinstance(x, Tensor):
                 self.same(x, y)
         return theirs
 
     def _of_groups(self, x: Tensor) -> Tensor:
-        if x.ndim == 2 and x.dtype is not torch.float32 and x.shape[1] == grouped.padded_rows(self.rows, self.groups):
+        if x.ndim == 2 and x.dtype is not torch.float32 and x.shape[1] == padded_rows(self.rows, self.groups):
             return x[:, : self.padded]
         return x[: self.ends] if x.ndim == 2 and x.shape[0] == self.rows else x
 

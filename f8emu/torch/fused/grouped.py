@@ -19,22 +19,11 @@ from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
 from f8emu.torch.fused import eager
+from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set, tell_owner
 from f8emu.torch.fused.fused_cast import FusedCast, Output, codes_of, matrix, named_format, named_rule
-from f8emu.torch.fused.launch import blocks
-
-TILE = 64  # rows of a tile
-PLANES = 5  # of a table of tiles, see `grouped_kernels`
-MULTIPLE = 16  # of the rows of a group in transposed codes
-
-
-def padded_rows(rows: int, groups: int) -> int:
-    """The rows of transposed codes: at least those of all groups, each padded to a multiple of 16."""
-    return blocks(rows, MULTIPLE) * MULTIPLE + MULTIPLE * groups
-
-
-def tile_count(rows: int, groups: int) -> int:
-    """How many tiles a table has place for."""
-    return blocks(padded_rows(rows, groups), TILE) + groups
+from f8emu.torch.fused.launch import GROUP_MULTIPLE, GROUP_PLANES, padded_rows, tile_count
+from f8emu.torch.library import fake, operator
+from f8emu.torch.scale import reciprocal
 
 
 def padded_offs(tiles: Tensor, groups: int) -> Tensor:
@@ -61,7 +50,7 @@ def _tiles_outputs(offs: Tensor, rows: int) -> tuple[Output, ...]:
             f"group_tiles: offs must be int32 [groups], the end of each group; got {offs.dtype} of shape "
             f"{list(offs.shape)}; take sizes.cumsum(0).to(torch.int32)"
         )
-    return (Output((2 * offs.shape[0] + PLANES * tile_count(rows, offs.shape[0]),), torch.int32),)
+    return (Output((2 * offs.shape[0] + GROUP_PLANES * tile_count(rows, offs.shape[0]),), torch.int32),)
 
 
 @FusedCast(
@@ -73,8 +62,8 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
     """What the casts of a matrix of `rows` rows need of its groups: their ends, padded ends, and a table of tiles."""
     ends = offs.clamp(0, rows)
     sizes = ends.diff(prepend=ends.new_zeros(1)).clamp(min=0)
-    padded = ((sizes + MULTIPLE - 1) // MULTIPLE * MULTIPLE).cumsum(0).to(torch.int32)
-    return torch.cat([ends, padded, ends.new_zeros(PLANES * tile_count(rows, offs.shape[0]))])
+    padded = ((sizes + GROUP_MULTIPLE - 1) // GROUP_MULTIPLE * GROUP_MULTIPLE).cumsum(0).to(torch.int32)
+    return torch.cat([ends, padded, ends.new_zeros(GROUP_PLANES * tile_count(rows, offs.shape[0]))])
 
 
 # 1. Amaxes.
@@ -94,7 +83,7 @@ def _launch_amaxes(on: Any, out: Any, x: Any, tiles: Any, groups: int, by_group:
 
 @FusedCast(
     outputs=lambda x, tiles, groups: (Output((x.shape[0] + groups * matrix("amaxes", x)[1],), is_zeroed=True),),
-    launch=lambda on, out, *args: _launch_amaxes(on, out, *args, False),
+    launch=lambda on, out, x, tiles, groups: _launch_amaxes(on, out, x, tiles, groups, False),
     is_lowered=False,
 )
 def row_col_amax_of_groups(x: Tensor, tiles: Tensor | None, groups: int) -> Tensor:
@@ -114,7 +103,7 @@ def _row_col_amaxes(x: Tensor, tiles: Tensor | None, groups: int) -> Tensor:
 
 @FusedCast(
     outputs=lambda x, tiles, groups: (Output((groups, 1), is_zeroed=True),),
-    launch=lambda on, out, *args: _launch_amaxes(on, out, *args, True),
+    launch=lambda on, out, x, tiles, groups: _launch_amaxes(on, out, x, tiles, groups, True),
     is_lowered=False,
 )
 def amax_of_groups(x: Tensor, tiles: Tensor | None, groups: int) -> Tensor:
@@ -131,7 +120,14 @@ def _col_codes(x: Tensor, tiles: Tensor | None, groups: int) -> tuple[int, ...]:
 
 
 def _cast_outputs(
-    x: Tensor, tiles: Tensor | None, groups: int, fmt: str, row: Tensor | None, col: Tensor | None, by_group: bool, *_: Any
+    x: Tensor,
+    tiles: Tensor | None,
+    groups: int,
+    fmt: str,
+    row: Tensor | None,
+    col: Tensor | None,
+    by_group: bool,
+    *_: Any,
 ) -> tuple[Output, ...]:
     named_format("cast_groups", fmt)
     m, k = matrix("cast_groups", x)
@@ -146,7 +142,17 @@ def _cast_outputs(
 
 
 def _launch_cast(
-    on: Any, out: Any, x: Any, tiles: Any, groups: int, fmt: str, row: Any, col: Any, by_group: bool, floor: float, amax: Any
+    on: Any,
+    out: Any,
+    x: Any,
+    tiles: Any,
+    groups: int,
+    fmt: str,
+    row: Any,
+    col: Any,
+    by_group: bool,
+    floor: float,
+    amax: Any,
 ) -> None:
     (m, k), (row_codes, row_scale, col_codes, col_scale) = on.shape(x), out
     stacked = _stacked(m, groups, tiles)
@@ -227,9 +233,7 @@ def _weight_outputs(x: Tensor, groups: int, fmt: str, *_: Any) -> tuple[Output, 
 
 @FusedCast(
     outputs=_weight_outputs,
-    launch=lambda on, out, x, groups, *rule: on.run(
-        on.plans.cast_rows_of_groups(*on.shape(x), groups, *rule), x, *out
-    ),
+    launch=lambda on, out, x, groups, *rule: on.run(on.plans.cast_rows_of_groups(*on.shape(x), groups, *rule), x, *out),
     is_lowered=False,
 )
 def cast_rows_of_groups(x: Tensor, groups: int, fmt: str, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,10 +275,8 @@ def _launch_hidden_amaxes(on: Any, out: Any, gate: Any, up: Any, tiles: Any, gro
 
 
 @FusedCast(
-    outputs=lambda gate, up, tiles, groups: (
-        Output((gate.shape[0] + groups * _width(gate, up),), is_zeroed=True),
-    ),
-    launch=lambda on, out, *args: _launch_hidden_amaxes(on, out, *args, False),
+    outputs=lambda gate, up, tiles, groups: (Output((gate.shape[0] + groups * _width(gate, up),), is_zeroed=True),),
+    launch=lambda on, out, gate, up, tiles, groups: _launch_hidden_amaxes(on, out, gate, up, tiles, groups, False),
     is_lowered=False,
 )
 def hidden_row_col_amax(gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int) -> Tensor:
@@ -284,7 +286,7 @@ def hidden_row_col_amax(gate: Tensor, up: Tensor | None, tiles: Tensor, groups: 
 
 @FusedCast(
     outputs=lambda gate, up, tiles, groups: (Output((groups, 1), is_zeroed=True),),
-    launch=lambda on, out, *args: _launch_hidden_amaxes(on, out, *args, True),
+    launch=lambda on, out, gate, up, tiles, groups: _launch_hidden_amaxes(on, out, gate, up, tiles, groups, True),
     is_lowered=False,
 )
 def hidden_amax(gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int) -> Tensor:
@@ -300,7 +302,17 @@ def _hidden_outputs(
 
 
 def _launch_hidden(
-    on: Any, out: Any, gate: Any, up: Any, tiles: Any, groups: int, fmt: str, source: Any, by_group: bool, floor: float, amax: Any
+    on: Any,
+    out: Any,
+    gate: Any,
+    up: Any,
+    tiles: Any,
+    groups: int,
+    fmt: str,
+    source: Any,
+    by_group: bool,
+    floor: float,
+    amax: Any,
 ) -> None:
     sizes = gate.shape[0], _width(gate, up), groups, up is None
     plan = on.plans.groups_hidden(*sizes, fmt, floor, True, by_group, amax is not None)
@@ -357,7 +369,9 @@ def _amaxes_of_gradients(
 
 @FusedCast(
     outputs=lambda grad, gate, up, tiles, groups: _amaxes_of_gradients(grad, gate, up, groups, False),
-    launch=lambda on, out, *args: _launch_gradients_amaxes(on, out, *args, False),
+    launch=lambda on, out, grad, gate, up, tiles, groups: _launch_gradients_amaxes(
+        on, out, grad, gate, up, tiles, groups, False
+    ),
     is_lowered=False,
 )
 def gradients_row_col_amax(
@@ -370,7 +384,9 @@ def gradients_row_col_amax(
 
 @FusedCast(
     outputs=lambda grad, gate, up, tiles, groups: _amaxes_of_gradients(grad, gate, up, groups, True),
-    launch=lambda on, out, *args: _launch_gradients_amaxes(on, out, *args, True),
+    launch=lambda on, out, grad, gate, up, tiles, groups: _launch_gradients_amaxes(
+        on, out, grad, gate, up, tiles, groups, True
+    ),
     is_lowered=False,
 )
 def gradients_amax(
@@ -459,3 +475,44 @@ def cast_gradients(
     wanted = None, hidden_source if hidden else None
     results += cast_groups.function(values, tiles, groups, hidden_fmt, *wanted, by_group, amax_floor, None)[2:]
     return tuple(results)  # pyright: ignore[reportReturnType]
+
+
+# 4. Delayed scaling.
+
+
+@operator()
+def scales_by_state(
+    tensors: list[Tensor],
+    kind: str,
+    tiles: Tensor | None,
+    groups: int,
+    inv_scale: Tensor,
+    fmt: str,
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+) -> tuple[Tensor, Tensor]:
+    """(inv_scale, scale), each [G, 1], of a cast by a state, whose owner is told.
+
+    A group whose inv_scale is not set takes that of its own amax. What is cast of `tensors`, by its kind: "matrix";
+    "hidden", of gate and up, or both in one; "grad_gate" or "grad_up", of grad_hidden and these.
+    """
+    tell_owner(inv_scale)
+    used = inv_scale.clone()
+    if not is_known_set(inv_scale):
+        first, *rest = (*tensors, None, None)[:3]
+        match kind:
+            case "matrix":
+                own = amax_of_groups.function(first, tiles, groups)
+            case "hidden":
+                own = hidden_amax.function(first, rest[0], tiles, groups)
+            case _:
+                own = gradients_amax.function(first, *rest, tiles, groups)[kind == "grad_up"]
+        used = chosen_inv_scale(own, inv_scale, fmt, power_of_two, amax_floor, margin)
+    return used, reciprocal(used)
+
+
+@fake(scales_by_state)
+def _(tensors: list[Tensor], kind: str, tiles: Any, groups: int, *_: Any) -> tuple[Tensor, Tensor]:
+    found = [tensors[0].new_empty((groups, 1), dtype=torch.float32) for _ in range(2)]
+    return found[0], found[1]

@@ -12,13 +12,21 @@ that spans two groups is listed once for each.
 Exactness: as `cast_kernels` and `silu_kernels`, whose functions compute everything here.
 """
 
-# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # (Triton is optional, and its branches are decided at compile time.)
 import triton
 import triton.language as tl
 
 from f8emu.torch.fused.cast_kernels import clamp
-from f8emu.torch.fused.scale_kernels import inv_scale_of, larger_pair, magnitudes, one_nan, raise_amax, reciprocal, widened
+from f8emu.torch.fused.scale_kernels import (
+    inv_scale_of,
+    larger_pair,
+    magnitudes,
+    one_nan,
+    raise_amax,
+    reciprocal,
+    widened,
+)
 from f8emu.torch.fused.silu_kernels import grad_gate_of, grad_up_of, hidden_of, sigmoid_of, silu_of
 
 PLANES = 5  # of a table of tiles: group, first padded row, first and last of the group's rows in it, shift to the rows
@@ -58,6 +66,20 @@ def tiles_kernel(offs, tiles, G, T, count, BLOCK_G: tl.constexpr, BM: tl.constex
 
 
 @triton.jit
+def zeros_beyond_kernel(x, offs, M, N, G, BM: tl.constexpr, BN: tl.constexpr):
+    """Zeros in the rows of `x` [M, N] behind the last group."""
+    end = tl.load(offs + G - 1)
+    first = tl.program_id(0).to(tl.int64) * BM
+    if first + BM > end:
+        rows = first + tl.arange(0, BM)
+        is_beyond = (rows >= end) & (rows < M)
+        for start in range(0, N, BN):
+            cols = start + tl.arange(0, BN)
+            zeros = tl.zeros((BM, BN), x.dtype.element_ty)
+            tl.store(x + rows[:, None] * N + cols[None, :], zeros, mask=is_beyond[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
 def place_of(tiles, G, count, rows, tiles_n, UNIFORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """A program's tile: its group (-1: none), its rows in the matrix and in the transposed codes, and its columns.
 
@@ -93,8 +115,10 @@ def load_rows(x, ld, at, cols, is_row, K):
 
 
 @triton.jit
-def raise_amaxes(row_bits, col_bits, group, at, cols, is_row, is_col, row_amax, col_amax, width, BY_GROUP: tl.constexpr):
-    """Raise the amax of the group, or those of a tile's rows and of the group's columns, of which the tile has `bits`."""
+def raise_amaxes(
+    row_bits, col_bits, group, at, cols, is_row, is_col, row_amax, col_amax, width, BY_GROUP: tl.constexpr
+):
+    """Raise the amax of the group, or those of a tile's rows and of the group's columns, by those of the tile."""
     if BY_GROUP:
         raise_amax(row_amax + group, tl.max(row_bits, 0), None)
     else:
@@ -266,7 +290,8 @@ def groups_gradients_kernel(
     hidden_source, hidden_codes, hidden_scale,
     G, count, K, width, up_at, ldc, tiles_n,
     QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
-    HIDDEN_QUOTIENT: tl.constexpr, HIDDEN_AT_FLOOR: tl.constexpr, HIDDEN_LIMIT: tl.constexpr, HIDDEN_DTYPE: tl.constexpr,
+    HIDDEN_QUOTIENT: tl.constexpr, HIDDEN_AT_FLOOR: tl.constexpr, HIDDEN_LIMIT: tl.constexpr,
+    HIDDEN_DTYPE: tl.constexpr,
     CAST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HIDDEN: tl.constexpr,
     BY_GROUP: tl.constexpr, RAISE: tl.constexpr, JOINT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
 
+GROUP_TILE = 64  # rows of a tile of a matrix whose groups of rows are cast apart (`grouped`)
+GROUP_PLANES = 5  # of a table of such tiles, see `grouped_kernels`
+GROUP_MULTIPLE = 16  # of the rows of a group in transposed codes
 AMAX_TILE = 128  # rows and columns of a tile of which `row_col_amax` finds the amaxes at once
 
 # Launches a kernel on a device by its index, on the current stream, with pointers to tensors.
@@ -117,6 +120,16 @@ def blocks(size: int, block: int) -> int:
 def amax_tiles(m: int, n: int) -> tuple[int, int]:
     """How many tiles there are along the rows, and along the columns, of a matrix [m, n]."""
     return blocks(m, AMAX_TILE), blocks(n, AMAX_TILE)
+
+
+def padded_rows(rows: int, groups: int) -> int:
+    """The rows of transposed codes: at least those of all groups, each padded to a multiple of 16."""
+    return blocks(rows, GROUP_MULTIPLE) * GROUP_MULTIPLE + GROUP_MULTIPLE * groups
+
+
+def tile_count(rows: int, groups: int) -> int:
+    """How many tiles the table of a matrix of groups has place for."""
+    return blocks(padded_rows(rows, groups), GROUP_TILE) + groups
 
 
 def planned(make: Callable[..., LaunchPlan]) -> Callable[..., LaunchPlan]:

@@ -12,8 +12,16 @@ import torch
 from f8emu.spec.formats import E4M3FN, format_by_name
 from f8emu.torch.chip import compares_pairs
 from f8emu.torch.fused import block_kernels, cast_kernels, grouped_kernels, scale_kernels, silu_kernels
-from f8emu.torch.fused.grouped import TILE, padded_rows, tile_count
-from f8emu.torch.fused.launch import AMAX_TILE, LaunchPlan, amax_tiles, blocks, planned
+from f8emu.torch.fused.launch import (
+    AMAX_TILE,
+    GROUP_TILE,
+    LaunchPlan,
+    amax_tiles,
+    blocks,
+    padded_rows,
+    planned,
+    tile_count,
+)
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
 AMAX_BLOCK, AMAX_WARPS = 16384, 8
@@ -30,7 +38,7 @@ VECTORS_WARPS, SQUARES_WARPS = 4, 8
 # Not measured. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
 HIDDEN_TILE, HIDDEN_WARPS = (16, 256), 8
 GRADIENTS_TILE, GRADIENTS_WARPS = (64, 64), 8
-# Of the casts of groups, whose tiles have `grouped.TILE` rows: columns of a tile.
+# Of the casts of groups, whose tiles have `GROUP_TILE` rows: columns of a tile.
 GROUPS_AMAX_TILE, GROUPS_AMAX_WARPS = 256, 4
 GROUPS_CAST_TILE, GROUPS_CAST_WARPS = 128, 4
 GROUPS_HIDDEN_TILE, GROUPS_HIDDEN_WARPS = 64, 4
@@ -198,9 +206,16 @@ def gradients_delayed(
 @planned
 def group_tiles(groups: int, rows: int) -> LaunchPlan:
     """Tensors offs [groups], tiles."""
-    constants = {"BLOCK_G": max(2, 1 << (groups - 1).bit_length()), "BM": TILE}
+    constants = {"BLOCK_G": max(2, 1 << (groups - 1).bit_length()), "BM": GROUP_TILE}
     sizes = (groups, rows, tile_count(rows, groups))
     return LaunchPlan(grouped_kernels.tiles_kernel, groups, sizes, constants, 4)
+
+
+@planned
+def zeros_beyond(m: int, n: int, groups: int) -> LaunchPlan:
+    """Tensors x [m, n], offs [groups]: the rows of `x` from the last of `offs` on become zeros."""
+    constants = {"BM": GROUP_TILE, "BN": 512}
+    return LaunchPlan(grouped_kernels.zeros_beyond_kernel, blocks(m, GROUP_TILE), (m, n, groups), constants, 4)
 
 
 @planned
@@ -217,7 +232,16 @@ def groups_amax(m: int, k: int, groups: int, stacked: int, by_group: bool, has_p
 
 @planned
 def cast_groups(
-    m: int, k: int, groups: int, stacked: int, fmt: str, amax_floor: float, rows: bool, cols: bool, by_group: bool, amax: bool
+    m: int,
+    k: int,
+    groups: int,
+    stacked: int,
+    fmt: str,
+    amax_floor: float,
+    rows: bool,
+    cols: bool,
+    by_group: bool,
+    amax: bool,
 ) -> LaunchPlan:
     """Tensors x [m, k], tiles, row source, codes and scale, column source, codes and scale, amax."""
     constants = {**_codes_of_groups(fmt, amax_floor), "ROWS": rows, "COLS": cols, "BY_GROUP": by_group, "RAISE": amax}
@@ -263,7 +287,7 @@ def groups_gradients(
     m: int, h: int, groups: int, joint: bool, fmt: str, hidden_fmt: str, amax_floor: float,
     rows: bool, cols: bool, hidden: bool, by_group: bool, amax: bool,
 ) -> LaunchPlan:  # fmt: skip
-    """Tensors grad_hidden, gate, up, tiles; row source, codes, scale, column source, codes, scale, amax of both; hidden's.
+    """Tensors grad_hidden, gate, up, tiles; source, codes, scale of rows, of columns, and amax, of both; hidden's.
 
     Without codes, the sources are found.
     """
@@ -293,10 +317,10 @@ def _of_groups(
     *sizes: int,
 ) -> LaunchPlan:
     """One program for each tile of a matrix [m, k] of groups; `stacked` None: a kernel that takes no equal groups."""
-    count = groups * blocks(stacked, TILE) if stacked else tile_count(m, groups)
+    count = groups * blocks(stacked, GROUP_TILE) if stacked else tile_count(m, groups)
     tiles_n = blocks(k, columns)
     first = (groups, count) if stacked is None else (groups, count, stacked)
-    constants = {**constants, "BM": TILE, "BN": columns}
+    constants = {**constants, "BM": GROUP_TILE, "BN": columns}
     return LaunchPlan(kernel, count * tiles_n, (*first, *sizes, tiles_n), constants, warps)
 
 

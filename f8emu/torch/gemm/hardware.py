@@ -13,7 +13,7 @@ from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.chip import dtype_of, require_hopper
-from f8emu.torch.library import is_watched
+from f8emu.torch.library import is_watched, kernels_for
 
 _ALIGNMENT = 16  # the alignment of pointers and strides of operands, in bytes
 _SCALING_TYPES = {
@@ -76,6 +76,26 @@ def scaled_grouped_mm(
         out_dtype=dtype_of(gemm.out),
         use_fast_accum=gemm.use_fast_accum,
     )
+
+
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """`torch._grouped_mm` of bfloat16 operands; rows behind the last group are zeros.
+
+    Raises:
+        UnsupportedError: a device that is not Hopper.
+    """
+    require_hopper("grouped_mm", a.device)
+    out = torch._grouped_mm(a, b, offs=offs)  # pyright: ignore[reportPrivateImportUsage]
+    return zeros_beyond(out, offs) if b.ndim == 3 else out
+
+
+def zeros_beyond(out: Tensor, offs: Tensor) -> Tensor:
+    """`out` [T, N] with zeros in the rows behind the last group, which the library leaves as they are."""
+    if (plans := kernels_for(out)) is not None:
+        plans.zeros_beyond(*out.shape, offs.shape[0])(out, offs)
+        return out
+    is_beyond = torch.arange(out.shape[0], device=out.device) >= offs[-1]
+    return out.masked_fill_(is_beyond.unsqueeze(1), 0)
 
 
 def mm(a: Tensor, b: Tensor, gemm: GemmCall) -> Tensor:

@@ -19,13 +19,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from f8emu.native import gemm as native
-from f8emu.spec.chips import HOPPER
+from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.torch.gemm import emulation, hardware
-from f8emu.torch.gemm.engine import Checked, Engine, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
+from f8emu.torch.gemm.engine import (
+    Checked,
+    Engine,
+    checked_mm,
+    checked_scaled_grouped_mm,
+    checked_scaled_mm,
+    resolve_engine,
+)
 from f8emu.torch.library import fake, has_dispatch_mode, operator, seen_as_mm
 from f8emu.torch.torch_internals import is_dtensor
 
@@ -38,6 +46,10 @@ _SCALED_MM = (
 _SCALED_GROUPED_MM = (
     "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? offs, ScalarType out_dtype, bool use_fast_accum, "
     f'str engine, str chip="{HOPPER.name}") -> Tensor'
+)
+_MULTIPLY_GROUPS = (
+    "(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor offs, ScalarType out_dtype, bool use_fast_accum, "
+    "str engine, str chip) -> Tensor"
 )
 _MM = f'(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k, str chip="{HOPPER.name}") -> Tensor'
 
@@ -114,6 +126,71 @@ def scaled_grouped_mm(
     return emulation.scaled_grouped_mm(*operands, gemm)
 
 
+@operator(schema=_MULTIPLY_GROUPS, tags=_TAGS)
+def multiply_groups(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, offs: Tensor, *options: Any
+) -> Tensor:
+    """The GEMM of every group of a linear layer: of its rows, `a` [M, K] and `b` [G, K, N], or over K, both matrices.
+
+    Two E4M3 operands with a bfloat16 product, and two bfloat16 ones, are multiplied in one launch and never split along
+    K. In other formats each group is a GEMM of its own, for which the host waits for `offs`. Scales are [M] and [G, N],
+    or [G * M] and [G * N], or one a group, [G, 1]. Rows behind the last group are zeros.
+    """
+    out_dtype, use_fast_accum, engine, chip = options
+    groups, is_of_rows = offs.shape[0], b.ndim == 3
+    shape = _of_groups(a, b, offs)
+    if 0 in (*shape, a.shape[1]):
+        return a.new_zeros(shape, dtype=out_dtype)
+    is_one_launch = a.dtype == b.dtype and a.dtype in (torch.float8_e4m3fn, torch.bfloat16)
+    if is_one_launch and out_dtype is torch.bfloat16:
+        if scale_a is None or scale_b is None:
+            if resolve_engine("multiply_groups", a.device, engine, CHIPS[chip]) is Engine.HARDWARE:
+                return hardware.grouped_mm(a, b, offs)
+        else:
+            if scale_a.shape == (groups, 1):  # [EPI-1] as [EPI-6]: the product of both scales, after that with one
+                scale_b = (scale_a * scale_b).expand(groups, shape[-1]).contiguous()
+                scale_b = scale_b if is_of_rows else scale_b.flatten()
+                scale_a = scale_b.new_ones(a.shape[0] if is_of_rows else groups * a.shape[0])
+            out = scaled_grouped_mm.function(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum, engine, chip)
+            return hardware.zeros_beyond(out, offs) if is_of_rows and a.is_cuda else out
+    out, start = a.new_zeros(shape, dtype=out_dtype), 0
+    for group, end in enumerate(offs.tolist()):
+        run = slice(start, end)
+        one = (a[run], b[group]) if is_of_rows else (a[:, run], b[run])
+        if start < end:
+            out[run if is_of_rows else group] = _of_one_group(*one, scale_a, scale_b, run, group, groups, options)
+        start = end
+    return out
+
+
+def _of_one_group(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    run: slice,
+    group: int,
+    groups: int,
+    options: Any,
+) -> Tensor:
+    out_dtype, use_fast_accum, engine, chip = options
+    if scale_a is None or scale_b is None:
+        lacking = -a.shape[1] % CHIPS[chip].size_multiple
+        a, b = pad(a, (0, lacking)), pad(b, (0, 0, 0, lacking))
+        return run_mm.function(a, b, out_dtype, engine, 1 if out_dtype is torch.bfloat16 else None, chip)
+    if scale_a.shape == (groups, 1):
+        names, scales = ("tensorwise",) * 2, (scale_a[group].view(1, 1), scale_b[group].view(1, 1))
+    else:
+        names = ("rowwise",) * 2
+        own_a = scale_a[run] if scale_b.ndim == 2 else scale_a.view(groups, -1)[group]
+        scales = own_a.reshape(-1, 1), scale_b.view(groups, -1)[group].view(1, -1)
+    return run_scaled_mm.function(a, b, *scales, None, out_dtype, use_fast_accum, engine, *names, None, chip)
+
+
+def _of_groups(a: Tensor, b: Tensor, offs: Tensor) -> tuple[int, ...]:
+    return (a.shape[0], b.shape[2]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[1])
+
+
 @operator(schema=_MM, tags=_TAGS)
 def run_mm(a: Tensor, b: Tensor, *options: Any) -> Tensor:
     """An `mm` that a compiler does not look into; `split_k` None is the library's or the plan's."""
@@ -147,6 +224,11 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | Non
 def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, *options: Any) -> Tensor:
     gemm, _ = checked_scaled_grouped_mm(a, b, scale_a, scale_b, offs, *options)
     return a.new_empty(gemm.out_shape, dtype=options[0])
+
+
+@fake(multiply_groups)
+def _(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, offs: Tensor, *options: Any) -> Tensor:
+    return a.new_empty(_of_groups(a, b, offs), dtype=options[0])
 
 
 @fake(run_mm)

@@ -1,0 +1,328 @@
+"""The feed-forward block of a mixture's experts: grouped linear layers, with SiLU and product fused into the casts.
+
+    output = down(hidden)        hidden = silu(gate) * up        gate, up = gate_up(input)
+
+The input is cast once for gate and up. One kernel reads `gate` and `up` and finds the amaxes of `hidden`, another casts
+it; under delayed scaling one does both. The backward pass does the same with the gradients of gate and up, and casts
+`hidden^T` in the same reading, so the forward pass saves gate and up, the codes of `input^T`, and nothing of hidden.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.recipe import ROWWISE, TENSORS, Recipe
+from f8emu.spec.scaling import Granularity
+from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
+from f8emu.torch.fused import grouped
+from f8emu.torch.fused import operators as fused
+from f8emu.torch.gemm.engine import check_engine
+from f8emu.torch.layer.grouped_linear import (
+    SAVED_OF_WEIGHT,
+    GroupedLinear,
+    GroupedPlan,
+    Groups,
+    Source,
+    cast_tokens,
+    cast_weight,
+    cast_weight_again,
+    check_grouped,
+    multiply_over_rows,
+    multiply_rows,
+    require_groups,
+    saved_of_weight,
+    weight_of_saved,
+)
+from f8emu.torch.layer.operands import DelayedStates, Operand
+from f8emu.torch.library import differentiable_once, no_gradients
+from f8emu.torch.torch_internals import Function, release, top_saved_tensors_hooks
+
+States = tuple[DelayedStates, ...]  # of gate_up, or of w1 and w3, and of down
+_DYNAMIC: DelayedStates = (None, None, None)
+
+
+class ExpertsPlan(NamedTuple):
+    """The settings of a call."""
+
+    grouped: GroupedPlan
+    states: States | None
+
+
+def float8_experts(
+    input: Tensor,
+    gate_up: Tensor | Sequence[Tensor],
+    down: Tensor,
+    offs: Tensor,
+    *,
+    recipe: RecipeLike = ROWWISE,
+    engine: str = "auto",
+    delayed: States | None = None,
+) -> Tensor:
+    """`down(silu(gate) * up)` for every group of rows, with its gradients, under a float8 recipe.
+
+    `gate_up` is one weight, gate's rows first, or the pair of gate's and up's. One weight is one operand: a row of the
+    gradients of gate and up, and a column of both weights, share a scale. A pair has the scales of two layers, as
+    torchao's grouped GEMMs give them, for one more GEMM in the backward pass.
+
+    Shapes:
+        input [T, D], sorted by group; gate_up [G, 2H, D], or a pair of [G, H, D]; down [G, D, H]; offs int32 [G], the
+        end of each group -> [T, D]. D and H are multiples of 16.
+
+    Exactness: the outputs and gradients of `grouped_linear` and of `torch.nn.functional.silu` in eager torch. On a GPU
+    the kernels repeat aten's arithmetic (see `fused.silu`). Autograd adds the two gradients of the input.
+
+    Args:
+        input: the tokens.
+        gate_up: the first weights.
+        down: the last weights.
+        offs: the ends of the groups, `sizes.cumsum(0).to(torch.int32)`.
+        recipe: as for `grouped_linear`, or delayed with `delayed`.
+        engine: as for `scaled_mm`.
+        delayed: the states of delayed scaling of each weight, which `Float8Experts` has.
+
+    Raises:
+        OperandError: wrong dtypes, shapes or sizes.
+        UnsupportedError: as `grouped_linear`; delayed scaling of some tensors alone, or in another dtype than bfloat16.
+    """
+    call, chosen = "float8_experts", resolve_recipe("float8_experts", recipe)
+    check_engine(call, engine)
+    require_groups(call, chosen)
+    ups = (gate_up,) if isinstance(gate_up, Tensor) else tuple(gate_up)
+    for weight in ups:
+        check_grouped(call, input, weight, offs)
+    height = sum(weight.shape[1] for weight in ups)
+    if len(ups) > 2 or down.ndim != 3 or 2 * down.shape[2] != height or down.shape[1] != input.shape[1]:
+        raise OperandError(
+            f"{call}: gate_up must be [G, 2H, D] or a pair of [G, H, D], and down [G, D, H]; got "
+            f"{[list(weight.shape) for weight in ups]} and {list(down.shape)}"
+        )
+    groups = Groups(grouped.group_tiles(offs, input.shape[0]), offs.shape[0])
+    needs_grad = torch.is_grad_enabled()
+    plan = GroupedPlan(chosen, engine, needs_grad and any(weight.requires_grad for weight in ups))
+    if can_fuse(input, chosen):
+        if chosen.delayed is not None and delayed is None:
+            raise OperandError(f"{call}: recipe {chosen.label!r} has a state; pass delayed, or call a Float8Experts")
+        return FusedExperts.apply(input, groups.tiles, ExpertsPlan(plan, delayed), down, *ups)
+    if chosen.delayed is not None:
+        raise UnsupportedError(
+            f"{call}: delayed scaling of experts is of all three tensors, all cast to float8, in bfloat16; got "
+            f"{input.dtype} and recipe {chosen.label!r}; choose another recipe, or autocast to bfloat16"
+        )
+    products = [GroupedLinear.apply(input, weight, groups.tiles, plan) for weight in ups]
+    gate, up = products if len(products) == 2 else products[0].chunk(2, dim=1)
+    plan = plan._replace(keeps_input=needs_grad and down.requires_grad)
+    return GroupedLinear.apply(silu(gate) * up, down, groups.tiles, plan)
+
+
+def can_fuse(input: Tensor, recipe: Recipe) -> bool:
+    """Whether SiLU and product are computed in the casts: in bfloat16, with scales of one kind in all GEMMs."""
+    kinds = {cast.granularity if cast.format is not None else None for _, _, cast in recipe.casts()}
+    whole = recipe.delayed is None or recipe.delayed.tensors == TENSORS
+    return input.dtype is torch.bfloat16 and len(kinds) == 1 and None not in kinds and whole
+
+
+class FusedExperts(Function):
+    """`float8_experts` of checked operands."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, tiles: Tensor, plan: ExpertsPlan, down: Tensor, *ups: Tensor) -> Tensor:
+        (settings, states), groups = plan, Groups(tiles, down.shape[0])
+        recipe, dtype = settings.recipe, input.dtype
+        rule, number = recipe.scale_rule, groups.number
+        of_ups, of_down = ([_DYNAMIC] * len(ups), _DYNAMIC) if states is None else (states[:-1], states[-1])
+        needs_input, needs_down = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+        with no_gradients():
+            # 1. The products of gate and up. Under delayed scaling each weight has a scale of the input.
+            products: list[Tensor] = []
+            kept: list[Operand | None] = []
+            weights: list[Any] = []
+            x = None
+            for weight, state in zip(ups, of_ups, strict=True):
+                if x is None or states is not None:
+                    cols = recipe.grad_weight.b if settings.keeps_input else None
+                    x, x_transposed = cast_tokens(input.detach(), groups, recipe.output.a, cols, rule, state[0])
+                    kept.append(x_transposed)
+                assert x is not None, "it was requested"
+                w = cast_weight(weight.detach(), recipe, needs_input, state[1])
+                products.append(multiply_rows(x, w.output, recipe.output, groups, settings, dtype))
+                weights += saved_of_weight(weight, w)
+            x = w = None  # frees the codes of rows
+            # 2. hidden: its amaxes or scales, and its codes.
+            gate, up = products if len(products) == 2 else (products[0], None)
+            source = _source_of_hidden(gate, up, groups, recipe, of_down)
+            row, by_group = (source.inv_scale, True) if source.inv_scale is not None else (source.rows, False)
+            fmt, amax = _name(recipe.output.a), None if of_down[0] is None else of_down[0].amax
+            assert row is not None, "found above"
+            codes, scale = grouped.cast_hidden(gate, up, tiles, number, fmt, row, by_group, rule.amax_floor, amax)
+            hidden = Operand(codes, source.scale if by_group else scale)
+            # 3. The output.
+            w = cast_weight(down.detach(), recipe, True, of_down[1])
+            output = multiply_rows(hidden, w.output, recipe.output, groups, settings, dtype)
+        of_hidden = source[1:] if needs_down else (None,) * 3
+        own = [x for operand in kept for x in operand or (None, None)]
+        ctx.save_for_backward(tiles, *products, *own, *of_hidden, *saved_of_weight(down, w), *weights)
+        ctx.plan, ctx.ups = plan, len(ups)
+        ctx.is_own = not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is None
+        return output
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # 1. What was saved.
+        saved, n, (settings, states) = list(ctx.saved_tensors), ctx.ups, ctx.plan
+        recipe, dtype = settings.recipe, grads[0].dtype
+        groups = Groups(saved[0], saved[-SAVED_OF_WEIGHT].shape[0])
+        products, number = saved[1 : n + 1], groups.number
+        gate, up = products if n == 2 else (products[0], None)
+        at, count = n + 1, n if states is not None else 1
+        kept = [Operand(*saved[at + 2 * i : at + 2 * i + 2]) for i in range(count)]
+        at += 2 * count
+        hidden = Source(None, *saved[at : at + 3])
+        parts = [saved[i : i + SAVED_OF_WEIGHT] for i in range(at + 3, len(saved), SAVED_OF_WEIGHT)]
+        (down, w_down), *ups = [weight_of_saved(part) for part in parts]
+        saved = parts = None
+        of_ups, of_down = ([_DYNAMIC] * n, _DYNAMIC) if states is None else (states[:-1], states[-1])
+        needs_input, needs_down, needs_ups = ctx.needs_input_grad[0], ctx.needs_input_grad[3], ctx.needs_input_grad[4:]
+        # 2. The gradient of hidden.
+        cols = recipe.grad_weight.a if needs_down else None
+        rule, fmt = recipe.scale_rule, _name(recipe.grad_input.a)
+        g, g_transposed = cast_tokens(grads[0].contiguous(), groups, recipe.grad_input.a, cols, rule, of_down[2])
+        assert g is not None, "it was requested"
+        operand = cast_weight_again(down, w_down, recipe)
+        grad_hidden = multiply_rows(g, operand, recipe.grad_input, groups, settings, dtype)
+        g = operand = w_down = None
+        # 3. The operands of the gradients of gate and up, and of hidden^T.
+        sources = _sources_of_gradients(grad_hidden, gate, up, groups, recipe, [state[2] for state in of_ups])
+        by_group = sources[0].inv_scale is not None
+        of_gate, of_up = (*[source.inv_scale if by_group else source.rows for source in sources], None)[:2]
+        of_hidden = hidden.inv_scale if by_group else hidden.cols
+        amaxes = [None if grad is None else grad.amax for _, _, grad in of_ups]
+        gate_amax, up_amax = (*amaxes, None)[:2]
+        wanted = needs_input, any(needs_ups), needs_down
+        names = fmt, _name(recipe.grad_weight.b)
+        found = grouped.cast_gradients(
+            grad_hidden, gate, up, groups.tiles, number, *names,
+            of_gate, of_up, of_gate if of_hidden is None else of_hidden, *wanted, by_group, rule.amax_floor,
+            gate_amax, up_amax,
+        )  # fmt: skip
+        grad_hidden = gate = up = None
+        if ctx.is_own:
+            release(products)
+        scales = [source.scale for source in sources]
+        rows = [Operand(found[4 * i], scales[i] if by_group else found[4 * i + 1]) for i in range(n)]
+        transposed = [Operand(found[4 * i + 2], scales[i] if by_group else found[4 * i + 3]) for i in range(n)]
+        hidden_transposed = Operand(found[8], hidden.scale if by_group else found[9])
+        found = None
+        # 4. The gradients of the input and the weights.
+        d_input = d_down = None
+        if needs_input:
+            for i, (weight, w) in enumerate(ups):
+                operand = cast_weight_again(weight, w, recipe)
+                product = multiply_rows(rows[i], operand, recipe.grad_input, groups, settings, dtype)
+                d_input = product if d_input is None else d_input + product
+                operand = product = None
+        rows = []
+        if g_transposed is not None:
+            d_down = multiply_over_rows(g_transposed, hidden_transposed, recipe.grad_weight, groups, settings, dtype)
+        g_transposed = hidden_transposed = None
+        d_ups: list[Tensor | None] = [None] * n
+        for i in range(n):
+            if needs_ups[i]:
+                x = kept[i if count > 1 else 0]
+                d_ups[i] = multiply_over_rows(transposed[i], x, recipe.grad_weight, groups, settings, dtype)
+        return d_input, None, None, d_down, *d_ups
+
+
+def _name(cast: Any) -> str:
+    return cast.format.name
+
+
+def _is_rowwise(recipe: Recipe) -> bool:
+    return recipe.output.a.granularity is Granularity.ROWWISE
+
+
+def _source_of_hidden(gate: Tensor, up: Tensor | None, groups: Groups, recipe: Recipe, states: DelayedStates) -> Source:
+    tiles, number, state, rule = groups.tiles, groups.number, states[0], recipe.scale_rule
+    if _is_rowwise(recipe):
+        amaxes, m = grouped.hidden_row_col_amax(gate, up, tiles, number), gate.shape[0]
+        return Source(rows=amaxes[:m].unsqueeze(1), cols=amaxes[m:].unsqueeze(1))
+    settings = _name(recipe.output.a), rule.power_of_two, rule.amax_floor
+    if state is not None:
+        tensors = [gate] if up is None else [gate, up]
+        found = grouped.scales_by_state(tensors, "hidden", tiles, number, state.inv_scale, *settings, state.margin)
+        return Source(None, None, *found)
+    return Source(None, None, *fused.scales(grouped.hidden_amax(gate, up, tiles, number), *settings, 0))
+
+
+def _sources_of_gradients(
+    grad_hidden: Tensor, gate: Tensor, up: Tensor | None, groups: Groups, recipe: Recipe, states: Sequence[Any]
+) -> list[Source]:
+    # Of gate and up, or of both as one matrix; under rowwise scales `rows` holds the amaxes of rows and of columns.
+    tiles, number, rule = groups.tiles, groups.number, recipe.scale_rule
+    if _is_rowwise(recipe):
+        found = grouped.gradients_row_col_amax(grad_hidden, gate, up, tiles, number)
+        return [Source(rows=amaxes) for amaxes in found[: len(states)]]
+    settings = _name(recipe.grad_input.a), rule.power_of_two, rule.amax_floor
+    if states[0] is not None:
+        tensors = [grad_hidden, gate] if up is None else [grad_hidden, gate, up]
+        kinds = ("grad_gate", "grad_up")[: len(states)]
+        return [
+            Source(
+                None,
+                None,
+                *grouped.scales_by_state(tensors, kind, tiles, number, state.inv_scale, *settings, state.margin),
+            )
+            for kind, state in zip(kinds, states, strict=True)
+        ]
+    found = grouped.gradients_amax(grad_hidden, gate, up, tiles, number)
+    return [Source(None, None, *fused.scales(amax, *settings, 0)) for amax in found[: len(states)]]
+
+
+class Float8Experts(nn.Module):
+    """The experts of a mixture under a float8 recipe: `float8_experts` with parameters.
+
+    The parameters are those of transformers' mixtures: `gate_up_proj` [G, 2H, D], gate's rows first, and `down_proj`
+    [G, D, H].
+
+    Shapes:
+        input [T, D], sorted by expert; offs int32 [G], the end of each expert's rows -> [T, D].
+
+    Exactness: as for `float8_experts`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        hidden_dim: int,
+        *,
+        recipe: RecipeLike = ROWWISE,
+        engine: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.recipe, self.engine = resolve_recipe("Float8Experts", recipe), engine
+        check_engine("Float8Experts", engine)
+        require_groups("Float8Experts", self.recipe)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * hidden_dim, dim, **options))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, **options))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert as three `nn.Linear`."""
+        for weight in (self.gate_up_proj, self.down_proj):
+            nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
+
+    def forward(self, input: Tensor, offs: Tensor) -> Tensor:
+        """`down(silu(gate) * up)` of every expert's rows."""
+        return float8_experts(input, self.gate_up_proj, self.down_proj, offs, recipe=self.recipe, engine=self.engine)
+
+    def extra_repr(self) -> str:
+        experts, height, dim = self.gate_up_proj.shape
+        return f"{experts}, {dim}, {height // 2}, recipe={self.recipe.label}, engine={self.engine}"

@@ -1,0 +1,349 @@
+"""A linear layer for every group of rows, such as the experts of a mixture: three grouped GEMMs, one function.
+
+    output      = cast(input)         @ cast(weight)^T        rows of every group
+    grad_input  = cast(grad_output)   @ cast(weight^T)^T      rows of every group
+    grad_weight = cast(grad_output^T) @ cast(input^T)^T       over the rows of every group
+
+Saved for the backward pass: the codes of `input^T` with their scales, the weight, and the amaxes of its columns. The
+weight is cast before each of its two GEMMs, unless its codes are kept for a step (`KeptCodes`).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.recipe import ROWWISE, Cast, Gemm, Recipe
+from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch.chip import CHIP, require_values
+from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
+from f8emu.torch.fused import grouped
+from f8emu.torch.fused import operators as fused
+from f8emu.torch.gemm import operators
+from f8emu.torch.gemm.engine import check_engine
+from f8emu.torch.layer.operands import Both, Delayed, Operand, format_name
+from f8emu.torch.library import differentiable_once, no_gradients
+from f8emu.torch.torch_internals import Function
+
+
+class Groups(NamedTuple):
+    """The groups of one call."""
+
+    tiles: Tensor  # of `grouped.group_tiles`
+    number: int
+
+    @property
+    def ends(self) -> Tensor:
+        return self.tiles[: self.number]
+
+    @property
+    def padded_ends(self) -> Tensor:
+        return grouped.padded_offs(self.tiles, self.number)
+
+
+class GroupedPlan(NamedTuple):
+    """The settings of a call, which do not depend on the values of its tensors."""
+
+    recipe: Recipe
+    engine: str
+    keeps_input: bool  # for grad_weight
+
+
+class Source(NamedTuple):
+    """Where the scales of a matrix come from: amaxes, or inv_scales of the groups with their scales."""
+
+    rows: Tensor | None = None  # amaxes [T, 1]
+    cols: Tensor | None = None  # amaxes [G * K, 1]
+    inv_scale: Tensor | None = None  # [G, 1]
+    scale: Tensor | None = None  # [G, 1]
+
+
+class WeightOperands(NamedTuple):
+    """Both operands of a weight [G, N, K], or what the second is cast from in the backward pass."""
+
+    output: Operand  # codes [G * N, K]
+    grad_input: Operand | None = None  # codes [G * K, N]
+    source: Source = Source()
+
+
+def grouped_linear(
+    input: Tensor, weight: Tensor, offs: Tensor, *, recipe: RecipeLike = ROWWISE, engine: str = "auto"
+) -> Tensor:
+    """`input[group] @ weight[group]^T` for every group of rows, with its gradients, under a float8 recipe.
+
+    Groups have any size, none included. Rows behind the last group are zeros, and so are their gradients. On a GPU the
+    host does not wait for `offs`, except under recipes that cast gradients to E5M2: no library multiplies groups of
+    that format, so their GEMMs run one by one.
+
+    Shapes:
+        input [T, K], sorted by group; weight [G, N, K], of the dtype of input; offs int32 [G], the end of each group
+        -> [T, N] of that dtype. K and N are multiples of 16.
+
+    Exactness: group by group the bits of a `Float8Linear` with the group's weight on its rows, so that scales of whole
+    tensors are those of a group: `f8ref.numpy.grouped_linear`. GEMMs of E4M3 with a bfloat16 product are never
+    split along K [CHAIN-3]. Where `acc * scale_a` overflows float32 and the output does not, it is infinite [EPI-6].
+
+    Args:
+        input: the tokens.
+        weight: the experts' matrices.
+        offs: their ends, `sizes.cumsum(0).to(torch.int32)`.
+        recipe: rowwise, rowwise_with_gw_hp or tensorwise, or one like them.
+        engine: as for `scaled_mm`.
+
+    Raises:
+        OperandError: wrong dtypes, shapes or sizes.
+        UnsupportedError: blockwise or delayed scales; rowwise scales that are not powers of two; `engine="hardware"` on
+            a device without it.
+    """
+    call, chosen = "grouped_linear", resolve_recipe("grouped_linear", recipe)
+    check_engine(call, engine)
+    require_groups(call, chosen)
+    if chosen.delayed is not None:
+        raise UnsupportedError(
+            f"{call}: delayed scaling has a state, which belongs to a module; use Float8Experts, or another recipe"
+        )
+    check_grouped(call, input, weight, offs)
+    groups = Groups(grouped.group_tiles(offs, input.shape[0]), offs.shape[0])
+    plan = GroupedPlan(chosen, engine, torch.is_grad_enabled() and weight.requires_grad)
+    return GroupedLinear.apply(input, weight, groups.tiles, plan)
+
+
+def require_groups(call: str, recipe: Recipe) -> None:
+    """Raise UnsupportedError for a recipe that grouped GEMMs do not have."""
+    for name, _, cast in recipe.casts():
+        if cast.format is not None and cast.granularity.is_blockwise:
+            raise UnsupportedError(
+                f"{call}: {name} of recipe {recipe.label!r} has {cast.granularity.value} scales, which torch's grouped "
+                "GEMMs do not take; choose rowwise or tensorwise"
+            )
+    for name, gemm in recipe.gemms.items():
+        if (gemm.a.granularity, gemm.b.granularity) == (Granularity.TENSORWISE, Granularity.ROWWISE):
+            raise UnsupportedError(
+                f"{call}: {name} of recipe {recipe.label!r} has one scale for a and one a row for b, which no grouped "
+                "GEMM takes; make both rowwise"
+            )
+    for _, _, cast in recipe.casts():
+        is_rowwise = cast.format is not None and cast.granularity is Granularity.ROWWISE
+        if is_rowwise and not recipe.scale_rule.power_of_two:
+            raise UnsupportedError(
+                f"{call}: rowwise scales must be powers of two, since grouped GEMMs multiply them in another order "
+                f"[EPI-6]; recipe {recipe.label!r} has others; set scale_rule=ScaleRule(power_of_two=True)"
+            )
+
+
+def check_grouped(call: str, input: Tensor, weight: Tensor, offs: Tensor) -> None:
+    """Raise OperandError for operands that do not fit."""
+    require_values(call, input, ndim=2, name="input")
+    require_values(call, weight, ndim=3, name="weight")
+    if input.shape[1] != weight.shape[2] or offs.shape != weight.shape[:1] or offs.dtype is not torch.int32:
+        raise OperandError(
+            f"{call}: input must be [T, K], weight [G, N, K] and offs int32 [G]; got {list(input.shape)}, "
+            f"{list(weight.shape)} and {offs.dtype} {list(offs.shape)}; flatten leading dimensions"
+        )
+    if input.dtype != weight.dtype or input.device != weight.device or offs.device != weight.device:
+        raise OperandError(
+            f"{call}: input and weight must have one dtype, and all one device; got {input.dtype} on {input.device}, "
+            f"{weight.dtype} on {weight.device} and offs on {offs.device}; convert one of them"
+        )
+    if any(size % CHIP.size_multiple for size in weight.shape[1:]):
+        raise OperandError(
+            f"{call}: N and K of weight must be multiples of {CHIP.size_multiple}; got {list(weight.shape)}; pad them "
+            "with zeros"
+        )
+
+
+# 1. Operands. A matrix of groups is cast as `operands.cast_both` casts a matrix.
+
+
+def cast_tokens(
+    x: Tensor, groups: Groups, rows: Cast | None, cols: Cast | None, rule: ScaleRule, state: Delayed | None = None
+) -> Both:
+    """`x` [T, K] under the cast `rows` and, group by group, `x^T` under `cols`; None leaves an operand out."""
+    return _cast(x, groups.tiles, groups.number, rows, cols, rule, state)
+
+
+def cast_weight(weight: Tensor, recipe: Recipe, wants_input: bool, state: Delayed | None = None) -> WeightOperands:
+    """The operands of a weight [G, N, K]: that of `output`, and that of `grad_input` or its source.
+
+    Under rowwise scales the amaxes of both come from the reading that casts the first, and the second is cast where it
+    is needed: 6 bytes an element are moved, and none is kept. With one scale a group, one reading casts both.
+    """
+    rows, cols, rule = recipe.output.b, recipe.grad_input.b if wants_input else None, recipe.scale_rule
+    number, matrix = weight.shape[0], weight.flatten(0, 1)
+    if rows.format is not None and rows.granularity is Granularity.ROWWISE:
+        if _kind(cols) is Granularity.ROWWISE:
+            codes, scale, of_cols = grouped.cast_rows_of_groups(matrix, number, rows.format.name, rule.amax_floor)
+            return WeightOperands(Operand(codes, scale), source=Source(cols=of_cols))
+        operand, _ = _cast(matrix, None, number, rows, None, rule, None)
+        source = Source() if _kind(cols) is None else _source(matrix, None, number, None, cols, rule, None)
+        assert operand is not None, "it was requested"
+        return WeightOperands(operand, source=source)
+    both = _cast(matrix, None, number, rows, None if _kind(cols) is None else cols, rule, state)
+    assert both[0] is not None, "it was requested"
+    return WeightOperands(both[0], _stacked(both[1]))
+
+
+def cast_weight_again(weight: Tensor, operands: WeightOperands, recipe: Recipe) -> Operand:
+    """The operand of `grad_input` of a weight."""
+    if operands.grad_input is not None:
+        return operands.grad_input
+    cast, number = recipe.grad_input.b, weight.shape[0]
+    if cast.format is None:
+        return Operand(weight.mT.to(torch.bfloat16).flatten(0, 1), None)
+    matrix, rule = weight.flatten(0, 1), recipe.scale_rule
+    operand = _stacked(_by_source(matrix, None, number, None, cast, operands.source, rule, None)[1])
+    assert operand is not None, "it was requested"
+    return operand
+
+
+def _stacked(operand: Operand | None) -> Operand | None:
+    return None if operand is None else Operand(operand.codes.flatten(0, 1), operand.scale)
+
+
+def _cast(
+    x: Tensor, tiles: Tensor | None, number: int, rows: Cast | None, cols: Cast | None, rule: ScaleRule, state: Any
+) -> Both:
+    high = tuple(
+        Operand(x.to(torch.bfloat16), None) if c is not None and c.format is None else None for c in (rows, cols)
+    )
+    if format_name(rows, cols) is None:
+        return high[0], high[1]
+    if _kind(rows) is Granularity.ROWWISE and _kind(cols) is None:  # amax, scale and codes from one reading
+        assert rows is not None
+        codes, scale, _ = fused.cast_rows(x, format_name(rows) or "", rule.power_of_two, rule.amax_floor)
+        return Operand(codes, scale), high[1]
+    source = _source(x, tiles, number, rows, cols, rule, state)
+    amax = None if state is None else state.amax
+    row, col = _by_source(x, tiles, number, rows, cols, source, rule, amax)
+    return high[0] or row, high[1] or col
+
+
+def _source(
+    x: Tensor, tiles: Tensor | None, number: int, rows: Cast | None, cols: Cast | None, rule: ScaleRule, state: Any
+) -> Source:
+    if Granularity.ROWWISE in (_kind(rows), _kind(cols)):
+        amaxes, m = grouped.row_col_amax_of_groups(x, tiles, number), x.shape[0]
+        return Source(rows=amaxes[:m].unsqueeze(1), cols=amaxes[m:].unsqueeze(1))
+    name, settings = format_name(rows, cols) or "", (rule.power_of_two, rule.amax_floor)
+    if state is not None:
+        found = grouped.scales_by_state([x], "matrix", tiles, number, state.inv_scale, name, *settings, state.margin)
+        return Source(None, None, *found)
+    return Source(None, None, *fused.scales(grouped.amax_of_groups(x, tiles, number), name, *settings, 0))
+
+
+def _by_source(
+    x: Tensor,
+    tiles: Tensor | None,
+    number: int,
+    rows: Cast | None,
+    cols: Cast | None,
+    source: Source,
+    rule: ScaleRule,
+    amax: Tensor | None,
+) -> Both:
+    name, by_group = format_name(rows, cols), source.inv_scale is not None
+    if name is None:
+        return None, None
+    wanted = [_kind(cast) is not None for cast in (rows, cols)]
+    row, col = (source.inv_scale, source.inv_scale) if by_group else (source.rows, source.cols)
+    sides = row if wanted[0] else None, col if wanted[1] else None
+    found = grouped.cast_groups(x, tiles, number, name, *sides, by_group, rule.amax_floor, amax)
+    scales = (source.scale, source.scale) if by_group else (found[1], found[3])
+    operands = Operand(found[0], scales[0]), Operand(found[2], scales[1])
+    return operands[0] if wanted[0] else None, operands[1] if wanted[1] else None
+
+
+def _kind(cast: Cast | None) -> Granularity | None:
+    return None if cast is None or cast.format is None else cast.granularity
+
+
+# 2. GEMMs.
+
+
+def multiply_rows(a: Operand, b: Operand, spec: Gemm, groups: Groups, plan: GroupedPlan, dtype: torch.dtype) -> Tensor:
+    """`a` [T, K] @ `b` [G * N, K]^T of every group, [T, N]."""
+    codes = b.codes.view(groups.number, -1, b.codes.shape[1])
+    scale_a, scale_b = _scales(a, b, spec, groups.number, tuple(codes.shape[:2]))
+    options = dtype, spec.use_fast_accum, plan.engine, plan.recipe.chip
+    return operators.multiply_groups(a.codes, codes.mT, scale_a, scale_b, groups.ends, *options)
+
+
+def multiply_over_rows(
+    a: Operand, b: Operand, spec: Gemm, groups: Groups, plan: GroupedPlan, dtype: torch.dtype
+) -> Tensor:
+    """`a` [M, P] @ `b` [N, P]^T over the rows of every group, [G, M, N].
+
+    In high precision `a` is [T, M] and `b` [T, N].
+    """
+    options = dtype, spec.use_fast_accum, plan.engine, plan.recipe.chip
+    if spec.a.format is None:
+        return operators.multiply_groups(a.codes.t(), b.codes, None, None, groups.ends, *options)
+    scale_a, scale_b = _scales(a, b, spec, groups.number, (groups.number * b.codes.shape[0],))
+    return operators.multiply_groups(a.codes, b.codes.t(), scale_a, scale_b, groups.padded_ends, *options)
+
+
+def _scales(
+    a: Operand, b: Operand, spec: Gemm, number: int, shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    # As the operator takes them: one a group, or one a row of each operand.
+    if a.scale is None or b.scale is None:
+        return None, None
+    kinds = spec.a.granularity, spec.b.granularity
+    if Granularity.ROWWISE not in kinds:
+        return a.scale, b.scale
+    of_b = b.scale if kinds[1] is Granularity.ROWWISE else b.scale.expand(number, shape[-1])
+    return a.scale.flatten(), of_b.reshape(shape).contiguous()
+
+
+# 3. The function.
+
+
+class GroupedLinear(Function):
+    """`grouped_linear` of checked operands."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, tiles: Tensor, plan: GroupedPlan) -> Tensor:
+        groups, recipe = Groups(tiles, weight.shape[0]), plan.recipe
+        with no_gradients():
+            cols = recipe.grad_weight.b if plan.keeps_input else None
+            x, kept = cast_tokens(input.detach(), groups, recipe.output.a, cols, recipe.scale_rule)
+            w = cast_weight(weight.detach(), recipe, ctx.needs_input_grad[0])
+            assert x is not None, "it was requested"
+            product = multiply_rows(x, w.output, recipe.output, groups, plan, input.dtype)
+        ctx.save_for_backward(*(kept or (None, None)), tiles, *saved_of_weight(weight, w))
+        ctx.plan, ctx.dtype = plan, input.dtype
+        return product
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        kept, kept_scale, tiles, *of_weight = ctx.saved_tensors
+        weight, w = weight_of_saved(of_weight)
+        plan, recipe, groups = ctx.plan, ctx.plan.recipe, Groups(tiles, weight.shape[0])
+        rows = recipe.grad_input.a if ctx.needs_input_grad[0] else None
+        cols = recipe.grad_weight.a if kept is not None else None
+        g, g_transposed = cast_tokens(grads[0].contiguous(), groups, rows, cols, recipe.scale_rule)
+        d_input = d_weight = None
+        if g is not None:
+            operand = cast_weight_again(weight, w, recipe)
+            d_input = multiply_rows(g, operand, recipe.grad_input, groups, plan, ctx.dtype)
+        if g_transposed is not None and kept is not None:
+            x = Operand(kept, kept_scale)
+            d_weight = multiply_over_rows(g_transposed, x, recipe.grad_weight, groups, plan, ctx.dtype)
+        return d_input, d_weight, None, None
+
+
+SAVED_OF_WEIGHT = 6
+
+
+def saved_of_weight(weight: Tensor, operands: WeightOperands) -> tuple[Tensor | None, ...]:
+    """The tensors that the backward pass needs of a weight: `SAVED_OF_WEIGHT` of them."""
+    return weight, *(operands.grad_input or (None, None)), *operands.source[1:]
+
+
+def weight_of_saved(saved: Any) -> tuple[Tensor, WeightOperands]:
+    """The weight, and its operands without that of `output`."""
+    weight, codes, scale, *source = saved
+    operand = None if codes is None else Operand(codes, scale)
+    return weight, WeightOperands(Operand(weight, None), operand, Source(None, *source))
