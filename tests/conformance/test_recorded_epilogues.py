@@ -4,21 +4,19 @@ Recorded by `f8emu record`, its cases of those names; the shipped file has no ou
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from f8emu.conformance import read_golden
-from f8emu.conformance.cases.gemm import GemmCase, Mode
+from f8emu.conformance.cases.gemm import Mode
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis.compute import compute
 from f8emu.conformance.diagnosis.rules import ScaleOrder, rules_of
 from f8emu.conformance.run.subject import load_subject
-from f8emu.spec import HOPPER, Granularity
+from f8emu.spec import HOPPER
 from tests.oracle.exactly import EXACT
 
 GOLDEN = read_golden(Path(__file__).parent / "data" / "epilogues.safetensors")
@@ -37,28 +35,11 @@ def test_every_bit(name: str) -> None:
         assert not different(case.gemm.run(verbs), case.out).any(), (case.id, case.name)
 
 
-def groups_of(case: GemmCase) -> Iterator[GemmCase]:
-    """The GEMMs of a grouped one."""
-    assert case.offs is not None and case.scale_a is not None and case.scale_b is not None
-    for group, (start, stop) in enumerate(pairwise([0, *case.offs.tolist()])):
-        yield replace(
-            case,
-            mode=Mode.ROWWISE,
-            a=case.a[start:stop],
-            b=case.b[group],
-            scale_a=case.scale_a[start:stop, None],
-            scale_b=case.scale_b[group][None],
-            granularity_a=Granularity.ROWWISE,
-            granularity_b=Granularity.ROWWISE,
-            offs=None,
-        )
-
-
 def test_without_these_rules_it_would_differ() -> None:
     """0 is added to tensorwise results alone, before the bias; the scales of a grouped GEMM are those of rows first."""
     for case in GOLDEN.cases:
         is_grouped = case.gemm.mode is Mode.GROUPED_ROWWISE
-        gemms = list(groups_of(case.gemm)) if is_grouped else [case.gemm]
+        gemms = [gemm for gemm, _ in case.gemm.groups()] if is_grouped else [case.gemm]
         right = rules_of(HOPPER, gemms[0])
         wrong = replace(right, adds_zero=not right.adds_zero)
         if is_grouped:

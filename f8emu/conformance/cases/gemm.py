@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from f8emu.spec import BFLOAT16, Format, Granularity
-from f8emu.spec.gemm_call import GroupKind, GroupPart, Shaped, group_parts, scaled_grouped_mm_call
+from f8emu.spec.gemm_call import GroupKind, Shaped, group_parts, scaled_grouped_mm_call
 
 Verbs = Mapping[str, Callable[..., Any]]  # verb -> function that takes and gives numpy arrays of ml_dtypes
 
@@ -166,32 +166,29 @@ class GemmCase:
         factors = np.asarray(a, np.float32), np.asarray(b, np.float32)
         return replace(self, scale_a=self.scale_a * factors[0], scale_b=self.scale_b * factors[1])
 
-    def group_parts(self) -> list[GroupPart]:
-        """The groups of a grouped GEMM: the indices of their operands and of their output; OperandError as the verb."""
-        arrays = (self.a, self.b.swapaxes(-1, -2), self.scale_a, self.scale_b, self.offs)
+    def groups(self) -> "list[tuple[GemmCase, tuple[Any, ...]]]":
+        """The GEMM of each group, rowwise, and where in the output of the call it is; OperandError as the verb."""
+        assert self.scale_a is not None and self.scale_b is not None, "only such a GEMM has groups"
+        b_KN = self.b.swapaxes(-1, -2)
+        arrays = (self.a, b_KN, self.scale_a, self.scale_b, self.offs)
         call = scaled_grouped_mm_call(*(Shaped(x.shape, x.dtype.name) for x in arrays if x is not None))
-        return group_parts(call, None if self.offs is None else self.offs.tolist())
+        rowwise = dict.fromkeys(("granularity_a", "granularity_b"), Granularity.ROWWISE)
+        found: list[tuple[GemmCase, tuple[Any, ...]]] = []
+        for part in group_parts(call, None if self.offs is None else self.offs.tolist()):
+            scales = self.scale_a[part.scale_a][:, None], self.scale_b[part.scale_b][None]
+            own = {"a": self.a[part.a], "b": b_KN[part.b].T, "scale_a": scales[0], "scale_b": scales[1], "offs": None}
+            found.append((replace(self, mode=Mode.ROWWISE, **own, **rowwise), part.out))
+        return found
 
     def alone(self, row: int, column: int) -> "tuple[GemmCase, int, int]":
         """The GEMM that an output comes from, and its row and column there: of a grouped one, the group's own."""
-        if self.group_kind is None or self.scale_a is None or self.scale_b is None:
+        if self.group_kind is None:
             return self, row, column
         # Every output has a number, by which its group is found.
         m, n = self.output_shape
         numbers = np.arange(m * n).reshape(*self.leading, -1, n)
-        part = next(part for part in self.group_parts() if row * n + column in numbers[part.out])
-        ((row, column),) = np.argwhere(numbers[part.out] == row * n + column).tolist()
-        gemm = replace(
-            self,
-            mode=Mode.ROWWISE,
-            a=self.a[part.a],
-            b=self.b.swapaxes(-1, -2)[part.b].T,
-            scale_a=self.scale_a[part.scale_a][:, None],
-            scale_b=self.scale_b[part.scale_b][None],
-            granularity_a=Granularity.ROWWISE,
-            granularity_b=Granularity.ROWWISE,
-            offs=None,
-        )
+        gemm, out = next(group for group in self.groups() if row * n + column in numbers[group[1]])
+        ((row, column),) = np.argwhere(numbers[out] == row * n + column).tolist()
         return gemm, row, column
 
     def part(self, rows: np.ndarray, cols: np.ndarray) -> "GemmCase":

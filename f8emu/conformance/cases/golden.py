@@ -220,7 +220,7 @@ def _case(index: int, entry: _Entry) -> GoldenCase:
     )
     if mode is Mode.GROUPED_ROWWISE:
         try:
-            is_whole = bool(gemm.group_parts()) and gemm.output_shape[0] == m
+            is_whole = bool(gemm.groups()) and gemm.output_shape[0] == m
         except F8Error as error:
             raise Fault(str(error)) from None
         require(is_whole, f"an output of {m} rows", f"operands of {gemm.output_shape[0]}")
