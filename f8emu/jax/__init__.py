@@ -36,6 +36,7 @@ from f8emu.jax.layer.feed_forward import DelayedFeedForward as DelayedFeedForwar
 from f8emu.jax.layer.feed_forward import FeedForward as FeedForward
 from f8emu.jax.layer.feed_forward import delayed_feed_forward as delayed_feed_forward
 from f8emu.jax.layer.feed_forward import feed_forward as feed_forward
+from f8emu.jax.layer.ragged_dot import ragged_dot as ragged_dot
 from f8emu.jax.scale import amax as amax
 from f8emu.jax.scale import initial_delayed_state as initial_delayed_state
 from f8emu.jax.scale import scale_from_amax as scale_from_amax

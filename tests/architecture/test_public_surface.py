@@ -42,7 +42,8 @@ SURFACE = {
     + """
         Capture DelayedDotGeneral DelayedFeedForward DotGeneral FeedForward Float8State capture compiler_options
         delayed_dot_general delayed_feed_forward dot_general engine_of feed_forward jit linear_delayed_maximum
-        linear_delayed_settled linear_delayed_state linear_delayed_update overwrite_with_gradient shared_delayed_state
+        linear_delayed_settled linear_delayed_state linear_delayed_update overwrite_with_gradient ragged_dot
+        shared_delayed_state
     """,
     "f8emu.interop": """
         DEFAULT_RULES ParameterRule delayed_state_dict_from_float8_states float8_states_from_delayed_state_dict

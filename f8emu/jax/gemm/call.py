@@ -75,6 +75,8 @@ class Gemm(NamedTuple):
     """What is done where XLA divides both operands along K."""
     powers_of_two: bool = False
     """Whether a product may be rounded before it is scaled (`hardware.form_of`)."""
+    emulated_split_k: int | None = None
+    """The number of slices of K in the emulation, of a GEMM for which the hardware's library chooses it."""
 
     @property
     def is_blockwise(self) -> bool:

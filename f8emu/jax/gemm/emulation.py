@@ -48,7 +48,8 @@ class _Options(ctypes.Structure):
 
 def multiply(gemm: Gemm, *operands: Any) -> jax.Array:
     """A checked GEMM, [N, M] if it is transposed."""
-    return _gemm.bind(*operands, gemm=gemm._replace(split_k=split_k_of(gemm, *operands[:2])))
+    split_k = gemm.emulated_split_k or split_k_of(gemm, *operands[:2])
+    return _gemm.bind(*operands, gemm=gemm._replace(split_k=split_k, emulated_split_k=None))
 
 
 def is_available() -> bool:

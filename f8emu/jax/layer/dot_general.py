@@ -164,7 +164,7 @@ def _dot_general(
 ) -> jax.Array:
     # 1. What was given.
     input_dtype, weight_dtype = format_of(call, "lhs", lhs), format_of(call, "rhs", rhs)
-    _refuse_precision(call, precision)
+    refuse_precision(call, precision)
     out_dtype = input_dtype
     if preferred_element_type is not None:
         out_dtype = output_format(call, preferred_element_type, name="preferred_element_type")
@@ -278,7 +278,8 @@ def _require_equal(call: str, shapes: tuple[tuple[int, ...], ...], contracting: 
         )
 
 
-def _refuse_precision(call: str, precision: Any) -> None:
+def refuse_precision(call: str, precision: Any) -> None:
+    """Raise UnsupportedError for a precision that is not the default."""
     given = precision if isinstance(precision, tuple) else (precision,)
     if any(p not in (None, "default", lax.Precision.DEFAULT) for p in given):
         raise UnsupportedError(

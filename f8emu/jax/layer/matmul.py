@@ -31,8 +31,8 @@ from f8emu.spec.scaling import DelayedState, Float8State, Granularity, ScaleRule
 
 LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
 """How the operands of a bfloat16 GEMM lie in memory, as the plan names it."""
-_TWICE = (
-    "dot_general: a float8 layer is differentiable once; got a second derivative; codes are constants to JAX, which "
+TWICE = (
+    "f8emu.jax: a float8 layer is differentiable once; got a second derivative; codes are constants to JAX, which "
     "would make it 0; use jax.lax.dot_general where second derivatives are needed, or jax.lax.stop_gradient around "
     "what an inner gradient is taken of"
 )
@@ -74,6 +74,8 @@ class Plan(NamedTuple):
     """Which of the states have no `initialized`."""
     tap: Tap | None = None
     recompute_casts: bool = True
+    split_k: tuple[tuple[str, int], ...] = ()
+    """The number of slices of K of some GEMMs, by name, where they are emulated."""
 
 
 class Kept(NamedTuple):
@@ -128,7 +130,7 @@ def _forward(
 def _forward_rule(plan: Plan, input: Any, weight: Any, state: Any) -> tuple[jax.Array, Kept]:
     wanted = (input.perturbed, weight.perturbed, any(leaf.perturbed for leaf in jax.tree.leaves(state)))
     values = input.value, weight.value, jax.tree.map(lambda leaf: leaf.value, state)
-    x, w, s = differentiable_no_more(values, _TWICE)
+    x, w, s = differentiable_no_more(values, TWICE)
     if wanted[2]:
         s = _mapped_with(s, x, w)
     return _forward(plan, x, w, s, wanted)
@@ -138,7 +140,7 @@ def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, 
     recipe = plan.recipe
     if isinstance(grad_output, SymbolicZero):
         return None, None, None
-    grad_output = differentiable_no_more(grad_output, _TWICE)
+    grad_output = differentiable_no_more(grad_output, TWICE)
     if plan.tap is not None:
         plan.tap.tensor("grad_output", grad_output)
     # 1. Both operands of grad_output.
@@ -210,6 +212,7 @@ def _product(
         layout=LAYOUTS[name],
         sharded_k=plan.sharded_k,
         powers_of_two=_has_safe_powers_of_two(plan.recipe, spec),
+        emulated_split_k=dict(plan.split_k).get(name),
     )
     product = multiply(call, (a.codes, b.codes.T, *scales))
     if plan.tap is not None:
