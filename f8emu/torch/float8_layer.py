@@ -36,6 +36,14 @@ class Float8Layer(nn.Linear):
         raise NotImplementedError
 
 
+class LayersOfExperts(nn.Module):
+    """A module that stands for one linear layer for each matrix of its experts."""
+
+    def expert_layers(self) -> "dict[str, Float8Layer]":
+        """Those layers, by names such as "gate_up_proj.0", for observers; the first call makes them."""
+        raise NotImplementedError
+
+
 def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.torch") -> dict[str, Float8Layer]:
     """The layers whose names match `pattern`, a regular expression that is searched, as in TransformerEngine.
 
@@ -64,8 +72,14 @@ def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.t
 
 
 def all_float8_layers(model: nn.Module) -> dict[str, Float8Layer]:
-    """Name, as `float8_layers` has it -> layer."""
-    return {name: module for name, module in named_modules(model) if isinstance(module, Float8Layer)}
+    """Name, as `float8_layers` has it -> layer. The experts of a module are layers of their own."""
+    found: dict[str, Float8Layer] = {}
+    for name, module in named_modules(model):
+        if isinstance(module, Float8Layer):
+            found[name] = module
+        elif isinstance(module, LayersOfExperts):
+            found |= {f"{name}.{own}".lstrip("."): layer for own, layer in module.expert_layers().items()}
+    return found
 
 
 def require_no_transform(call: str, module: nn.Module, input: Tensor) -> None:

@@ -38,7 +38,7 @@ foreach_copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage,
 to_list: Callable[[Tensor], list[Any]] = Tensor.tolist
 
 # The function as one that a compiler does not trace into.
-not_compiled: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable  # pyright: ignore[reportAssignmentType]
+not_compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable  # pyright: ignore[reportAssignmentType]
 
 # A context in which autograd does not notice a write to a tensor, which it may have saved.
 keeping_version: Callable[[Tensor], Any] = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]

@@ -49,7 +49,7 @@ def gpt2() -> Any:
 # Builder -> how many layers are converted, and why other weights than embeddings are not looked at.
 MODELS: dict[Any, tuple[int, str]] = {
     llama: (8, ""),
-    qwen3_moe: (5, "for which there is no float8 layer"),
+    qwen3_moe: (6, "chooses among experts"),
     gpt2: (1, "transformers' Conv1D"),
 }
 
@@ -74,7 +74,8 @@ def test_models_train_and_come_back(build: Any, name: str, tmp_path: Path, asser
     model = build()
     keys, (converted, other) = list(model.state_dict()), MODELS[build]
     report = f8.plan_conversion(model, config=name, pad=True)
-    assert len(report.names(Outcome.CONVERTED)) == converted == len(report.entries)
+    left = 1 if build is qwen3_moe and name in ("blockwise", "delayed") else 0  # its experts
+    assert len(report.names(Outcome.CONVERTED)) + left == converted == len(report.entries)
     reasons = [weight.reason for weight in report.others if weight.reason != "an embedding: no GEMM"]
     assert any(other in reason for reason in reasons) if other else not reasons
     f8.convert_to_float8_training(model, config=name, pad=True)

@@ -82,6 +82,7 @@ def test_model_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "float8_primary_weights",
         "precompute_float8_dynamic_scale_for_fsdp",
         "filter_fqns",
+        "fqns",
     ]
     precomputed: list[nn.Module] = []
     monkeypatch.setattr(f"{NAME}.precompute_float8_dynamic_scale_for_fsdp", precomputed.append)

@@ -1,6 +1,7 @@
 """Convert a model to float8 training: `nn.Linear` layers become `Float8Linear`, in place, and a report says which.
 
-A layer that cannot be converted is reported here, at conversion, and not in the middle of training.
+Experts of mixtures are converted too (`experts`). A layer that cannot be converted is reported here, at conversion, and
+not in the middle of training.
 """
 
 import logging
@@ -14,9 +15,11 @@ from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.chip import CHIP
+from f8emu.torch.conversion.experts import ConvertedExperts, convert_experts, dequantize_experts
 from f8emu.torch.conversion.report import (
     ConversionReport,
     Outcome,
+    expert_modules,
     float8_subclass,
     float_layer,
     linear_class,
@@ -50,7 +53,11 @@ def convert_to_float8_training(
     enable_fsdp_float8_all_gather: bool = False,
     float8_primary_weights: bool = False,
 ) -> nn.Module:
-    """Replace every `nn.Linear` in `module` by a `Float8Linear` with the same parameters.
+    """Replace every `nn.Linear` in `module` by a `Float8Linear` with the same parameters, and convert experts.
+
+    Experts are those of transformers (all that have its `use_experts_implementation`) and of torchtitan, and other
+    modules whose `forward` calls torch's grouped GEMM. They keep their class, as a base of the new one, and their
+    parameters; the layers that choose among experts stay in high precision.
 
     Shared modules and parameters stay shared. A linear layer that contains others, such as adapters, keeps them, and
     they are converted too. The report is logged at INFO on the logger "f8emu". A module that reads its layers' weights
@@ -61,7 +68,8 @@ def convert_to_float8_training(
             returned, and the layers inside it are converted in place.
         config: the recipe, its name, or torchao's Float8LinearConfig or Float8LinearRecipeName for it. None is
             "tensorwise", torchao's default.
-        module_filter_fn: (layer, its name before the model was wrapped) -> whether to convert it; None converts all.
+        module_filter_fn: (layer or module of experts, its name before the model was wrapped) -> whether to convert it;
+            None converts all.
         engine: as for `scaled_mm`. "hardware" is checked at once if the model is on an accelerator, else at the first
             call, so that a model can be converted before it moves.
         pad: also convert layers whose sizes are not multiples of 16. Their GEMMs are zero-padded: the results are
@@ -74,13 +82,13 @@ def convert_to_float8_training(
             is an instance of both its old class and Float8Linear.
         enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard` after this call) gather the weights as float8, with
             the scales of the whole weight: see `precompute_float8_dynamic_scale_for_fsdp`. The shards stay in high
-            precision. For tensorwise, rowwise, rowwise_with_gw_hp and delayed.
+            precision. For tensorwise, rowwise, rowwise_with_gw_hp and delayed. Experts are gathered as they are.
         float8_primary_weights: like TransformerEngine's `fp8_model_init`: on the device a layer holds only float8 codes
             and scales of its weight, 1 byte an element under tensorwise and delayed, 2 under rowwise and
             rowwise_with_gw_hp. The values move to the host, and become the float32 masters of the optimizer,
             `MasterWeights`, which is made after this call. The state dict holds these masters. Under FSDP2 and tensor
             parallelism each rank holds codes and float32 masters of its part, and FSDP2 gathers the codes. Not with
-            blockwise, or weights that other modules read.
+            blockwise, or weights that other modules read. Experts keep their weights.
 
     Returns:
         `module`, converted in place; for a single linear layer, the new one.
@@ -98,11 +106,15 @@ def convert_to_float8_training(
         require_codes(_CALL, recipe, "enable_fsdp_float8_all_gather")
     report = report_of(module, recipe, module_filter_fn, pad, subclasses)
     layers = dict(linear_layers(module))
-    chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)}
+    chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED) if fqn in layers}
     already = {fqn: layer for fqn, layer in layers.items() if isinstance(layer, Float8Linear)}
+    found = {fqn: (part, experts) for fqn, part, experts in expert_modules(module)}
+    chosen_experts = [found[fqn] for fqn in report.names(Outcome.CONVERTED) if fqn in found]
     _check_report(report)
     _check_converted(report, already, engine, recompute_casts)
-    for device in {layer.weight.device for layer in chosen.values()}:
+    weights = [layer.weight for layer in chosen.values()]
+    weights += [weight for _, experts in chosen_experts for weight in experts.weights.values()]
+    for device in {weight.device for weight in weights}:
         if device.type not in ("cpu", "meta"):  # from these the model may still move
             resolve_engine(_CALL, device, engine, CHIPS[recipe.chip])
     if float8_primary_weights:
@@ -126,8 +138,11 @@ def convert_to_float8_training(
         _replace_weights(plain, lambda x: ShardedWeight(x.weight.detach(), x.recipe))
     # 4. The model, and what is said of it.
     module = replace_modules(module, new)
+    for part, experts in chosen_experts:
+        if not isinstance(part, ConvertedExperts):  # one with several names
+            convert_experts(part, experts, recipe, engine)
     _log.info("%s: %s", _CALL, report)
-    if not chosen:
+    if not chosen and not chosen_experts:
         reasons = (f"{entry.fqn or 'the module'}: {entry.reason}" for entry in report.entries if entry.reason)
         known = f"{report.summary}; {first}" if (first := next(reasons, "")) else report.summary
         told = f"nothing to convert; {known}; plan_conversion(model) gives the report"
@@ -152,18 +167,28 @@ def plan_conversion(
     module_filter_fn: ModuleFilter | None = None,
     pad: bool = False,
     subclasses: Collection[type[nn.Linear]] = (),
+    tokens_per_expert: float | None = None,
 ) -> ConversionReport:
     """Report what `convert_to_float8_training` would do, and which weights it would not consider; change nothing.
+
+    Args:
+        module: as for `convert_to_float8_training`, as are the other arguments but one.
+        config: the recipe.
+        module_filter_fn: the filter.
+        pad: whether sizes are padded.
+        subclasses: classes derived from nn.Linear to convert too.
+        tokens_per_expert: how many tokens a pass gives each expert; the report then predicts how fast experts are in
+            float8, by the operations of their GEMMs and the bytes of their casts on an H100.
 
     Raises:
         SpecError: an unknown recipe.
     """
     recipe = resolve_recipe("plan_conversion", _DEFAULT if config is None else config)
-    return report_of(module, recipe, module_filter_fn, pad, subclasses)
+    return report_of(module, recipe, module_filter_fn, pad, subclasses, tokens_per_expert)
 
 
 def dequantize_float8_training(module: nn.Module) -> nn.Module:
-    """Turn every `Float8Linear` in `module` back into the `nn.Linear` that it was, with the same parameters.
+    """Turn every `Float8Linear` in `module` back into the `nn.Linear` that it was, and experts into what they were.
 
     The inverse of `convert_to_float8_training`. Hooks, mode and subclass stay, shared layers stay shared; the state of
     delayed scaling is dropped. The results are ordinary layers for other libraries, such as torchao's `quantize_`.
@@ -195,6 +220,9 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
             new[id(layer)] = float_layer(layer, cls)
     # 2. Weights in high precision, in the weights' dtype, and the layers in the model.
     _replace_weights([layer for layer in new.values() if isinstance(layer.weight, Float8Weight)], _values)
+    for part in module.modules():
+        if isinstance(part, ConvertedExperts):
+            dequantize_experts(part)
     return replace_modules(module, new)
 
 

@@ -1,8 +1,8 @@
-"""What a conversion does with each linear layer of a model and why, and the weights that belong to no linear layer."""
+"""What a conversion does with each linear layer and each module of experts, and why, and the weights of all others."""
 
 import inspect
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -17,6 +17,8 @@ from torch.nn.parameter import is_lazy
 from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
+from f8emu.torch.conversion.experts import ConvertedExperts, why_not
+from f8emu.torch.conversion.mixtures import Experts, experts_of, routers, speed_of_experts
 from f8emu.torch.conversion.torchao import ModuleFilter
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.layer.float8_linear import Float8Linear
@@ -33,28 +35,39 @@ class Outcome(Enum):
     ADAPTER = "adapter"
     """Left alone: a low-rank layer (LoRA) whose rank is not a multiple of 16, and `pad` is off."""
     TYPE = "type"
-    """Left alone: a subclass of nn.Linear, a replaced `forward`, or a weight not in float32, bfloat16 or float16."""
+    """Left alone: a subclass of nn.Linear, a replaced `forward`, a weight not in float32, bfloat16 or float16, or
+    experts that the recipe or the sizes exclude."""
     SHARDED = "sharded"
     """Its weight is a DTensor, or flattened by FSDP: the conversion raises an error."""
     ALREADY = "already"
-    """Left alone: it is a Float8Linear already."""
+    """Left alone: it was converted before."""
+    ROUTER = "router"
+    """Left alone: it chooses among experts, or weighs a shared one, in high precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionEntry:
-    """One linear layer of the model."""
+    """One linear layer of the model, or one module of experts."""
 
     fqn: str
-    shape: tuple[int, int]
-    """(out_features, in_features)."""
+    shape: tuple[int, ...]
+    """(out_features, in_features); of experts (number, hidden_dim, dim)."""
     outcome: Outcome
     reason: str = ""
     """Why it is not converted, if the outcome alone does not say."""
+    speed: float | None = None
+    """Of experts, where the tokens of each are given: the predicted speed in float8, times that of bfloat16."""
+
+    @property
+    def told(self) -> str:
+        """The reason and the speed."""
+        speed = "" if self.speed is None else f"predicted at {self.speed:.2f} times the speed of bfloat16"
+        return "; ".join(filter(None, (self.reason, speed)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherWeight:
-    """A parameter of two or more dimensions outside of linear layers, which a conversion does not consider."""
+    """A parameter of two or more dimensions of no linear layer or experts, which a conversion does not consider."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -63,7 +76,7 @@ class OtherWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What a conversion does to every linear layer, in the order of `named_modules`."""
+    """What a conversion does to every linear layer and all experts, in the order of `named_modules`."""
 
     recipe: Recipe
     entries: tuple[ConversionEntry, ...]
@@ -91,7 +104,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         lines = [f"{self.summary}; float8 GEMMs multiply {self.share:.1%} of {self.parameters} parameters"]
-        lines += _rows([(e.fqn, e.shape, ": ".join(filter(None, (e.outcome.value, e.reason)))) for e in self.entries])
+        lines += _rows([(e.fqn, e.shape, ": ".join(filter(None, (e.outcome.value, e.told)))) for e in self.entries])
         if self.others:
             lines += ["not looked at:", *_rows([(other.fqn, other.shape, other.reason) for other in self.others])]
         return "\n".join(lines)
@@ -109,15 +122,23 @@ def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield fqn, layer
 
 
+def expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, Experts]]:
+    """(name, module, its experts), also of those that are converted already."""
+    for fqn, part in internals.named_modules(module, remove_duplicate=False):
+        if not isinstance(part, nn.Linear) and (experts := experts_of(part)) is not None:
+            yield fqn, part, experts
+
+
 def report_of(
     module: nn.Module,
     recipe: Recipe,
     module_filter_fn: ModuleFilter | None,
     pad: bool,
     subclasses: Collection[type[nn.Linear]],
+    tokens_per_expert: float | None = None,
 ) -> ConversionReport:
     """What a conversion with these settings does."""
-    sharded = sharded_layers(module)
+    sharded, of_routers = sharded_layers(module), routers(module)
 
     def outcome_of(fqn: str, layer: nn.Linear) -> tuple[Outcome, str]:
         # The order is that of the remedies: what no setting changes comes first, sizes come last.
@@ -126,6 +147,8 @@ def report_of(
             return Outcome.ALREADY, ""
         if not is_sharded and (own := _own_computation(layer, subclasses)):
             return Outcome.TYPE, own
+        if id(layer) in of_routers:
+            return Outcome.ROUTER, ""
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
             return Outcome.FILTER, ""
         if is_sharded:
@@ -136,17 +159,36 @@ def report_of(
             return Outcome.ADAPTER, f"its rank is not a multiple of {CHIP.size_multiple}"
         return Outcome.SIZE, f"not multiples of {CHIP.size_multiple}"
 
+    def outcome_of_experts(fqn: str, part: nn.Module, experts: Experts) -> tuple[Outcome, str]:
+        if isinstance(part, ConvertedExperts):
+            return Outcome.ALREADY, ""
+        is_sharded = id(part) in sharded or any(internals.is_dtensor(weight) for weight in experts.weights.values())
+        if not is_sharded and (reason := why_not(part, experts, recipe)):
+            return Outcome.TYPE, reason
+        if module_filter_fn is not None and not module_filter_fn(part, fqn):
+            return Outcome.FILTER, ""
+        if is_sharded:
+            return Outcome.SHARDED, "convert the model first, then shard it"
+        return Outcome.CONVERTED, "" if experts.layout else "its grouped GEMMs, one by one"
+
     found: dict[int, tuple[Outcome, str]] = {}
     entries: list[ConversionEntry] = []
     covered: dict[int, Tensor] = {}
-    for fqn, layer in linear_layers(module):
-        if id(layer) not in found:  # a shared layer has one outcome, which its first name decides
-            found[id(layer)] = outcome_of(fqn, layer)
-        outcome, reason = found[id(layer)]
-        shape = (layer.out_features, layer.in_features)
-        entries.append(ConversionEntry(fqn=fqn, shape=shape, outcome=outcome, reason=reason))
-        if outcome in (Outcome.CONVERTED, Outcome.ALREADY):
-            covered[id(layer.weight)] = layer.weight
+    for fqn, part in internals.named_modules(module, remove_duplicate=False):
+        experts, speed = experts_of(part), None
+        if isinstance(part, nn.Linear):  # then it holds no experts
+            shape, outcome = (part.out_features, part.in_features), found.get(id(part)) or outcome_of(fqn, part)
+        elif experts is not None:
+            shape, outcome = experts.shape, found.get(id(part)) or outcome_of_experts(fqn, part, experts)
+            if tokens_per_expert is not None and experts.layout is not None:
+                speed = speed_of_experts(shape, tokens_per_expert, recipe)
+        else:
+            continue
+        kind, reason = found[id(part)] = outcome  # a shared layer has one outcome, which its first name decides
+        entries.append(ConversionEntry(fqn=fqn, shape=shape, outcome=kind, reason=reason, speed=speed))
+        if kind in (Outcome.CONVERTED, Outcome.ALREADY):
+            weights: Iterable[Any] = (part.weight,) if experts is None else experts.weights.values()
+            covered |= {id(weight): weight for weight in weights}
     return ConversionReport(
         recipe=recipe,
         entries=tuple(entries),
@@ -195,6 +237,7 @@ def _is_part(layer: nn.Linear) -> bool:
 
 def _other_weights(module: nn.Module) -> Iterator[OtherWeight]:
     seen = {id(parameter) for _, layer in linear_layers(module) for parameter in layer.parameters(recurse=False)}
+    seen |= {id(weight) for _, _, experts in expert_modules(module) for weight in experts.weights.values()}
     for prefix, owner in internals.named_modules(module):
         for name, parameter in owner.named_parameters(recurse=False):
             if not is_lazy(parameter) and parameter.ndim >= 2 and id(parameter) not in seen:
@@ -209,10 +252,14 @@ def _reason(owner: nn.Module, parameter: Tensor) -> str:
         return "an embedding: no GEMM"
     if isinstance(owner, internals.ConvNd):
         return "a convolution"
+    if "router" in kind.lower():
+        return f"{kind} chooses among experts, in high precision"
     if kind == "Conv1D":
         return "transformers' Conv1D is not an nn.Linear; replace it by one with the transposed weight"
     if parameter.ndim > 2 and parameter.shape[0] > 1:  # a class token or an embedding of positions is one matrix
-        return f"{kind} multiplies a stack of matrices (experts), for which there is no float8 layer"
+        return (
+            f"{kind} multiplies a stack of matrices (experts) in its own way; f8emu.torch.grouped_linear is in float8"
+        )
     return f"{kind} computes with it directly"
 
 

@@ -25,6 +25,7 @@ from f8emu.spec.recipe import (
 )
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.chip import CHIP, float8_format
+from f8emu.torch.conversion.mixtures import experts_of, speed_of_experts
 
 _GRANULARITIES = {"tensorwise": Granularity.TENSORWISE, "axiswise": Granularity.ROWWISE}
 _OPTIONS = {  # fields of torchao's configuration that no recipe holds -> what to do
@@ -120,6 +121,7 @@ class SmallestLayer(NamedTuple):
     parameters: int  # in_features * out_features
 
 
+_TOKENS = 8192  # with which the smallest layers were measured
 _NAMED = (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, DELAYED, BLOCKWISE)
 SMALLEST_LAYERS: dict[Recipe, SmallestLayer] = dict.fromkeys(_NAMED, SmallestLayer(2048, 29360128))
 """Measured by `benchmarks.sizes`: one H200, 8,192 tokens, eager, forward and backward of one layer back to back."""
@@ -139,6 +141,7 @@ def filter_small_layers(
     filter_fqns: Collection[str] = (),
     in_cuda_graph: bool = False,
     pad: bool = False,
+    tokens_per_expert: float | None = None,
 ) -> ModuleFilter:
     """A `module_filter_fn` that excludes layers which are slower in float8 under this recipe than in bfloat16.
 
@@ -151,15 +154,26 @@ def filter_small_layers(
         in_cuda_graph: count GPU time only, not host time: for layers in a CUDA graph
             (`torch.compile(mode="reduce-overhead")`), or between layers so large that the host runs ahead.
         pad: keep layers whose sizes are not multiples of 16; without, they are excluded, so that they raise no error.
+        tokens_per_expert: how many tokens a pass gives each expert. Experts are excluded where `plan_conversion`
+            predicts that they are slower. None: 8,192 tokens that have two experts each.
 
     Raises:
         SpecError: an unknown recipe.
     """
     table = SMALLEST_LAYERS_IN_CUDA_GRAPHS if in_cuda_graph else SMALLEST_LAYERS
-    smallest = table.get(resolve_recipe("filter_small_layers", config))
+    recipe = resolve_recipe("filter_small_layers", config)
     # A string's letters would be names.
     names = [filter_fqns] if isinstance(filter_fqns, str) else filter_fqns
-    return filter_layers(names, pad, smallest)
+    is_wanted = filter_layers(names, pad, table.get(recipe))
+
+    def is_fast(module: nn.Module, fqn: str) -> bool:
+        experts = experts_of(module)
+        if experts is None or experts.layout is None or not is_wanted(module, fqn):
+            return is_wanted(module, fqn)
+        tokens = 2 * _TOKENS / experts.shape[0] if tokens_per_expert is None else tokens_per_expert
+        return speed_of_experts(experts.shape, tokens, recipe) >= 1
+
+    return is_fast
 
 
 def filter_layers(names: Collection[str], pad: bool, smallest: SmallestLayer | None) -> ModuleFilter:

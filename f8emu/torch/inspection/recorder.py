@@ -160,7 +160,8 @@ class Recorder:
             statistics = Matrix(operand.codes).values({*_EVENT_STATISTICS, *wanted})
         else:
             statistics = operand_statistics(operand, cast, {*_CODE_EVENT_STATISTICS, *wanted})
-        self._add(seen, side, tensor, statistics, values, cast=str(cast))
+        more = {"rows": operand.codes.shape[0]} if seen.gemm == "output" and tensor == "input" else {}
+        self._add(seen, side, tensor, statistics, values, cast=str(cast), **more)
         for recipe, found in ({} if known is None else known.what_if).items():
             what_if = getattr(self._what_if[recipe].gemms[seen.gemm], side)
             self._add(seen, side, tensor, found, cast=str(what_if), recipe=recipe)

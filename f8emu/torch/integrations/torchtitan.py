@@ -36,18 +36,22 @@ class Options:
     """Compute the scales of all gathered weights in one all-reduce after the optimizer step."""
     filter_fqns: list[str] = field(default_factory=list)
     """Layers whose names contain one of these stay in high precision; "auto_filter_small_kn" adds the small ones."""
+    fqns: list[str] = field(default_factory=lambda: ["experts"])
+    """Experts whose names contain one of these are converted: the key of torchtitan's `quantize.grouped_mm.float8`. Of
+    any number of tokens: they need no padding of groups."""
 
 
 def _convert(model: nn.Module, options: Options, *, subclasses: Collection[type[nn.Linear]] = ()) -> None:
     names = [name for name in options.filter_fqns if name != _AUTO_FILTER]
-    is_auto = len(names) < len(options.filter_fqns)
+    if len(names) < len(options.filter_fqns):
+        is_wanted = filter_small_layers(options.recipe_name, filter_fqns=names)
+    else:
+        is_wanted = filter_layers(names, False, None)
     convert_to_float8_training(
         model,
         config=options.recipe_name,
-        module_filter_fn=(
-            filter_small_layers(options.recipe_name, filter_fqns=names)
-            if is_auto
-            else filter_layers(names, False, None)
+        module_filter_fn=lambda module, fqn: (
+            is_wanted(module, fqn) and (isinstance(module, nn.Linear) or any(name in fqn for name in options.fqns))
         ),
         subclasses=subclasses,
         enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,

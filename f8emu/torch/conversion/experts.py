@@ -1,0 +1,242 @@
+"""Experts of mixtures that compute in float8: a converted module keeps its class, its parameters and their names.
+
+Its class becomes a subclass of what it was, whose `forward` calls `float8_experts` on tokens sorted by expert, or, of
+experts that compute something else than `down(silu(gate) * up)`, the old `forward` with every grouped GEMM in it under
+the recipe. The routing weights, their product and the sum over a token's experts are those of the library.
+"""
+
+import weakref
+from functools import cache
+from itertools import pairwise
+from types import new_class
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import silu
+from torch.overrides import TorchFunctionMode
+
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.recipe import Recipe
+from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
+from f8emu.torch.conversion.mixtures import TRANSFORMERS, Experts, Layout, file_of
+from f8emu.torch.float8_layer import Float8Layer, LayersOfExperts
+from f8emu.torch.layer.experts import float8_experts
+from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.layer.grouped_linear import grouped_linear, require_groups
+from f8emu.torch.layer.observers import Tap
+from f8emu.torch.torch_internals import is_dtensor, not_compiled, to_list
+
+_OF_OBSERVERS = ("is_watched", "watched", "layers_of_experts")  # attributes that copies do not take along
+
+
+class ConvertedExperts(LayersOfExperts):
+    """The first base class of converted experts."""
+
+    converted_from: type[nn.Module]
+    recipe: Recipe
+    engine: str
+    layout: Layout | None
+    is_watched: bool = False
+    """Whether an observer watches a layer of `expert_layers`. Then these compute, one by one, to the same bits."""
+    watched: int = 0
+    """How many are watched."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the class that was converted computes, in float8."""
+        if file_of(self.converted_from) == TRANSFORMERS:
+            return self._routed(*args, **kwargs)
+        if self.layout is not None:
+            return self._sorted(*args, **kwargs)
+        return _with_grouped_gemms(self, args, kwargs)
+
+    def _routed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        # As `grouped_mm_experts_forward` of transformers. 1. Sorted by expert; of other ranks' experts, whose index
+        # is beyond the last, at the end.
+        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        count = self.weight_of("down_proj").shape[0]
+        offs = torch.searchsorted(experts, torch.arange(count, device=experts.device), right=True).int()
+        x = hidden_states[order // top_k_index.shape[-1]]
+        # 2. Multiplied.
+        if self.layout is not None:
+            output = self._experts(x, offs, self.layout)
+        else:
+            output = self._one_by_one(x, offs, experts.clamp(max=count - 1))
+        # 3. Weighted, in the old order, and added.
+        output = output * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        output = output[inverse].reshape(*top_k_index.shape, -1).sum(dim=1)
+        return output.to(hidden_states.dtype)
+
+    def _sorted(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        # As torchtitan's experts, which multiply in bfloat16.
+        assert self.layout is not None, "its weights are known"
+        offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
+        return self._experts(x.bfloat16(), offs, self.layout).type_as(x)
+
+    def expert_layers(self) -> dict[str, Float8Layer]:
+        own: dict[str, Float8Layer] = self.__dict__.setdefault("layers_of_experts", {})
+        for name in (*self.layout.gate_up, self.layout.down) if self.layout and not own else ():
+            own |= {f"{name}.{i}": _ExpertLinear(self, x) for i, x in enumerate(self.weight_of(name).detach())}
+        return own
+
+    def _experts(self, x: Tensor, offs: Tensor, layout: Layout) -> Tensor:
+        if self.is_watched:
+            return _layer_by_layer(self, x, offs, layout)
+        gate_up = [self.weight_of(name) for name in layout.gate_up]
+        pair: Any = gate_up[0] if len(gate_up) == 1 else tuple(gate_up)
+        return float8_experts(x, pair, self.weight_of(layout.down), offs, recipe=self.recipe, engine=self.engine)
+
+    def _one_by_one(self, x: Tensor, offs: Tensor, experts: Tensor) -> Tensor:
+        # The options of transformers' decorator, of which `_is_gated_silu` knows too.
+        options: Any = self
+
+        def product(x: Tensor, name: str) -> Tensor:
+            weight = self.weight_of(name)
+            weight = weight.transpose(-2, -1).contiguous() if options.is_transposed else weight
+            output = grouped_linear(x, weight, offs, recipe=self.recipe, engine=self.engine)
+            return output + self.weight_of(f"{name}_bias")[experts] if options.has_bias else output
+
+        if options.has_gate:
+            hidden = options._apply_gate(product(x, "gate_up_proj"))
+        else:
+            hidden = options.act_fn(product(x, "up_proj"))
+        output = product(hidden, "down_proj")
+        return options.post_expert_norm(output) if getattr(self, "has_post_expert_norm", False) else output
+
+    def weight_of(self, name: str) -> Tensor:
+        """The parameter, or the part of it that this rank holds."""
+        weight: Any = getattr(self, name)
+        if not is_dtensor(weight):
+            return weight
+        if any(place.is_shard() and place.dim != 0 for place in weight.placements):
+            raise UnsupportedError(
+                f"{type(self).__name__}: ranks may share experts among them, not parts of each expert; got {name} with "
+                f"placements {weight.placements}; use expert parallelism, or leave the experts out of the conversion"
+            )
+        return weight.to_local()
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe.label}, engine={self.engine}")))
+
+
+class _ExpertLinear(Float8Linear):
+    """One matrix of one expert."""
+
+    def __init__(self, owner: ConvertedExperts, matrix: Tensor) -> None:
+        n, k = matrix.shape
+        super().__init__(k, n, False, "meta", matrix.dtype, recipe=owner.recipe, engine=owner.engine)
+        self.weight = nn.Parameter(matrix)
+        self.owner, self.own_tap = weakref.ref(owner), None
+
+    @property  # pyright: ignore[reportIncompatibleVariableOverride]
+    def tap(self) -> Tap | None:
+        return self.own_tap
+
+    @tap.setter
+    def tap(self, tap: Tap | None) -> None:
+        if (owner := self.owner()) is not None:
+            owner.watched += (tap is not None) - (self.own_tap is not None)
+            owner.is_watched = owner.watched > 0
+        self.own_tap = tap
+
+    @tap.deleter
+    def tap(self) -> None:
+        self.tap = None
+
+
+@not_compiled  # the host waits for the sizes of groups
+def _layer_by_layer(module: ConvertedExperts, x: Tensor, offs: Tensor, layout: Layout) -> Tensor:
+    # What `float8_experts` computes.
+    layers, (*names, last) = module.expert_layers(), (*layout.gate_up, layout.down)
+    weights = {name: module.weight_of(name).unbind() for name in (*names, last)}
+    ends, outputs = to_list(offs), list[Tensor]()
+    sizes = [end - start for start, end in pairwise((0, *ends, x.shape[0]))]
+
+    def product(x: Tensor, name: str, i: int) -> Tensor:
+        return functional_call(layers[f"{name}.{i}"], {"weight": weights[name][i]}, (x,))
+
+    *parts, behind = torch.split(x, sizes)
+    for i, part in enumerate(parts):
+        found = [product(part, name, i) for name in names]
+        gate, up = found if len(found) == 2 else found[0].chunk(2, dim=-1)
+        outputs.append(product(silu(gate) * up, last, i))
+    return torch.cat([*outputs, torch.zeros_like(behind)])
+
+
+@not_compiled  # Dynamo sends no call of `torch._grouped_mm` to a mode
+def _with_grouped_gemms(module: ConvertedExperts, args: Any, kwargs: Any) -> Any:
+    with _GroupedGemms(module.recipe, module.engine):
+        return module.converted_from.forward(module, *args, **kwargs)
+
+
+class _GroupedGemms(TorchFunctionMode):
+    """Computes `torch._grouped_mm` of tokens [T, K] with experts' matrices [E, K, N] by `grouped_linear`."""
+
+    def __init__(self, recipe: Recipe, engine: str) -> None:
+        super().__init__()
+        self.recipe, self.engine = recipe, engine
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "_grouped_mm" and [x.ndim for x in args[:2]] == [2, 3]:
+            return self._multiplied(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _multiplied(self, a: Tensor, b: Tensor, offs: Tensor, bias: Any = None, out_dtype: Any = None) -> Tensor:
+        weight = b.transpose(-2, -1).contiguous()  # a copy only of weights that are stored as [E, K, N]
+        output = grouped_linear(a, weight, offs, recipe=self.recipe, engine=self.engine)
+        output = output if bias is None else output + bias
+        return output if out_dtype is None else output.to(out_dtype)
+
+
+def why_not(module: nn.Module, experts: Experts, recipe: Recipe) -> str:
+    """Why a module's experts are not converted; empty if they can be."""
+    try:
+        require_groups("experts", recipe)
+    except UnsupportedError as error:
+        return str(error)
+    if recipe.delayed is not None:
+        return "delayed scaling has a state, which they do not hold"
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    for weight in experts.weights.values():
+        if weight.dtype not in HIGH_PRECISION_DTYPES:
+            return f"its weights are {weight.dtype}"
+        if any(size % CHIP.size_multiple for size in weight.shape[1:]):
+            return f"not multiples of {CHIP.size_multiple}"
+    return ""
+
+
+def convert_experts(module: nn.Module, experts: Experts, recipe: Recipe, engine: str) -> None:
+    """Make `module` compute under the recipe."""
+    converted: Any = module
+    module.__class__ = experts_subclass(type(module))
+    converted.recipe, converted.engine, converted.layout = recipe, engine, experts.layout
+    converted._compiled_call_impl = None  # set by module.compile(); it would run the old forward
+
+
+def dequantize_experts(module: ConvertedExperts) -> None:
+    """Make `module` what it was before."""
+    setattr(module, "__class__", module.converted_from)  # noqa: B010
+    for name in ("recipe", "engine", "layout", "_compiled_call_impl", *_OF_OBSERVERS):
+        module.__dict__.pop(name, None)
+
+
+@cache
+def experts_subclass(of: type[nn.Module]) -> type[Any]:
+    """The subclass of both `ConvertedExperts` and `of`."""
+
+    def reduce(self: Any, _: object) -> tuple[Any, ...]:
+        state = {name: x for name, x in self.__getstate__().items() if name not in _OF_OBSERVERS}
+        return _new_experts, (of,), state  # this class cannot be imported
+
+    own = {"__doc__": f"{of.__name__} in float8.", "__module__": of.__module__, "__reduce_ex__": reduce}
+    own["converted_from"] = of
+    bases = (ConvertedExperts, of)
+    return new_class(f"Float8{of.__name__}", bases, exec_body=lambda namespace: namespace.update(own))
+
+
+def _new_experts(of: type[nn.Module]) -> nn.Module:
+    return nn.Module.__new__(experts_subclass(of))

@@ -1,0 +1,162 @@
+"""Mixtures of experts: which modules hold experts, which layers choose among them, and where float8 experts are faster.
+
+Neither transformers nor torchtitan is imported: their modules are known by the file that defines their `forward`.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from f8emu.spec.recipe import Recipe
+from f8emu.torch import torch_internals as internals
+
+TRANSFORMERS = "transformers.integrations.moe"
+"""Where transformers defines the `forward` of all experts: its decorator `use_experts_implementation` replaces it."""
+
+
+class Layout(NamedTuple):
+    """Which parameters of a module are which weights of its experts, `down(silu(gate) * up)`."""
+
+    gate_up: tuple[str, ...]
+    """One parameter [E, 2H, D], the gate's rows first; or those of gate and of up, each [E, H, D]."""
+    down: str
+    """[E, D, H]."""
+
+
+LAYOUTS = {
+    TRANSFORMERS: Layout(("gate_up_proj",), "down_proj"),
+    "torchtitan.models.moe.moe": Layout(("w1", "w3"), "w2"),  # 0.2
+    "torchtitan.models.common.moe": Layout(("w1_EFD", "w3_EFD"), "w2_EDF"),  # 0.3
+}
+"""The file that defines `forward` -> the parameters that it multiplies."""
+
+
+class Experts(NamedTuple):
+    """What is known of a module whose `forward` multiplies stacks of matrices by grouped GEMMs."""
+
+    weights: dict[str, Tensor]
+    """Name -> [E, N, K]."""
+    layout: Layout | None
+    """None: the module computes something else than `down(silu(gate) * up)`, for example with biases or a clamp."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(experts, hidden_dim, dim); without a layout, the shape of the first stack."""
+        e, d, h = (self.weights[self.layout.down] if self.layout else next(iter(self.weights.values()))).shape
+        return (e, h, d) if self.layout else (e, d, h)
+
+
+def experts_of(module: nn.Module) -> Experts | None:
+    """The experts of which `module` holds the weights; None if it holds none, or multiplies them in another way."""
+    weights = _stacks_of(module)
+    kind = converted_from(type(module))
+    forward: Any = kind.forward
+    file = file_of(kind)
+    if weights and (layout := LAYOUTS.get(file)) and _is_gated_silu(module, weights, layout, file):
+        return Experts(weights, layout)
+    if weights and (file == TRANSFORMERS or _reaches_grouped_mm(forward, kind)):
+        return Experts(weights, None)
+    return None
+
+
+def converted_from(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a conversion made `kind` from; `kind` itself if none did."""
+    return getattr(kind, "converted_from", kind)
+
+
+def file_of(kind: type[nn.Module]) -> str:
+    """The file that defines `forward`, as a module's name."""
+    return getattr(kind.forward, "__globals__", {}).get("__name__", "")
+
+
+def _stacks_of(module: nn.Module) -> dict[str, Tensor]:
+    if isinstance(module, nn.Linear | internals.ConvNd):
+        return {}
+    own = {name: p for name, p in internals.own_parameters(module).items() if p is not None and not is_lazy(p)}
+    return {name: p for name, p in own.items() if p.ndim == 3 and p.shape[0] > 1}
+
+
+def _is_gated_silu(module: Any, weights: dict[str, Tensor], layout: Layout, file: str) -> bool:
+    names = [*layout.gate_up, layout.down]
+    if sorted(weights) != sorted(names) or len(internals.own_parameters(module)) != len(names):
+        return False
+    e, d, h = weights[layout.down].shape
+    if any(weights[name].shape != (e, 2 * h // len(layout.gate_up), d) for name in layout.gate_up):
+        return False
+    if file != TRANSFORMERS:
+        return True
+    others = ("is_transposed", "has_bias", "has_post_expert_norm")
+    is_plain = module.has_gate and module.is_concatenated and not any(getattr(module, name, False) for name in others)
+    is_silu = isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation"
+    return is_plain and is_silu and type(module)._apply_gate.__module__ == TRANSFORMERS  # not a gate of its own
+
+
+def _reaches_grouped_mm(function: Callable[..., Any], owner: type, depth: int = 3) -> bool:
+    # Whether the function, or one that it names, names torch's grouped GEMM.
+    function = inspect.unwrap(function)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    if "_grouped_mm" in names or "grouped_mm" in names:
+        return True
+    known = getattr(function, "__globals__", {})
+    called = (known.get(name, getattr(owner, name, None)) for name in names) if depth else ()
+    return any(_reaches_grouped_mm(one, owner, depth - 1) for one in called if inspect.isfunction(one))
+
+
+def routers(module: nn.Module) -> set[int]:
+    """The ids of the linear layers that choose among experts, or weigh a shared one.
+
+    Such a layer has "gate", "rout" or "wg" in its name, one output or one for each expert, and lies in the block of the
+    experts: the smallest module around them that has other parameters.
+    """
+    modules = dict(internals.named_modules(module))
+    found: set[int] = set()
+    for fqn, part in modules.items():
+        stacks = _stacks_of(part)
+        count = next(iter(stacks.values())).shape[0] if stacks else 0
+        if isinstance(part, nn.ModuleList) and fqn.split(".")[-1] == "experts":
+            count = len(part)
+        block, others = fqn, dict[str, nn.Module]()
+        while count > 1 and block and not any(internals.own_parameters(one) for one in others.values()):
+            block = block.rpartition(".")[0]
+            prefix = f"{block}." if block else ""
+            others = {
+                name.removeprefix(prefix): one
+                for name, one in modules.items()
+                if name.startswith(prefix) and name != fqn and not name.startswith(f"{fqn}.")
+            }
+        for name, one in others.items():
+            is_named = any(word in name for word in ("gate", "rout", "wg"))
+            if is_named and isinstance(one, nn.Linear) and one.out_features in (1, count):
+                found.add(id(one))
+    return found
+
+
+# A model of time: the operations of the nine GEMMs, and the bytes of GEMMs and casts. Its rates are fitted to one H100
+# (Llama 4 Scout, DeepSeek-V3, Qwen3-30B and Mixtral; forward and backward against compiled bfloat16), and meet those
+# GEMMs within 2 % and those ratios within 4 %.
+_OPERATIONS = {"bfloat16": 737e12, "float8": 1339e12}  # a second
+_GEMM_BYTES = {"bfloat16": 4.37e12, "float8": 2.51e12}  # a second, as if every GEMM read each operand once
+_CAST_BYTES = 2.95e12  # a second
+
+
+def speed_of_experts(shape: tuple[int, ...], tokens_per_expert: float, recipe: Recipe) -> float:
+    """The predicted speed of float8 experts, times that of bfloat16, forward and backward, weights cast once a pass.
+
+    Shapes:
+        shape is (experts, hidden_dim, dim).
+    """
+    # Elements of one expert: input, hidden, one of three weights.
+    _, h, d = shape
+    x, hidden, weight = tokens_per_expert * d, tokens_per_expert * h, h * d
+    operations = 18 * tokens_per_expert * h * d  # three of each pass of forward, grad_input and grad_weight
+    plain = operations / _OPERATIONS["bfloat16"] + (26 * x + 34 * hidden + 18 * weight) / _GEMM_BYTES["bfloat16"]
+    # A GEMM in bfloat16, as grad_weight may be, is a third of the work.
+    share = sum(gemm.a.format is not None for gemm in recipe.gemms.values()) / len(recipe.gemms)
+    rate = share / _OPERATIONS["float8"] + (1 - share) / _OPERATIONS["bfloat16"]
+    multiply = operations * rate + (8 * x + 12 * hidden + 12 * weight) / _GEMM_BYTES["float8"]
+    # Delayed scaling reads each matrix once, the others twice.
+    casts = 18 * weight + 12 * x + 28 * hidden if recipe.delayed is None else 12 * weight + 8 * x + 18 * hidden
+    return plain / (multiply + casts / _CAST_BYTES)

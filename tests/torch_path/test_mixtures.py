@@ -1,0 +1,277 @@
+"""Mixtures of experts: those of transformers and torchtitan, and others that call grouped GEMMs, there and back."""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+import f8emu.torch as f8
+from f8emu.spec import RECIPES
+from f8emu.torch import Outcome
+from f8emu.torch.conversion.mixtures import speed_of_experts
+from tests.torch_path.layers import draw
+
+transformers: Any = pytest.importorskip("transformers")
+
+# The smallest sizes of one GEMM each, so that few kernels are compiled; one expert has most tokens, one few.
+DIM, HIDDEN, EXPERTS, TOKENS = 32, 48, 4, 40
+COMMON = {"hidden_size": DIM, "intermediate_size": HIDDEN, "num_hidden_layers": 2, "vocab_size": 64}
+COMMON |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": EXPERTS},
+    "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": HIDDEN, "head_dim": 16},
+    "GptOss": {"num_local_experts": EXPERTS, "head_dim": 16},
+}
+
+
+def model_of(kind: str, **config: Any) -> Any:
+    torch.manual_seed(0)
+    found = getattr(transformers, f"{kind}Config")(**COMMON, **KINDS[kind], **config)
+    return getattr(transformers, f"{kind}ForCausalLM")._from_config(found, dtype=torch.bfloat16)
+
+
+def experts_in(model: Any) -> Any:
+    return model.model.layers[0].mlp.experts
+
+
+def routing(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, the two experts of each (no token is the third's) and their weights."""
+    index = torch.stack([torch.tensor([0, 1] if i % 8 == 0 else [3, i % 2]) for i in range(TOKENS)])
+    return draw(TOKENS, DIM, seed=seed), index, draw(TOKENS, 2, seed=seed + 1)
+
+
+def results(experts: Any, index: Tensor, x: Tensor, weights: Tensor) -> list[Any]:
+    """The output, and all gradients."""
+    x, weights = (t.clone().requires_grad_() for t in (x, weights))
+    experts.zero_grad()
+    output = experts(x, index, weights)
+    output.backward(draw(TOKENS, DIM, seed=7))
+    return [output.detach(), *(t.grad for t in (x, weights, *experts.parameters()))]
+
+
+class Loop(nn.Module):
+    """What transformers' experts compute, each by Float8Linear layers of its own."""
+
+    def __init__(self, experts: Any, recipe: str) -> None:
+        super().__init__()
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(self, name, nn.ModuleList())
+            for matrix in getattr(experts, name).detach():
+                layer = f8.Float8Linear(*reversed(matrix.shape), bias=False, dtype=matrix.dtype, recipe=recipe)
+                layer.weight = nn.Parameter(matrix.clone())
+                getattr(self, name).append(layer)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        order = index.flatten().argsort(stable=True)
+        parts = x[order // 2].split(torch.bincount(index.flatten(), minlength=EXPERTS).tolist())
+        outputs: list[Tensor] = []
+        for part, gate_up, down in zip(parts, self.gate_up_proj, self.down_proj, strict=True):  # pyright: ignore[reportArgumentType]
+            gate, up = gate_up(part).chunk(2, dim=1)
+            outputs.append(down(silu(gate) * up))
+        output = torch.cat(outputs) * weights.flatten()[order].unsqueeze(1)
+        return output[order.argsort()].view(-1, 2, DIM).sum(1)
+
+    def stacked(self, found: list[Tensor]) -> list[Tensor]:
+        """With the gradients of all experts as one."""
+        return [*found[:3], torch.stack(found[3 : 3 + EXPERTS]), torch.stack(found[3 + EXPERTS :])]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_experts_have_the_bits_of_a_loop_of_layers(kind: str, recipe: str, assert_same_bits: Any) -> None:
+    experts = experts_in(f8.convert_to_float8_training(model_of(kind), config=recipe))
+    loop = Loop(experts, recipe)
+    x, index, weights = routing()
+    found = results(experts, index, x, weights)
+    for mine, expected in zip(found, loop.stacked(results(loop, index, x, weights)), strict=True):
+        assert_same_bits(mine, expected)
+    assert not found[3][2].any(), "no token is the third's"
+    # Indices beyond the last expert are those of other ranks: zeros, here and in the gradients.
+    beyond = experts(x, index + EXPERTS * (index == 3), weights)
+    rest = experts(x, index, weights * (index != 3))
+    assert_same_bits(beyond, rest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_train_are_saved_and_come_back(kind: str, assert_same_bits: Any) -> None:
+    model = model_of(kind, output_router_logits=True)
+    before, state = type(experts_in(model)), copy.deepcopy(model.state_dict())
+    report = f8.plan_conversion(model, config="rowwise")
+    assert {entry.outcome for entry in report.entries} == {Outcome.CONVERTED}
+    assert all("embedding" in w.reason or "chooses among" in w.reason or "bias" in w.fqn for w in report.others)
+    assert sum("chooses among experts" in weight.reason for weight in report.others) == 2
+    tokens = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=tokens, labels=tokens).loss
+    f8.convert_to_float8_training(model, config="rowwise")
+    experts = experts_in(model)
+    assert isinstance(experts, before) and type(experts) is not before and "recipe=rowwise" in repr(experts)
+    assert list(model.state_dict()) == list(state)
+    model.load_state_dict(state)
+    # 1. Training, and a copy that is the same.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses: list[Tensor] = []
+    for _ in range(3):
+        losses.append(model(input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert abs(float((losses[0] - expected).detach())) < 0.1 and torch.isfinite(torch.stack(losses)).all()
+    assert losses[-1] < losses[0]
+    x, index, weights = routing()
+    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert type(other) is type(experts)
+        for mine, theirs in zip(*(results(e, index, x, weights) for e in (experts, other)), strict=True):
+            assert_same_bits(mine, theirs)
+    # 2. Back, with the old bits.
+    model.load_state_dict(state)
+    f8.dequantize_float8_training(model)
+    assert (
+        type(experts_in(model)) is before and vars(experts_in(model)).keys() == vars(experts_in(model_of(kind))).keys()
+    )
+    assert_same_bits(model(input_ids=tokens, labels=tokens).loss, expected)
+
+
+def test_compiled_and_checkpointed_experts_have_the_bits_of_eager_ones(assert_same_bits: Any) -> None:
+    x, index, weights = routing()
+    for kind in ("Mixtral", "GptOss"):
+        experts = experts_in(f8.convert_to_float8_training(model_of(kind), config="rowwise"))
+        expected = results(experts, index, x, weights)
+        call = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        for mine, theirs in zip(results(call, index, x, weights), expected, strict=True):
+            assert_same_bits(mine, theirs)
+
+
+# Others than transformers' experts
+
+SOURCE = """
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+def run(w1, w2, w3, x, sizes):
+    offs = torch.cumsum(sizes, dim=0, dtype=torch.int32)
+    h = silu(torch._grouped_mm(x, w1.transpose(-2, -1), offs=offs))
+    h = h * torch._grouped_mm(x, w3.transpose(-2, -1), offs=offs)
+    return torch._grouped_mm(h, w2.transpose(-2, -1), offs=offs)
+
+class GroupedExperts(nn.Module):
+    def __init__(self, experts, dim, hidden, ends):
+        super().__init__()
+        for name, shape in zip(ends, ((hidden, dim), (dim, hidden), (hidden, dim))):
+            setattr(self, name, nn.Parameter(torch.randn(experts, *shape).bfloat16() / 8))
+        self.names = ends
+
+    def forward(self, x, num_tokens_per_expert):
+        return run(*(getattr(self, name) for name in self.names), x.bfloat16(), num_tokens_per_expert).type_as(x)
+"""
+
+
+def class_in(file: str) -> Any:
+    """The class, as if that file defined it."""
+    module = ModuleType(file)
+    exec(SOURCE, module.__dict__)
+    return module.__dict__["GroupedExperts"]
+
+
+class MoE(nn.Module):
+    """A block as torchtitan has it."""
+
+    def __init__(self, experts: nn.Module, shared: bool = False) -> None:
+        super().__init__()
+        self.routed_experts = nn.ModuleDict({"inner_experts": experts})
+        self.router = nn.ModuleDict({"gate": nn.Linear(DIM, 16)})
+        self.gate_proj = nn.Linear(DIM, HIDDEN)
+        self.shared_expert_gate = nn.Linear(DIM, 1) if shared else None
+
+
+def test_torchtitan_and_others_that_call_grouped_gemms(assert_same_bits: Any) -> None:
+    names = ("w1", "w2", "w3"), ("w1_EFD", "w2_EDF", "w3_EFD"), ("a", "b", "c")
+    files = ("torchtitan.models.moe.moe", "torchtitan.models.common.moe", "somewhere")
+    x, sizes = draw(TOKENS, DIM, seed=1), torch.tensor([7, 0, 25, 1, *[0] * 12])  # and 7 behind the last
+    offs, grad = sizes.cumsum(0).int(), draw(TOKENS, DIM, seed=2)
+    for own, file in zip(names, files, strict=True):
+        torch.manual_seed(1)
+        experts = class_in(file)(16, DIM, HIDDEN, own)
+        w1, w2, w3 = (p.detach().clone().requires_grad_() for p in experts.parameters())
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        model = MoE(experts, shared=True)
+        report = f8.plan_conversion(model, config="rowwise")
+        outcomes = {entry.fqn: entry.outcome for entry in report.entries}
+        assert outcomes == {
+            "routed_experts.inner_experts": Outcome.CONVERTED,
+            "router.gate": Outcome.ROUTER,
+            "gate_proj": Outcome.CONVERTED,
+            "shared_expert_gate": Outcome.ROUTER,
+        }
+        assert ("one by one" in str(report)) == (file == "somewhere")
+        f8.convert_to_float8_training(model, config="rowwise")
+        output = experts(inputs[0], sizes)
+        output.backward(grad)
+        gate, up = (f8.grouped_linear(inputs[1], w, offs, recipe="rowwise") for w in (w1, w3))
+        expected = f8.grouped_linear(silu(gate) * up, w2, offs, recipe="rowwise")
+        expected.backward(grad)
+        pairs = [
+            (output, expected),
+            *((p.grad, w.grad) for p, w in zip(experts.parameters(), (w1, w2, w3), strict=True)),
+        ]
+        for mine, theirs in [*pairs, (inputs[0].grad, inputs[1].grad)]:
+            assert_same_bits(mine, theirs)
+    # What no grouped GEMM multiplies stays, and so does what a recipe or a size excludes.
+    for recipe, reason in (("blockwise", "blockwise"), ("delayed", "state")):
+        entry = f8.plan_conversion(MoE(class_in(files[0])(16, DIM, HIDDEN, names[0])), config=recipe).entries[0]
+        assert entry.outcome is Outcome.TYPE and reason in entry.reason
+    odd = f8.plan_conversion(class_in(files[0])(4, DIM, 40, names[0]), config="rowwise").entries[0]
+    assert odd.outcome is Outcome.TYPE and odd.reason == "not multiples of 16"
+    replaced: Any = class_in(files[0])(4, DIM, HIDDEN, names[0])
+    replaced.forward = lambda *_: None
+    assert "replaced" in f8.plan_conversion(replaced).entries[0].reason
+
+
+def test_the_model_of_bytes_says_where_bfloat16_is_faster() -> None:
+    # Measured on an H100: prototypes/moe.md. Llama 4 Scout, DeepSeek-V3 (8 of its experts), Qwen3-30B, Mixtral.
+    shapes = {(16, 8192, 5120): 1024, (8, 2048, 7168): 4096, (128, 768, 2048): 512, (8, 14336, 4096): 2048}
+    measured = {"rowwise": (1.11, 1.39, 0.89, 1.28), "delayed": (1.24, 1.51, 1.03, 1.41)}
+    for name, speeds in measured.items():
+        for (shape, tokens), speed in zip(shapes.items(), speeds, strict=True):
+            assert abs(speed_of_experts(shape, tokens, RECIPES[name]) / speed - 1) < 0.04
+    with torch.device("meta"):
+        models = [class_in("torchtitan.models.moe.moe")(e, d, h, ("w1", "w2", "w3")) for e, h, d in shapes]
+    plans = [
+        f8.plan_conversion(model, config="rowwise", tokens_per_expert=tokens)
+        for model, tokens in zip(models, shapes.values(), strict=True)
+    ]
+    assert [(plan.entries[0].speed or 0) > 1 for plan in plans] == [True, True, False, True]
+    assert "0.86 times the speed of bfloat16" in str(plans[2])
+    for tokens, expected in ((512, [False] * 4), (None, [True, True, False, True])):
+        is_large = f8.filter_small_layers("rowwise", tokens_per_expert=tokens)
+        assert [is_large(model, "experts") for model in models] == expected
+    assert not f8.filter_small_layers("rowwise", filter_fqns=["experts"])(models[3], "experts")
+
+
+def test_observers_see_every_expert(tmp_path: Path, assert_same_bits: Any) -> None:
+    model = f8.convert_to_float8_training(model_of("Qwen3Moe"), config="rowwise")
+    experts, (x, index, weights) = experts_in(model), routing()
+    expected = results(experts, index, x, weights)
+    path = tmp_path / "run.jsonl"
+    config = {"layers": "layers[.]0[.]mlp[.]experts", "statistics": ["underflow", "amax"], "path": str(path)}
+    with f8.inspect(model, config) as inspector, f8.capture(model, tmp_path / "capture", layers="experts"):
+        found = results(experts, index, x, weights)
+        inspector.step()
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+    records = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    place = ("layer", "gemm", "operand")
+    inputs = {r["layer"]: r for r in records if tuple(r[key] for key in place[1:]) == ("output", "a")}
+    prefix = "model.layers.0.mlp.experts"
+    assert list(inputs) == [f"{prefix}.{name}.{i}" for i in range(EXPERTS) for name in ("gate_up_proj", "down_proj")]
+    sizes = torch.bincount(index.flatten(), minlength=EXPERTS).tolist()
+    assert [inputs[f"{prefix}.down_proj.{i}"]["rows"] for i in range(EXPERTS)] == sizes, "the third is idle"
+    assert all(("underflow" in record) == (record["rows"] > 0) for record in inputs.values())
+    assert not experts.is_watched and "layers_of_experts" not in vars(copy.deepcopy(experts))
