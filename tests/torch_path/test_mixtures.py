@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import f8emu.torch as f8
 from f8emu.spec import RECIPES
@@ -143,9 +146,18 @@ def test_compiled_and_checkpointed_experts_have_the_bits_of_eager_ones(assert_sa
     for kind in ("Mixtral", "GptOss"):
         experts = experts_in(f8.convert_to_float8_training(model_of(kind), config="rowwise"))
         expected = results(experts, index, x, weights)
-        call = torch.compile(experts, fullgraph=True, backend="aot_eager")
-        for mine, theirs in zip(results(call, index, x, weights), expected, strict=True):
-            assert_same_bits(mine, theirs)
+        kept = {"context_fn": partial(create_selective_checkpoint_contexts, f8.float8_checkpoint_policy())}
+        compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        calls: list[Any] = [lambda *args: compiled(*args)]
+        calls += [lambda *args, own=own: checkpoint(experts, *args, use_reentrant=False, **own) for own in ({}, kept)]  # pyright: ignore[reportUnknownLambdaType]
+        for call in calls:
+            call.zero_grad, call.parameters = experts.zero_grad, experts.parameters
+            for mine, theirs in zip(results(call, index, x, weights), expected, strict=True):
+                assert_same_bits(mine, theirs)
+    with FlopCounterMode(display=False) as counter:
+        results(experts, index, x, weights)
+    padded = 2 * TOKENS + 16 * EXPERTS  # the tokens of the GEMMs over them
+    assert counter.get_total_flops() == 2 * (2 * 2 * TOKENS + padded) * 3 * HIDDEN * DIM
 
 
 # Others than transformers' experts

@@ -2,7 +2,8 @@
 
 Its class becomes a subclass of what it was, whose `forward` calls `float8_experts` on tokens sorted by expert, or, of
 experts that compute something else than `down(silu(gate) * up)`, the old `forward` with every grouped GEMM in it under
-the recipe. The routing weights, their product and the sum over a token's experts are those of the library.
+the recipe. The routing weights, their product and the sum over a token's experts are those of the library. Weights in
+another dtype than the tokens, as float32 under autocast, are rounded to theirs first, as both libraries do.
 """
 
 import weakref
@@ -57,8 +58,10 @@ class ConvertedExperts(LayersOfExperts):
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
         count = self.weight_of("down_proj").shape[0]
         offs = torch.searchsorted(experts, torch.arange(count, device=experts.device), right=True).int()
-        x = hidden_states[order // top_k_index.shape[-1]]
-        # 2. Multiplied.
+        # 2. Multiplied, in the dtype of autocast, or that of the weights.
+        device, x = hidden_states.device.type, hidden_states[order // top_k_index.shape[-1]]
+        is_autocast = not x.is_meta and torch.is_autocast_enabled(device)
+        x = x.to(torch.get_autocast_dtype(device) if is_autocast else self.weight_of("down_proj").dtype)
         if self.layout is not None:
             output = self._experts(x, offs, self.layout)
         else:
@@ -85,16 +88,16 @@ class ConvertedExperts(LayersOfExperts):
     def _experts(self, x: Tensor, offs: Tensor, layout: Layout) -> Tensor:
         if self.is_watched:
             return _layer_by_layer(self, x, offs, layout)
-        gate_up = [self.weight_of(name) for name in layout.gate_up]
+        *gate_up, down = (self.weight_of(name).to(x.dtype) for name in (*layout.gate_up, layout.down))
         pair: Any = gate_up[0] if len(gate_up) == 1 else tuple(gate_up)
-        return float8_experts(x, pair, self.weight_of(layout.down), offs, recipe=self.recipe, engine=self.engine)
+        return float8_experts(x, pair, down, offs, recipe=self.recipe, engine=self.engine)
 
     def _one_by_one(self, x: Tensor, offs: Tensor, experts: Tensor) -> Tensor:
         # The options of transformers' decorator, of which `_is_gated_silu` knows too.
         options: Any = self
 
         def product(x: Tensor, name: str) -> Tensor:
-            weight = self.weight_of(name)
+            weight = self.weight_of(name).to(x.dtype)
             weight = weight.transpose(-2, -1).contiguous() if options.is_transposed else weight
             output = grouped_linear(x, weight, offs, recipe=self.recipe, engine=self.engine)
             return output + self.weight_of(f"{name}_bias")[experts] if options.has_bias else output
@@ -151,7 +154,7 @@ class _ExpertLinear(Float8Linear):
 def _layer_by_layer(module: ConvertedExperts, x: Tensor, offs: Tensor, layout: Layout) -> Tensor:
     # What `float8_experts` computes.
     layers, (*names, last) = module.expert_layers(), (*layout.gate_up, layout.down)
-    weights = {name: module.weight_of(name).unbind() for name in (*names, last)}
+    weights = {name: module.weight_of(name).to(x.dtype).unbind() for name in (*names, last)}
     ends, outputs = to_list(offs), list[Tensor]()
     sizes = [end - start for start, end in pairwise((0, *ends, x.shape[0]))]
 

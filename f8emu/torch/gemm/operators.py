@@ -236,9 +236,9 @@ def _(a: Tensor, b: Tensor, *options: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=options[0])
 
 
-@register_flop_formula([torch.ops.f8emu.run_scaled_mm, torch.ops.f8emu.run_mm])
+@register_flop_formula([torch.ops.f8emu.run_scaled_mm, torch.ops.f8emu.run_mm, torch.ops.f8emu.multiply_groups])
 def _flops(a_shape: list[int], b_shape: list[int], *_: Any, **__: Any) -> int:
-    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+    return 2 * a_shape[0] * a_shape[1] * b_shape[-1]  # of groups over K, with their padding
 
 
 def _tunes_gemms() -> bool:
