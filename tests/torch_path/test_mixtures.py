@@ -50,11 +50,11 @@ def routing(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return draw(TOKENS, DIM, seed=seed), index, draw(TOKENS, 2, seed=seed + 1)
 
 
-def results(experts: Any, index: Tensor, x: Tensor, weights: Tensor) -> list[Any]:
+def results(experts: Any, index: Tensor, x: Tensor, weights: Tensor, call: Any = None) -> list[Any]:
     """The output, and all gradients."""
     x, weights = (t.clone().requires_grad_() for t in (x, weights))
     experts.zero_grad()
-    output = experts(x, index, weights)
+    output = (experts if call is None else call)(x, index, weights)
     output.backward(draw(TOKENS, DIM, seed=7))
     return [output.detach(), *(t.grad for t in (x, weights, *experts.parameters()))]
 
@@ -146,13 +146,14 @@ def test_compiled_and_checkpointed_experts_have_the_bits_of_eager_ones(assert_sa
     for kind in ("Mixtral", "GptOss"):
         experts = experts_in(f8.convert_to_float8_training(model_of(kind), config="rowwise"))
         expected = results(experts, index, x, weights)
-        kept = {"context_fn": partial(create_selective_checkpoint_contexts, f8.float8_checkpoint_policy())}
+        kept: dict[str, Any] = {
+            "context_fn": partial(create_selective_checkpoint_contexts, f8.float8_checkpoint_policy())
+        }
         compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
-        calls: list[Any] = [lambda *args: compiled(*args)]
-        calls += [lambda *args, own=own: checkpoint(experts, *args, use_reentrant=False, **own) for own in ({}, kept)]  # pyright: ignore[reportUnknownLambdaType]
+        calls = [compiled, *(partial(checkpoint, experts, use_reentrant=False, **own) for own in ({}, kept))]
         for call in calls:
-            call.zero_grad, call.parameters = experts.zero_grad, experts.parameters
-            for mine, theirs in zip(results(call, index, x, weights), expected, strict=True):
+            found = results(experts, index, x, weights, call)
+            for mine, theirs in zip(found, expected, strict=True):
                 assert_same_bits(mine, theirs)
     with FlopCounterMode(display=False) as counter:
         results(experts, index, x, weights)

@@ -26,7 +26,6 @@ from f8emu.torch.float8_layer import Float8Layer, LayersOfExperts
 from f8emu.torch.layer.experts import float8_experts
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.grouped_linear import grouped_linear, require_groups
-from f8emu.torch.layer.observers import Tap
 from f8emu.torch.torch_internals import is_dtensor, not_compiled, to_list
 
 _OF_OBSERVERS = ("is_watched", "watched", "layers_of_experts")  # attributes that copies do not take along
@@ -41,8 +40,7 @@ class ConvertedExperts(LayersOfExperts):
     layout: Layout | None
     is_watched: bool = False
     """Whether an observer watches a layer of `expert_layers`. Then these compute, one by one, to the same bits."""
-    watched: int = 0
-    """How many are watched."""
+    watched: int = 0  # how many are
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the class that was converted computes, in float8."""
@@ -85,6 +83,10 @@ class ConvertedExperts(LayersOfExperts):
             own |= {f"{name}.{i}": _ExpertLinear(self, x) for i, x in enumerate(self.weight_of(name).detach())}
         return own
 
+    def watch(self, count: int) -> None:
+        self.watched += count
+        self.is_watched = self.watched > 0
+
     def _experts(self, x: Tensor, offs: Tensor, layout: Layout) -> Tensor:
         if self.is_watched:
             return _layer_by_layer(self, x, offs, layout)
@@ -126,28 +128,23 @@ class ConvertedExperts(LayersOfExperts):
 
 
 class _ExpertLinear(Float8Linear):
-    """One matrix of one expert."""
+    """One matrix of one expert; setting and deleting its tap is counted by the module."""
 
     def __init__(self, owner: ConvertedExperts, matrix: Tensor) -> None:
         n, k = matrix.shape
         super().__init__(k, n, False, "meta", matrix.dtype, recipe=owner.recipe, engine=owner.engine)
         self.weight = nn.Parameter(matrix)
-        self.owner, self.own_tap = weakref.ref(owner), None
+        self.owner = weakref.ref(owner)
 
-    @property  # pyright: ignore[reportIncompatibleVariableOverride]
-    def tap(self) -> Tap | None:
-        return self.own_tap
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "tap" and (owner := self.owner()) is not None:
+            owner.watch(1)
 
-    @tap.setter
-    def tap(self, tap: Tap | None) -> None:
-        if (owner := self.owner()) is not None:
-            owner.watched += (tap is not None) - (self.own_tap is not None)
-            owner.is_watched = owner.watched > 0
-        self.own_tap = tap
-
-    @tap.deleter
-    def tap(self) -> None:
-        self.tap = None
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name == "tap" and (owner := self.owner()) is not None:
+            owner.watch(-1)
 
 
 @not_compiled  # the host waits for the sizes of groups

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -187,7 +187,7 @@ def report_of(
         kind, reason = found[id(part)] = outcome  # a shared layer has one outcome, which its first name decides
         entries.append(ConversionEntry(fqn=fqn, shape=shape, outcome=kind, reason=reason, speed=speed))
         if kind in (Outcome.CONVERTED, Outcome.ALREADY):
-            weights: Iterable[Any] = (part.weight,) if experts is None else experts.weights.values()
+            weights: Any = (part.weight,) if experts is None else experts.weights.values()
             covered |= {id(weight): weight for weight in weights}
     return ConversionReport(
         recipe=recipe,
