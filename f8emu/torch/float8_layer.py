@@ -5,7 +5,8 @@
 # pyright: reportPrivateUsage=false
 
 import re
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +22,38 @@ if TYPE_CHECKING:
     from f8emu.torch.layer.observers import Tap
 
 
-class Float8Layer(nn.Linear):
+class Scaled(nn.Module):
+    """A module that may have a state of delayed scaling: a layer, or that of a grouped weight."""
+
+    delayed: "DelayedBuffers | None"  # the state of delayed scaling; None under dynamic scaling
+    update_group: "UpdateGroup | None"
+    """The layers whose scales are updated with this one's; None under dynamic scaling."""
+
+    def update_with(self, group: "UpdateGroup | None") -> None:
+        """Update the scales together with those of the other layers of `group`."""
+        if (old := self.__dict__.get("update_group")) is not None:
+            old.layers.pop(id(self), None)
+        self.update_group = group
+        if group is not None:
+            group.add(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.delayed is not None:
+            self.delayed._apply(fn, recurse)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.update_with(self.update_group)
+
+
+class Float8Layer(Scaled, nn.Linear):
     """A linear layer that computes under a recipe."""
 
     recipe: Recipe
     engine: str
-    delayed: "DelayedBuffers | None"  # the state of delayed scaling; None under dynamic scaling
-    update_group: "UpdateGroup | None"
-    """The layers whose scales are updated with this one's; None under dynamic scaling."""
     tap: "Tap | None" = None  # where observers watch the layer (`layer.observers`); None without observers
-
-    def update_with(self, group: "UpdateGroup | None") -> None:
-        """Update the scales together with those of the other layers of `group`."""
-        raise NotImplementedError
 
 
 class LayersOfExperts(nn.Module):

@@ -1,6 +1,8 @@
 """Grouped linear layers against the oracle and against layers of one group, and the fused experts against those."""
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.nn.functional import silu
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from f8emu.spec import RECIPES, OperandError, UnsupportedError
+from f8emu.spec import E4M3FN, RECIPES, Cast, OperandError, UnsupportedError
 from tests.torch_path.layers import draw
 
 SIZES = (0, 1, 15, 17, 40, 0)
@@ -137,3 +139,90 @@ def test_the_module() -> None:
             torch.tensor([stop - start]).int(),
         )
         assert torch.equal(alone, expected[start:stop])
+
+
+def layers_of(experts: f8.Float8Experts, recipe: Any) -> list[tuple[Any, Any]]:
+    """Each expert as two layers."""
+    found: list[tuple[Any, Any]] = []
+    for gate_up, down in zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True):
+        pair = [
+            f8.Float8Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype, recipe=recipe) for w in (gate_up, down)
+        ]
+        for layer, value in zip(pair, (gate_up, down), strict=True):
+            layer.weight.data.copy_(value)
+        found.append((pair[0], pair[1]))
+    return found
+
+
+DELAYED_E4M3 = replace(
+    RECIPES["delayed"],
+    name="delayed_e4m3",
+    grad_input=replace(RECIPES["delayed"].grad_input, a=Cast(format=E4M3FN)),
+    grad_weight=replace(RECIPES["delayed"].grad_weight, a=Cast(format=E4M3FN)),
+)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("recipe", [RECIPES["delayed"], DELAYED_E4M3], ids=lambda x: x.name)
+def test_delayed_experts_equal_layers(recipe: Any, backend: str | None, assert_same_bits: Any) -> None:
+    """Every expert has the outputs, gradients and states of layers of its own, called once a step each."""
+    experts = f8.Float8Experts(4, 32, 48, recipe=recipe, dtype=torch.bfloat16)
+    layers = layers_of(experts, recipe)
+    run = experts if backend is None else torch.compile(experts, backend=backend, fullgraph=True)
+    for step, sizes in enumerate([(5, 0, 17, 16), (1, 2, 33, 0), (0, 20, 9, 4), (8, 8, 8, 8)]):
+        offs, rows = groups_of(sizes)
+        x, g = draw(rows, 32, seed=step).requires_grad_(), draw(rows, 32, seed=step + 10) * 2.0**step
+        y = run(x, offs)
+        y.backward(g)
+        alone = x.detach().clone().requires_grad_()
+        parts = []
+        for (first, second), (start, stop) in zip(layers, pairwise([0, *offs.tolist()]), strict=True):
+            gate, up = first(alone[start:stop]).chunk(2, dim=1)
+            parts.append(second(silu(gate) * up))
+        together = torch.cat(parts)
+        together.backward(g[: len(together)])
+        assert_same_bits(y[: len(together)], together)
+        assert_same_bits(x.grad, alone.grad)
+        for weight, i in ((experts.gate_up_proj, 0), (experts.down_proj, 1)):
+            assert weight.grad is not None
+            for e, pair in enumerate(layers):
+                assert_same_bits(weight.grad[e], pair[i].weight.grad)
+                pair[i].weight.grad = None
+            weight.grad = None
+        own: list[Any] = list(experts.settings.states)
+        for i, state in enumerate(own):
+            stacked = state.delayed.state()
+            for e, pair in enumerate(layers):
+                for name, value in pair[i].delayed.state().items():
+                    assert_same_bits(stacked[name][e].float(), value.float())
+    # A state dict has the states; so has their own checkpoint.
+    other = f8.Float8Experts(4, 32, 48, recipe=recipe, dtype=torch.bfloat16)
+    other.load_state_dict(experts.state_dict())
+    again = f8.Float8Experts(4, 32, 48, recipe=recipe, dtype=torch.bfloat16)
+    f8.load_delayed_state_dict(again, f8.delayed_state_dict(experts))
+    for name, value in f8.delayed_state_dict(experts).items():
+        assert torch.equal(f8.delayed_state_dict(other)[name], value)
+        assert torch.equal(f8.delayed_state_dict(again)[name], value)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_weights_cast_once_a_step(backend: str | None, assert_same_bits: Any) -> None:
+    experts, (offs, rows) = f8.Float8Experts(4, 32, 48, dtype=torch.bfloat16), groups_of((5, 0, 17, 16))
+    plain = copy.deepcopy(experts)
+    run = experts if backend is None else torch.compile(experts, backend=backend, fullgraph=True)
+    for step in range(2):
+        experts.precompute_weights()
+        for part in range(2):
+            x = draw(rows, 32, seed=10 * step + part)
+            outputs = [f(x.clone().requires_grad_(), offs) for f in (run, plain)]
+            for output in outputs:
+                output.sum().backward()
+            assert_same_bits(*outputs)
+        for ours, theirs in zip(experts.parameters(), plain.parameters(), strict=True):
+            assert_same_bits(ours.grad, theirs.grad)
+            with torch.no_grad():
+                ours -= 0.1
+                theirs -= 0.1
+            ours.grad = theirs.grad = None
+    with pytest.raises(UnsupportedError, match="call precompute_weights"):
+        run(draw(rows, 32, seed=1), offs)

@@ -6,7 +6,7 @@ Between two updates each tensor keeps the maximum of the amaxes of all its casts
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,10 @@ class HostNotes:
 
 
 class DelayedBuffers(nn.Module):
-    """The state of one layer. Its tensors follow the layer from device to device and stay float32."""
+    """The state of one layer, or of each group of a grouped one. Its tensors follow the layer and stay float32.
+
+    The states of `groups` are stacked: [G, 3, history_length], [G, 3, 3] and [G, 1] in place of [1, 1].
+    """
 
     # A module, so that compilers know its tensors as static, but no submodule of its layer: neither DDP's broadcast of
     # buffers nor an average of weights may reach it. The metadata of the layer's state dict holds its tensors, so that
@@ -50,17 +53,20 @@ class DelayedBuffers(nn.Module):
     amax_weight: Tensor
     amax_grad_output: Tensor
 
-    def __init__(self, recipe: Recipe, device: torch.device | str | None = None) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device | str | None = None, groups: int | None = None) -> None:
         super().__init__()
         assert recipe.delayed is not None, "only such a recipe has a state"
-        self.recipe = recipe
+        self.recipe, self.groups = recipe, groups
         self.formats = _formats(recipe)
         self.notes = HostNotes()
+        self._parts: tuple[Any, list[Tensor]] | None = None  # of groups, and where they lay
         self.owner = 0  # the number of the group that updates the state (`delayed_update.UpdateGroup`)
         shapes = {"amax_history": (3, recipe.delayed.history_length), "counts": (len(fused.COUNTS), 3)}
+        lead = () if groups is None else (groups,)
         for name in fused.STATE:  # in this order
             dtype = torch.int64 if name == "counts" else torch.float32
-            buffer = torch.empty(shapes.get(name, (1, 1)), dtype=dtype, device=device)
+            shape = (*lead, *shapes[name]) if name in shapes else (groups or 1, 1)
+            buffer = torch.empty(shape, dtype=dtype, device=device)
             self.register_buffer(name, buffer, persistent=False)
         self.reset()
 
@@ -130,7 +136,7 @@ class DelayedBuffers(nn.Module):
         """
         if not torch.compiler.is_compiling() and False in self.notes.are_set and not self.amax_input.is_meta:
             if not (self.amax_input.is_cuda and torch.cuda.is_current_stream_capturing()):
-                found = zip(TENSORS, to_list(torch.cat(self.inv_scales).flatten()), strict=True)
+                found = zip(TENSORS, to_list(torch.cat(self.inv_scales, dim=1).amin(dim=0)), strict=True)
                 x, w, g = [
                     value > fused.UNSET or self.recipe.delayed_scaling_of(tensor) is None for tensor, value in found
                 ]
@@ -140,6 +146,18 @@ class DelayedBuffers(nn.Module):
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the `DelayedState` of each of TENSORS, stacked, counts, and the step's amaxes."""
         return stacked(self.tensors())
+
+    def parts(self) -> list[Tensor]:
+        """The tensors of the state, or of each group's, in the order of `fused.STATE`."""
+        tensors = list(own_buffers(self).values())
+        if self.groups is None:
+            return tensors
+        places = tuple([x.data_ptr() for x in tensors])
+        if self._parts is None or self._parts[0] != places:
+            histories, counts, *numbers = tensors
+            of_groups = zip(histories, counts, *[x.split(1) for x in numbers], strict=True)
+            self._parts = places, [x for group in of_groups for x in group]
+        return self._parts[1]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors themselves. The metadata of a state dict refers to them, as the state dict to the weights."""
@@ -161,11 +179,12 @@ class DelayedBuffers(nn.Module):
             self.counts.copy_(state["counts"])
             inv_scale = torch.where(initialized, state["inv_scale"], torch.full_like(state["inv_scale"], fused.UNSET))
             for i in range(3):
-                self.inv_scales[i].copy_(inv_scale[i])
-                self.amaxes[i].copy_(state["amax"][i])
-        self._begin_anew((False, False, False) if initialized.is_meta else to_list(initialized))
+                self.inv_scales[i].copy_(inv_scale[..., i : i + 1])
+                self.amaxes[i].copy_(state["amax"][..., i : i + 1])
+        is_set = initialized if self.groups is None else initialized.all(dim=0)
+        self._begin_anew((False, False, False) if initialized.is_meta else to_list(is_set))
         owner = None if initialized.is_meta else fused.owners.get(self.owner)
-        if owner is not None and not float(self.amax_grad_output) < 0:  # UNCALLED; it may be NaN
+        if owner is not None and not bool((self.amax_grad_output < 0).all()):  # UNCALLED; it may be NaN
             owner.is_pending = True  # it was saved before the update after a backward pass
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -197,14 +216,16 @@ def _mark(inv_scales: Sequence[Tensor], is_set: Sequence[bool]) -> None:
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`DelayedBuffers.state` of what `DelayedBuffers.tensors` returned."""
-    inv_scale = torch.cat([tensors[name] for name in fused.INV_SCALES]).flatten()
+    inv_scale, amax = (torch.cat([tensors[x] for x in names], dim=1) for names in (fused.INV_SCALES, fused.AMAXES))
+    if tensors["amax_history"].ndim == 2:
+        inv_scale, amax = inv_scale.flatten(), amax.flatten()
     is_set = inv_scale > fused.UNSET
     return {
         "amax_history": tensors["amax_history"],
         "inv_scale": torch.where(is_set, inv_scale, torch.ones_like(inv_scale)),
         "initialized": is_set,
         "counts": tensors["counts"],
-        "amax": torch.cat([tensors[name] for name in fused.AMAXES]).flatten(),
+        "amax": amax,
     }
 
 
@@ -226,8 +247,9 @@ class Report:
 
     def __init__(self, layers: Sequence[DelayedBuffers], is_pinned: bool) -> None:
         with torch.inference_mode(False):  # also updates outside of it write to this
-            numbers = torch.zeros(len(layers), len(TENSORS), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
-        self.numbers = numbers  # [L, 3], as `fused.delayed.update_delayed` writes them
+            count = sum([buffers.groups or 1 for buffers in layers])
+            numbers = torch.zeros(count, len(TENSORS), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        self.numbers = numbers  # [L, 3], groups as layers, as `fused.delayed.update_delayed` writes them
         self._seen: list[list[int]] = []
         self._reported = [buffers.notes.reported for buffers in layers]  # kept: a report is found by their identity
 
@@ -236,12 +258,13 @@ class Report:
         seen: list[list[int]] = to_list(self.numbers)
         if seen == self._seen:
             return
-        self._seen, names = seen, list[str]()
-        for layer, numbers in zip(layers, seen, strict=True):
-            for tensor, inv_scale, number in zip(TENSORS, layer.inv_scales, numbers, strict=True):
-                if number & 1:
+        self._seen, names, rows = seen, list[str](), iter(seen)
+        for layer in layers:
+            of_layer = zip(*[next(rows) for _ in range(layer.groups or 1)], strict=True)
+            for tensor, inv_scale, numbers in zip(TENSORS, layer.inv_scales, of_layer, strict=True):
+                if all(number & 1 for number in numbers):
                     fused.mark_set(inv_scale, True)
-                if number > 1 and tensor not in layer.notes.reported:
+                if max(numbers) > 1 and tensor not in layer.notes.reported:
                     layer.notes.reported.add(tensor)
                     names.append(f"{tensor} of {layer.notes.name or 'a layer without a name'}")
         if names:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from f8emu.spec.errors import OperandError
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch import torch_internals as internals
-from f8emu.torch.float8_layer import Float8Layer
+from f8emu.torch.float8_layer import Scaled
 from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
 from f8emu.torch.layer.delayed_state import DelayedBuffers, DelayedScalingError, Report, report_of
 from f8emu.torch.weights.float8_weight import refill
@@ -37,12 +37,12 @@ class UpdateGroup:
         self.number = next(_numbers)
         owners[self.number] = self
         # In the order in which they were added, which all ranks share.
-        self.layers: weakref.WeakValueDictionary[int, Float8Layer] = weakref.WeakValueDictionary()
+        self.layers: weakref.WeakValueDictionary[int, Scaled] = weakref.WeakValueDictionary()
         self.is_pending = False  # whether a gradient was cast since the last update
         self.is_captured = False  # whether the CUDA graph that is captured has an update already
         self.end = -1  # the backward pass at whose end the group is updated; -1 while there is none
 
-    def add(self, layer: Float8Layer) -> None:
+    def add(self, layer: Scaled) -> None:
         assert layer.delayed is not None
         self.layers[id(layer)] = layer
         layer.delayed.belong_to(self.number)
@@ -105,7 +105,7 @@ _numbers = itertools.count(1)
 
 
 @torch.no_grad()
-def update_states(layers: Sequence[Float8Layer]) -> None:
+def update_states(layers: Sequence[Scaled]) -> None:
     """Update layers with delayed scaling; all ranks of their process groups must call it with the same layers."""
     # 1. Layers of one device, recipe and process groups are updated by one launch. Tensors and process groups are
     #    looked up anew: to make sure that nothing has changed takes as long.
@@ -120,14 +120,14 @@ def update_states(layers: Sequence[Float8Layer]) -> None:
     reports: list[tuple[Report, list[DelayedBuffers]]] = []
     for (device, groups, _), found in alike.items():
         # 2. The largest amaxes of all ranks.
-        states = [x for buffers in found for x in internals.own_buffers(buffers).values()]  # in the order of STATE
+        states = [x for buffers in found for x in buffers.parts()]
         taken = amaxes_of(states)
         for group in groups:
             _require_same_layers(tuple([buffers.notes.name for buffers in found]), group, device)
             _reduce_max(taken, group)
         # 3. The update, which tells the host in the report when the device gets there.
         report = report_of(found, device)
-        numbers = taken.new_empty(len(found), 3) if report is None else report.numbers
+        numbers = taken.new_empty(taken.numel() // 3, 3) if report is None else report.numbers
         reports += [] if report is None else [(report, found)]
         delayed, rule = found[0].recipe.delayed, found[0].recipe.scale_rule
         assert delayed is not None, "only such a recipe has a state"
@@ -146,7 +146,7 @@ def _reduce_max(x: Tensor, group: Any) -> None:
     dist.all_reduce(x, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _ranks_of(layer: Float8Layer, of_meshes: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
+def _ranks_of(layer: Scaled, of_meshes: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
     # The process groups whose ranks share its scales: chosen, of the weight's mesh, or all ranks.
     assert layer.update_group is not None, "it has a state"
     if (chosen := layer.update_group.ranks) is not None:
@@ -242,7 +242,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     for prefix, layer, buffers in _layers(model):
         buffers.load("load_delayed_state_dict", {name: state[f"{prefix}{name}"] for name in buffers.state()})
         buffers.notes.is_loaded = True
-        refill(layer.weight)
+        refill(internals.own_parameters(layer).get("weight"))
 
 
 class DelayedScalingState:
@@ -260,10 +260,10 @@ class DelayedScalingState:
         load_delayed_state_dict(self.model, state_dict)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Float8Layer, DelayedBuffers]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, Scaled, DelayedBuffers]]:
     # Prefix of keys, layer and state of each layer that has one, once. The keys do not depend on what wraps it.
     for name, module in internals.named_modules(model):
-        if isinstance(module, Float8Layer) and module.delayed is not None:
+        if isinstance(module, Scaled) and module.delayed is not None:
             yield name and f"{name}.", module, module.delayed
 
 

@@ -18,19 +18,26 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import ROWWISE, TENSORS, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
+from f8emu.torch.float8_layer import Scaled
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm.engine import check_engine
+from f8emu.torch.layer.delayed_state import DelayedBuffers, stacked
+from f8emu.torch.layer.delayed_update import UpdateGroup, warn_of_lost_state
 from f8emu.torch.layer.grouped_linear import (
     SAVED_OF_WEIGHT,
     GroupedLinear,
     GroupedPlan,
     Groups,
     Source,
+    WeightOperands,
     cast_tokens,
     cast_weight,
     cast_weight_again,
     check_grouped,
+    current_weight,
+    grouped_recipe,
+    kept_weight,
     multiply_over_rows,
     multiply_rows,
     require_groups,
@@ -39,10 +46,17 @@ from f8emu.torch.layer.grouped_linear import (
 )
 from f8emu.torch.layer.operands import DelayedStates, Operand
 from f8emu.torch.library import differentiable_once, no_gradients
-from f8emu.torch.torch_internals import Function, release, top_saved_tensors_hooks
+from f8emu.torch.torch_internals import (
+    Function,
+    is_dtensor,
+    is_in_autograd_function,
+    release,
+    top_saved_tensors_hooks,
+)
 
 States = tuple[DelayedStates, ...]  # of gate_up, or of w1 and w3, and of down
 _DYNAMIC: DelayedStates = (None, None, None)
+DELAYED_KEY = "f8emu_delayed"  # of a state of delayed scaling in the metadata of a state dict
 
 
 class ExpertsPlan(NamedTuple):
@@ -50,6 +64,7 @@ class ExpertsPlan(NamedTuple):
 
     grouped: GroupedPlan
     states: States | None
+    kept: tuple[WeightOperands, ...] | None  # of the weights, cast before
 
 
 def float8_experts(
@@ -82,16 +97,30 @@ def float8_experts(
         offs: the ends of the groups, `sizes.cumsum(0).to(torch.int32)`.
         recipe: as for `grouped_linear`, or delayed with `delayed`.
         engine: as for `scaled_mm`.
-        delayed: the states of delayed scaling of each weight, which `Float8Experts` has.
+        delayed: the states of delayed scaling of each weight, as `Float8Experts` has them; without them, every cast
+            under a delayed recipe uses its own amax.
 
     Raises:
         OperandError: wrong dtypes, shapes or sizes.
         UnsupportedError: as `grouped_linear`; delayed scaling of some tensors alone, or in another dtype than bfloat16.
     """
-    call, chosen = "float8_experts", resolve_recipe("float8_experts", recipe)
-    check_engine(call, engine)
-    require_groups(call, chosen)
+    chosen = grouped_recipe("float8_experts", recipe, engine)
     ups = (gate_up,) if isinstance(gate_up, Tensor) else tuple(gate_up)
+    return experts_of(input, ups, down, offs, chosen, engine, delayed, None)
+
+
+def experts_of(
+    input: Tensor,
+    ups: tuple[Tensor, ...],
+    down: Tensor,
+    offs: Tensor,
+    recipe: Recipe,
+    engine: str,
+    delayed: States | None,
+    kept: tuple[WeightOperands, ...] | None,
+) -> Tensor:
+    """`float8_experts` under a recipe that groups have; `kept` are operands that were cast before."""
+    call = "float8_experts"
     for weight in ups:
         check_grouped(call, input, weight, offs)
     height = sum(weight.shape[1] for weight in ups)
@@ -102,15 +131,13 @@ def float8_experts(
         )
     groups = Groups(grouped.group_tiles(offs, input.shape[0]), offs.shape[0])
     needs_grad = torch.is_grad_enabled()
-    plan = GroupedPlan(chosen, engine, needs_grad and any(weight.requires_grad for weight in ups))
-    if can_fuse(input, chosen):
-        if chosen.delayed is not None and delayed is None:
-            raise OperandError(f"{call}: recipe {chosen.label!r} has a state; pass delayed, or call a Float8Experts")
-        return FusedExperts.apply(input, groups.tiles, ExpertsPlan(plan, delayed), down, *ups)
-    if chosen.delayed is not None:
+    plan = GroupedPlan(recipe, engine, needs_grad and any([weight.requires_grad for weight in ups]))
+    if can_fuse(input, recipe):
+        return FusedExperts.apply(input, groups.tiles, ExpertsPlan(plan, delayed, kept), down, *ups)
+    if delayed is not None:
         raise UnsupportedError(
             f"{call}: delayed scaling of experts is of all three tensors, all cast to float8, in bfloat16; got "
-            f"{input.dtype} and recipe {chosen.label!r}; choose another recipe, or autocast to bfloat16"
+            f"{input.dtype} and recipe {recipe.label!r}; choose another recipe, or autocast to bfloat16"
         )
     products = [GroupedLinear.apply(input, weight, groups.tiles, plan) for weight in ups]
     gate, up = products if len(products) == 2 else products[0].chunk(2, dim=1)
@@ -120,9 +147,11 @@ def float8_experts(
 
 def can_fuse(input: Tensor, recipe: Recipe) -> bool:
     """Whether SiLU and product are computed in the casts: in bfloat16, with scales of one kind in all GEMMs."""
-    kinds = {cast.granularity if cast.format is not None else None for _, _, cast in recipe.casts()}
-    whole = recipe.delayed is None or recipe.delayed.tensors == TENSORS
-    return input.dtype is torch.bfloat16 and len(kinds) == 1 and None not in kinds and whole
+    if input.dtype is not torch.bfloat16:
+        return False
+    kind, gemms = recipe.output.a.granularity, (recipe.output, recipe.grad_input, recipe.grad_weight)
+    casts = [gemm.a for gemm in gemms] + [gemm.b for gemm in gemms]
+    return all([cast.format is not None and cast.granularity is kind for cast in casts])
 
 
 class FusedExperts(Function):
@@ -130,7 +159,7 @@ class FusedExperts(Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, tiles: Tensor, plan: ExpertsPlan, down: Tensor, *ups: Tensor) -> Tensor:
-        (settings, states), groups = plan, Groups(tiles, down.shape[0])
+        (settings, states, known), groups = plan, Groups(tiles, down.shape[0])
         recipe, dtype = settings.recipe, input.dtype
         rule, number = recipe.scale_rule, groups.number
         of_ups, of_down = ([_DYNAMIC] * len(ups), _DYNAMIC) if states is None else (states[:-1], states[-1])
@@ -141,13 +170,16 @@ class FusedExperts(Function):
             kept: list[Operand | None] = []
             weights: list[Any] = []
             x = None
-            for weight, state in zip(ups, of_ups, strict=True):
+            for i, (weight, state) in enumerate(zip(ups, of_ups, strict=True)):
                 if x is None or states is not None:
                     cols = recipe.grad_weight.b if settings.keeps_input else None
                     x, x_transposed = cast_tokens(input.detach(), groups, recipe.output.a, cols, rule, state[0])
                     kept.append(x_transposed)
                 assert x is not None, "it was requested"
-                w = cast_weight(weight.detach(), recipe, needs_input, state[1])
+                if known is None:
+                    w = cast_weight(weight.detach(), recipe, needs_input, state[1])
+                else:
+                    w = current_weight(weight, known[i])
                 products.append(multiply_rows(x, w.output, recipe.output, groups, settings, dtype))
                 weights += saved_of_weight(weight, w)
             x = w = None  # frees the codes of rows
@@ -160,7 +192,10 @@ class FusedExperts(Function):
             codes, scale = grouped.cast_hidden(gate, up, tiles, number, fmt, row, by_group, rule.amax_floor, amax)
             hidden = Operand(codes, source.scale if by_group else scale)
             # 3. The output.
-            w = cast_weight(down.detach(), recipe, True, of_down[1])
+            if known is None:
+                w = cast_weight(down.detach(), recipe, True, of_down[1])
+            else:
+                w = current_weight(down, known[-1])
             output = multiply_rows(hidden, w.output, recipe.output, groups, settings, dtype)
         of_hidden = source[1:] if needs_down else (None,) * 3
         own = [x for operand in kept for x in operand or (None, None)]
@@ -173,7 +208,7 @@ class FusedExperts(Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # 1. What was saved.
-        saved, n, (settings, states) = list(ctx.saved_tensors), ctx.ups, ctx.plan
+        saved, n, (settings, states, _) = list(ctx.saved_tensors), ctx.ups, ctx.plan
         recipe, dtype = settings.recipe, grads[0].dtype
         groups = Groups(saved[0], saved[-SAVED_OF_WEIGHT].shape[0])
         products, number = saved[1 : n + 1], groups.number
@@ -282,16 +317,64 @@ def _sources_of_gradients(
     return [Source(None, None, *fused.scales(amax, *settings, 0)) for amax in found[: len(states)]]
 
 
+class GroupedState(Scaled):
+    """The state of delayed scaling of a grouped weight, every group's its own.
+
+    A state dict holds it in its metadata, as that of a `Float8Linear`.
+    """
+
+    def __init__(self, recipe: Recipe, groups: int, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.__dict__["delayed"] = DelayedBuffers(recipe, device, groups)  # no submodule: see DelayedBuffers
+        self.update_with(UpdateGroup())
+
+    def states(self, input: Tensor, weight: Tensor) -> DelayedStates | None:
+        """What the casts of a call read and update; None in a pass without gradients, which changes no state."""
+        assert self.delayed is not None and self.update_group is not None, "set above"
+        if not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)):
+            if torch.compiler.is_compiling() or torch.is_grad_enabled() or not is_in_autograd_function():
+                return None
+        if not torch.compiler.is_compiling():
+            self.delayed.notes.is_loaded = False
+            self.delayed.follow(input.device)
+            self.update_group.begin_pass(input.is_cuda)
+        return self.delayed.of_tensors()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if self.delayed is not None and metadata is not None:
+            metadata.setdefault(prefix[:-1], {})[DELAYED_KEY] = self.delayed.tensors()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)  # pyright: ignore[reportUnknownMemberType]
+        assert self.delayed is not None, "set above"
+        state = local_metadata.get(DELAYED_KEY)
+        if state is None:
+            if not self.delayed.notes.is_loaded:
+                self.delayed.reset()
+                if not self.delayed.notes.has_own_entry:
+                    warn_of_lost_state()
+            return
+        try:
+            self.delayed.load(f"load_state_dict: {prefix[:-1]}", stacked(state))
+        except OperandError as error:
+            rest[-1].append(str(error))  # error_msgs
+
+
 class Float8Experts(nn.Module):
     """The experts of a mixture under a float8 recipe: `float8_experts` with parameters.
 
     The parameters are those of transformers' mixtures: `gate_up_proj` [G, 2H, D], gate's rows first, and `down_proj`
-    [G, D, H].
+    [G, D, H]. Under delayed scaling each expert has scales of its own, which the end of every backward pass updates.
 
     Shapes:
         input [T, D], sorted by expert; offs int32 [G], the end of each expert's rows -> [T, D].
 
     Exactness: as for `float8_experts`.
+
+    Raises:
+        UnsupportedError: a recipe that `float8_experts` refuses.
     """
 
     def __init__(
@@ -306,12 +389,10 @@ class Float8Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.recipe, self.engine = resolve_recipe("Float8Experts", recipe), engine
-        check_engine("Float8Experts", engine)
-        require_groups("Float8Experts", self.recipe)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * hidden_dim, dim, **options))
         self.down_proj = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, **options))
+        self.settings = ExpertsSettings(recipe, engine, num_experts, 2, self.down_proj.device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -321,8 +402,67 @@ class Float8Experts(nn.Module):
 
     def forward(self, input: Tensor, offs: Tensor) -> Tensor:
         """`down(silu(gate) * up)` of every expert's rows."""
-        return float8_experts(input, self.gate_up_proj, self.down_proj, offs, recipe=self.recipe, engine=self.engine)
+        return self.settings(input, (self.gate_up_proj,), self.down_proj, offs)
+
+    def precompute_weights(self) -> None:
+        """Cast the weights once for all passes until they change, such as the microbatches of a step.
+
+        Call it after every step of the optimizer. The codes take 2 bytes an element; a pass after a change of the
+        weights without this call raises UnsupportedError.
+
+        Raises:
+            UnsupportedError: sharded weights, or delayed scaling.
+        """
+        self.settings.precompute(self.gate_up_proj, self.down_proj)
 
     def extra_repr(self) -> str:
         experts, height, dim = self.gate_up_proj.shape
-        return f"{experts}, {dim}, {height // 2}, recipe={self.recipe.label}, engine={self.engine}"
+        return f"{experts}, {dim}, {height // 2}"
+
+
+class ExpertsSettings(nn.Module):
+    """How a module of experts computes: the recipe, the engine, and the states and kept codes of its weights.
+
+    `weights` is their number: one or two of gate and up, and down.
+    """
+
+    def __init__(
+        self, recipe: RecipeLike, engine: str, groups: int, weights: int, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        call = "Float8Experts"
+        self.recipe, self.engine = resolve_recipe(call, recipe), engine
+        check_engine(call, engine)
+        require_groups(call, self.recipe)
+        self.states = nn.ModuleList()
+        if self.recipe.delayed is not None:
+            if self.recipe.delayed.tensors != TENSORS:
+                raise UnsupportedError(f"{call}: delayed scaling of experts is of all three tensors; leave tensors out")
+            self.states = nn.ModuleList([GroupedState(self.recipe, groups, device) for _ in range(weights)])
+        self._kept: tuple[WeightOperands, ...] | None = None
+
+    def forward(self, input: Tensor, gate_up: Sequence[Tensor], down: Tensor, offs: Tensor) -> Tensor:
+        """`float8_experts` of these weights."""
+        weights = (*gate_up, down)
+        own: list[Any] = list(self.states)
+        states = [state.states(input, weight) for state, weight in zip(own, weights, strict=False)]
+        delayed = None if not states or None in states else tuple(states)
+        return experts_of(input, tuple(gate_up), down, offs, self.recipe, self.engine, delayed, self._kept)
+
+    @torch.no_grad()
+    def precompute(self, *weights: Tensor) -> None:
+        """Cast the weights, for all passes until they change: call it after every step of the optimizer.
+
+        Raises:
+            UnsupportedError: sharded weights, whose values FSDP2 gathers anew; delayed scaling.
+        """
+        if self.states or any(is_dtensor(weight) for weight in weights):
+            raise UnsupportedError(
+                "Float8Experts.precompute_weights: weights must be whole tensors, under a recipe without delayed "
+                "scaling; leave the call out"
+            )
+        self._kept = None  # frees the memory for the new ones
+        self._kept = tuple([kept_weight(weight.detach(), self.recipe) for weight in weights])
+
+    def extra_repr(self) -> str:
+        return f"recipe={self.recipe.label}, engine={self.engine}"

@@ -1,7 +1,7 @@
 """Float8Linear: an `nn.Linear` that computes under a recipe."""
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -208,28 +208,11 @@ class Float8Linear(Float8Layer):
             self.update_group.begin_pass(input.is_cuda)
         return self.delayed.of_tensors()
 
-    def update_with(self, group: UpdateGroup | None) -> None:
-        if (old := self.__dict__.get("update_group")) is not None:
-            old.layers.pop(id(self), None)
-        self.update_group = group
-        if group is not None:
-            group.add(self)
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         # Tensor parallelism distributes the weight.
         if name == "weight" and is_dtensor(param) and (delayed := self.__dict__.get("delayed")) is not None:
             delayed.notes.is_sharded = True
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        if self.delayed is not None:
-            self.delayed._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage]
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.update_with(self.update_group)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

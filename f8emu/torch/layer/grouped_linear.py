@@ -5,7 +5,7 @@
     grad_weight = cast(grad_output^T) @ cast(input^T)^T       over the rows of every group
 
 Saved for the backward pass: the codes of `input^T` with their scales, the weight, and the amaxes of its columns. The
-weight is cast before each of its two GEMMs, unless its codes are kept for a step (`KeptCodes`).
+weight is cast in every pass, unless its codes are kept for a step (`kept_weight`).
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.recipe import ROWWISE, Cast, Gemm, Recipe
+from f8emu.spec.recipe import ROWWISE, Cast, Gemm, Recipe, recipe_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.chip import CHIP, require_values
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
@@ -23,8 +23,10 @@ from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm import operators
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.layer.operands import Both, Delayed, Operand, format_name
-from f8emu.torch.library import differentiable_once, no_gradients
+from f8emu.torch.library import differentiable_once, fake, no_gradients, operator
 from f8emu.torch.torch_internals import Function
+
+_CAST_FROM = "_f8emu_cast_from"  # of a scale: the version and the place of the weight that was cast
 
 
 class Groups(NamedTuple):
@@ -96,9 +98,7 @@ def grouped_linear(
         UnsupportedError: blockwise or delayed scales; rowwise scales that are not powers of two; `engine="hardware"` on
             a device without it.
     """
-    call, chosen = "grouped_linear", resolve_recipe("grouped_linear", recipe)
-    check_engine(call, engine)
-    require_groups(call, chosen)
+    call, chosen = "grouped_linear", grouped_recipe("grouped_linear", recipe, engine)
     if chosen.delayed is not None:
         raise UnsupportedError(
             f"{call}: delayed scaling has a state, which belongs to a module; use Float8Experts, or another recipe"
@@ -107,6 +107,16 @@ def grouped_linear(
     groups = Groups(grouped.group_tiles(offs, input.shape[0]), offs.shape[0])
     plan = GroupedPlan(chosen, engine, torch.is_grad_enabled() and weight.requires_grad)
     return GroupedLinear.apply(input, weight, groups.tiles, plan)
+
+
+def grouped_recipe(call: str, recipe: RecipeLike, engine: str) -> Recipe:
+    """The recipe, of which grouped GEMMs have all; Dynamo 2.11 cannot trace the checks, which are of constants."""
+    if torch.compiler.is_compiling():
+        return recipe if isinstance(recipe, Recipe) else recipe_by_name(str(recipe))
+    chosen = resolve_recipe(call, recipe)
+    check_engine(call, engine)
+    require_groups(call, chosen)
+    return chosen
 
 
 def require_groups(call: str, recipe: Recipe) -> None:
@@ -195,6 +205,37 @@ def cast_weight_again(weight: Tensor, operands: WeightOperands, recipe: Recipe) 
     operand = _stacked(_by_source(matrix, None, number, None, cast, operands.source, rule, None)[1])
     assert operand is not None, "it was requested"
     return operand
+
+
+def kept_weight(weight: Tensor, recipe: Recipe) -> WeightOperands:
+    """Both operands of a weight, for all passes until it changes."""
+    first = cast_weight(weight, recipe, True)
+    both = WeightOperands(first.output, cast_weight_again(weight, first, recipe))
+    assert both.output.scale is not None, "float8 has one"
+    setattr(both.output.scale, _CAST_FROM, (weight._version, weight.data_ptr()))
+    return both
+
+
+def current_weight(weight: Tensor, kept: WeightOperands) -> WeightOperands:
+    """The kept operands of a weight; UnsupportedError, when it runs, if the weight has changed since."""
+    assert kept.output.scale is not None, "float8 has one"
+    return kept._replace(output=Operand(kept.output.codes, checked_scale(kept.output.scale, weight)))
+
+
+@operator()
+def checked_scale(scale: Tensor, weight: Tensor) -> Tensor:
+    """A copy of `scale`, which was found when `weight` was cast; an operator, so that compiled code checks it too."""
+    if getattr(scale, _CAST_FROM, None) != (weight._version, weight.data_ptr()):
+        raise UnsupportedError(
+            "Float8Experts: a weight has changed since precompute_weights cast it; call precompute_weights after every "
+            "step of the optimizer"
+        )
+    return scale.clone()
+
+
+@fake(checked_scale)
+def _(scale: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(scale)
 
 
 def _stacked(operand: Operand | None) -> Operand | None:
