@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for entry, (name, seed) in zip(found, runs, strict=True):
             with runner.attempt(entry):
                 model = built(kind, config, name, torch.bfloat16, seed)
-                entry["losses"] = trained(model, corpus.to(device), arguments.train_steps, seed)
+                batch = (1, 32) if arguments.tiny else (8, 256)
+                entry["losses"] = trained(model, corpus.to(device), arguments.train_steps, seed, batch)
                 entry["final"] = fmean(entry["losses"][-LAST:])
         plain = [entry["final"] for entry in found[: len(SEEDS)]]
         least, most = min(plain), max(plain)
@@ -123,13 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(status or any(map(is_wrong, entries)))
 
 
-def trained(model: Any, corpus: Tensor, steps: int, seed: int) -> list[float]:
-    """The loss of every step, on batches of 8 x 256 bytes that the seed chooses."""
+def trained(model: Any, corpus: Tensor, steps: int, seed: int, batch: tuple[int, int]) -> list[float]:
+    """The loss of every step, on batches of rows of bytes that the seed chooses."""
+    rows, length = batch
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator, losses = torch.Generator().manual_seed(seed), list[Tensor]()
     for _ in range(steps):
-        starts = torch.randint(corpus.numel() - 256, (8, 1), generator=generator).to(corpus.device)
-        ids = corpus[starts + torch.arange(256, device=corpus.device)].long()
+        starts = torch.randint(corpus.numel() - length, (rows, 1), generator=generator).to(corpus.device)
+        ids = corpus[starts + torch.arange(length, device=corpus.device)].long()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()

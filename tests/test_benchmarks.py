@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import huggingface, linear, matmul, runner, sizes, train, workloads
+from benchmarks import huggingface, linear, matmul, moe_train, runner, sizes, train, workloads
 from benchmarks.measure import CHECKPOINTED_PARTS, equal_to_torchao
 from benchmarks.models import Llama, read_corpus
 from benchmarks.subjects import ATTENTION_OPS, BFLOAT16_OPS, SUBJECTS, checkpointed, converted
@@ -285,6 +285,19 @@ def test_huggingface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SystemExit, match="needs the package transformers"):
         huggingface.main(given)
+
+
+def test_moe_train(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "moe.json"
+    given = f"--device cpu --tiny --train-steps 2 --models Qwen3Moe --json {out} --subjects bf16 f8emu/rowwise"
+    moe_train.main(given.split())
+    entries = _report(out)["losses"]["Qwen3Moe"]
+    assert [(entry["subject"], entry["seed"]) for entry in entries] == [
+        *(("bf16", seed) for seed in moe_train.SEEDS),
+        ("f8emu/rowwise", 0),
+    ]
+    assert 0 < abs(entries[3]["final"] - entries[0]["final"]) < 0.05, "converted, and nearly the same"
 
 
 def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

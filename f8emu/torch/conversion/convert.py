@@ -218,11 +218,16 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
             )
         if id(layer) not in new:
             new[id(layer)] = float_layer(layer, cls)
+    experts = [part for part in module.modules() if isinstance(part, ConvertedExperts)]
+    if any(id(part) in sharded for part in experts):
+        raise UnsupportedError(
+            "dequantize_float8_training: experts must not be managed by FSDP; load the state dict into a model that is "
+            "not converted, whose keys are the same"
+        )
     # 2. Weights in high precision, in the weights' dtype, and the layers in the model.
     _replace_weights([layer for layer in new.values() if isinstance(layer.weight, Float8Weight)], _values)
-    for part in module.modules():
-        if isinstance(part, ConvertedExperts):
-            dequantize_experts(part)
+    for part in experts:
+        dequantize_experts(part)
     return replace_modules(module, new)
 
 

@@ -26,7 +26,7 @@ from f8emu.torch.float8_layer import Float8Layer, LayersOfExperts
 from f8emu.torch.layer.experts import float8_experts
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.grouped_linear import grouped_linear, require_groups
-from f8emu.torch.torch_internals import is_dtensor, not_compiled, to_list
+from f8emu.torch.torch_internals import Function, is_dtensor, not_compiled, to_list
 
 _OF_OBSERVERS = ("is_watched", "watched", "layers_of_experts")  # attributes that copies do not take along
 
@@ -51,25 +51,25 @@ class ConvertedExperts(LayersOfExperts):
         return _with_grouped_gemms(self, args, kwargs)
 
     def _routed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        # As `grouped_mm_experts_forward` of transformers. 1. Sorted by expert; of other ranks' experts, whose index
-        # is beyond the last, at the end.
+        # As `grouped_mm_experts_forward` of transformers. 1. Sorted by expert. Those of other ranks' experts, whose
+        # index is beyond the last, come at the end.
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
         count = self.weight_of("down_proj").shape[0]
         offs = torch.searchsorted(experts, torch.arange(count, device=experts.device), right=True).int()
+        x = _Rows.apply(hidden_states, order // top_k_index.shape[-1], inverse.view_as(top_k_index))
         # 2. Multiplied, in the dtype of autocast, or that of the weights.
-        device, x = hidden_states.device.type, hidden_states[order // top_k_index.shape[-1]]
+        device = x.device.type
         is_autocast = not x.is_meta and torch.is_autocast_enabled(device)
         x = x.to(torch.get_autocast_dtype(device) if is_autocast else self.weight_of("down_proj").dtype)
         if self.layout is not None:
             output = self._experts(x, offs, self.layout)
         else:
             output = self._one_by_one(x, offs, experts.clamp(max=count - 1))
-        # 3. Weighted, in the old order, and added.
-        output = output * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        output = output[inverse].reshape(*top_k_index.shape, -1).sum(dim=1)
-        return output.to(hidden_states.dtype)
+        # 3. In the old order, weighted and added.
+        output = _Rows.apply(output, inverse, order.unsqueeze(1)).view(*top_k_index.shape, -1)
+        return (output * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
 
     def _sorted(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         # As torchtitan's experts, which multiply in bfloat16.
@@ -125,6 +125,21 @@ class ConvertedExperts(LayersOfExperts):
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe.label}, engine={self.engine}")))
+
+
+class _Rows(Function):
+    """`x[rows]`, where row i of `x` becomes the rows `places[i]`; its gradient is their sum, added in this order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x[rows]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (places,) = ctx.saved_tensors
+        d_x = grads[0][places.squeeze(1)]
+        return d_x if d_x.ndim == 2 else d_x.sum(dim=1), None, None
 
 
 class _ExpertLinear(Float8Linear):
