@@ -21,9 +21,10 @@ from torch.nn.functional import scaled_mm as library_scaled_mm
 
 from benchmarks.models import FeedForward, TransformerBlock
 from benchmarks.timing import Step, alone
-from f8emu.spec import HIGH_PRECISION_CAST, Gemm, Granularity, Recipe
+from f8emu.spec import HIGH_PRECISION_CAST, HOPPER, Gemm, Granularity, Recipe
 from f8emu.torch import scaled_mm
 from f8emu.torch.gemm.hardware import block_scales
+from f8emu.torch.gemm.operators import multiply_groups
 
 HIGH_PRECISION_GEMM = Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST)
 _BYTES = 2  # of a bfloat16 number
@@ -204,6 +205,53 @@ def transformer_block(tokens: int, dim: int, hidden: int) -> Workload:
         moved=below.moved + tokens * (15 * dim + 4 * kv_dim),
         attention=Attention(heads, kv_heads, dim // heads),
     )
+
+
+class Experts(NamedTuple):
+    """A mixture's experts on groups of `tokens` rows; w1 and w3 are one weight, or a pair."""
+
+    experts: int
+    dim: int
+    hidden: int
+    tokens: int
+
+    def gemms(self, recipe: Recipe | None, is_pair: bool, ends: Tensor) -> Step:
+        """The grouped GEMMs of a pass, of random operands, by f8emu's operator: the library's on a GPU."""
+        experts, dim, hidden, tokens = self
+        dtype, found = torch.bfloat16 if recipe is None else torch.float8_e4m3fn, list[tuple[Any, ...]]()
+
+        def draw(*size: int) -> Tensor:
+            return torch.randn(size, device=ends.device, dtype=torch.bfloat16).to(dtype)
+
+        def other(*size: int) -> Tensor:  # bfloat16 is multiplied as it lies, float8 needs the summed size innermost
+            return draw(*size) if recipe is None else draw(*size[:-2], size[-1], size[-2]).mT
+
+        for n, k in [(hidden, dim)] * 2 + [(dim, hidden)] if is_pair else [(2 * hidden, dim), (dim, hidden)]:
+            for name, a, b, sizes in (
+                ("output", draw(tokens, k), draw(experts, n, k).mT, (tokens, (experts, n))),
+                ("grad_input", draw(tokens, n), other(experts, n, k), (tokens, (experts, k))),
+                ("grad_weight", other(tokens, n).t(), other(tokens, k), (experts * n, experts * k)),
+            ):
+                scales = [None if recipe is None else torch.ones(size, device=ends.device) for size in sizes]
+                fast = recipe is not None and recipe.gemms[name].use_fast_accum
+                found.append((a, b, *scales, ends, torch.bfloat16, fast, "auto", HOPPER.name))
+        return lambda: [multiply_groups(*arguments) for arguments in found]
+
+    def bytes_moved(self, recipe: Recipe | None, is_pair: bool, weight_casts: float = 1.0) -> int:
+        """Bytes that all but GEMMs move, with `weight_casts` casts of each weight a pass.
+
+        bfloat16: silu and product (3 of tokens x hidden), their gradients (5), the sum of the input's two gradients (3
+        of tokens x dim). In float8 the casts compute silu and product, whose operands come from GEMMs.
+        """
+        experts, dim, hidden, tokens = self
+        total = _BYTES * 3 * tokens * dim * is_pair
+        if recipe is None:
+            return total + _BYTES * 8 * tokens * hidden
+        read = _BYTES * (2 if recipe.delayed is None else 1)
+        # 1. Input and output gradient; hidden from two tensors; two gradients, and hidden^T, from three.
+        total += 2 * tokens * dim * (read + 2) + tokens * hidden * (2 * read + 1 + 3 * read + 5)
+        # 2. Three weights.
+        return total + round(weight_casts * 3 * experts * dim * hidden * (read + 2))
 
 
 # Floors

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import huggingface, linear, matmul, moe_train, runner, sizes, train, workloads
+from benchmarks import experts, huggingface, linear, matmul, moe_train, runner, sizes, train, workloads
 from benchmarks.measure import CHECKPOINTED_PARTS, equal_to_torchao
 from benchmarks.models import Llama, read_corpus
 from benchmarks.subjects import ATTENTION_OPS, BFLOAT16_OPS, SUBJECTS, checkpointed, converted
@@ -27,7 +27,7 @@ from benchmarks.torchtitan import __main__ as titan
 from benchmarks.torchtitan import worker
 from benchmarks.workloads import HIGH_PRECISION_GEMM, Shape
 from f8emu.native import library
-from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
+from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE
 from f8emu.torch.library import saved_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor imports it
@@ -107,6 +107,13 @@ def _matmul(report: dict[str, Any]) -> None:
     assert list(matmul.SHAPES.values()) == [(dim, qkv), (dim // gpus, dim), (dim, w13), (hidden // gpus, dim)]
 
 
+def _experts(report: dict[str, Any]) -> None:
+    (shape,) = report["shapes"]
+    assert [entry["subject"] for entry in shape["subjects"]] == [k for k in experts.KINDS if k != "torchao/rowwise"]
+    for entry in (e for e in shape["subjects"] if e["mode"] == "eager"):
+        assert entry["floor_ms"] == entry["gemms_ms"] + entry["bytes_ms"] and entry["limit"]
+
+
 def _training(report: dict[str, Any]) -> None:
     runs = {(run["name"], run["seed"]): run["losses"] for run in report["runs"]}
     assert list(runs) == [(name, seed) for name in ("bf16", "tensorwise", "delayed") for seed in (0, 1)]
@@ -129,6 +136,7 @@ SCRIPTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "casts --device cpu --rows 40 --cols 136 --dtypes bfloat16": _casts,
     "emulator --sizes 64 --rounds 1": _emulator,
     "matmul --device cpu --tokens 128 --dim 128 --rounds 1": _matmul,
+    "experts --device cpu --tiny --rounds 1 --steps 1 --mode eager": _experts,
     "train --device cpu --tiny --steps 2 --seeds 2 --recipes tensorwise delayed": _training,
 }
 """Script and options -> what its record must hold."""
@@ -434,6 +442,19 @@ def test_the_floor_counts_the_gemms_and_the_bytes() -> None:
     assert block.bytes_moved(None) == moved
     activations = m * (k + n) + m * (2 * n + k)  # a shared input is cast once
     assert block.bytes_moved(TENSORWISE) == moved + 4 * activations + 6 * 3 * k * n
+
+
+def test_the_bytes_of_experts() -> None:
+    groups, dim, hidden, tokens = 3, 64, 32, 256
+    shape = workloads.Experts(groups, dim, hidden, tokens)
+    silu, added, weights = 2 * 8 * tokens * hidden, 2 * 3 * tokens * dim, 3 * groups * dim * hidden
+    assert shape.bytes_moved(None, is_pair=False) == silu
+    assert shape.bytes_moved(None, is_pair=True) == silu + added
+    once = tokens * (dim * 2 * (2 + 2) + hidden * (4 + 1 + 6 + 5)) + weights * (2 + 2)
+    twice = tokens * (dim * 2 * (2 + 2 + 2) + hidden * (4 + 4 + 1 + 6 + 6 + 5)) + weights * (2 + 2 + 2)
+    assert shape.bytes_moved(DELAYED, is_pair=False) == once
+    assert shape.bytes_moved(ROWWISE, is_pair=True) == twice + added
+    assert shape.bytes_moved(ROWWISE, is_pair=False, weight_casts=0.25) == twice - weights * 6 * 3 // 4
 
 
 @pytest.mark.parametrize("builder", [workloads.feed_forward, workloads.transformer_block])
