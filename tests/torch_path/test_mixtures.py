@@ -86,16 +86,18 @@ class Loop(nn.Module):
         return [*found[:3], torch.stack(found[3 : 3 + EXPERTS]), torch.stack(found[3 + EXPERTS :])]
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise", "delayed"])
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
 def test_experts_have_the_bits_of_a_loop_of_layers(kind: str, recipe: str, assert_same_bits: Any) -> None:
     experts = experts_in(f8.convert_to_float8_training(model_of(kind), config=recipe))
     loop = Loop(experts, recipe)
+    for seed in range(3 if recipe == "delayed" else 1):
+        x, index, weights = routing(seed)
+        found = results(experts, index, x, weights)
+        for mine, expected in zip(found, loop.stacked(results(loop, index, x, weights)), strict=True):
+            assert_same_bits(mine, expected)
+        assert not found[3][2].any(), "no token is the third's"
     x, index, weights = routing()
-    found = results(experts, index, x, weights)
-    for mine, expected in zip(found, loop.stacked(results(loop, index, x, weights)), strict=True):
-        assert_same_bits(mine, expected)
-    assert not found[3][2].any(), "no token is the third's"
     # Indices beyond the last expert are those of other ranks: zeros, here and in the gradients.
     beyond = experts(x, index + EXPERTS * (index == 3), weights)
     rest = experts(x, index, weights * (index != 3))
@@ -237,8 +239,8 @@ def test_torchtitan_and_others_that_call_grouped_gemms(assert_same_bits: Any) ->
         for mine, theirs in [*pairs, (inputs[0].grad, inputs[1].grad)]:
             assert_same_bits(mine, theirs)
     # What no grouped GEMM multiplies stays, and so does what a recipe or a size excludes.
-    for recipe, reason in (("blockwise", "blockwise"), ("delayed", "state")):
-        entry = f8.plan_conversion(MoE(class_in(files[0])(16, DIM, HIDDEN, names[0])), config=recipe).entries[0]
+    for recipe, i, reason in (("blockwise", 0, "blockwise"), ("delayed", 2, "way of their own")):
+        entry = f8.plan_conversion(MoE(class_in(files[i])(16, DIM, HIDDEN, names[i])), config=recipe).entries[0]
         assert entry.outcome is Outcome.TYPE and reason in entry.reason
     odd = f8.plan_conversion(class_in(files[0])(4, DIM, 40, names[0]), config="rowwise").entries[0]
     assert odd.outcome is Outcome.TYPE and odd.reason == "not multiples of 16"
@@ -268,16 +270,22 @@ def test_the_model_of_bytes_says_where_bfloat16_is_faster() -> None:
     assert not f8.filter_small_layers("rowwise", filter_fqns=["experts"])(models[3], "experts")
 
 
-def test_observers_see_every_expert(tmp_path: Path, assert_same_bits: Any) -> None:
-    model = f8.convert_to_float8_training(model_of("Qwen3Moe"), config="rowwise")
-    experts, (x, index, weights) = experts_in(model), routing()
-    expected = results(experts, index, x, weights)
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_observers_see_every_expert(recipe: str, tmp_path: Path, assert_same_bits: Any) -> None:
+    model = f8.convert_to_float8_training(model_of("Qwen3Moe"), config=recipe)
+    other, (x, index, weights) = copy.deepcopy(model), routing()
+    experts = experts_in(model)
+    for _ in range(2):
+        results(experts, index, x, weights)
+        results(experts_in(other), index, x, weights)
+    expected = results(experts_in(other), index, x, weights)
     path = tmp_path / "run.jsonl"
     config = {"layers": "layers[.]0[.]mlp[.]experts", "statistics": ["underflow", "amax"], "path": str(path)}
     with f8.inspect(model, config) as inspector, f8.capture(model, tmp_path / "capture", layers="experts"):
         found = results(experts, index, x, weights)
         inspector.step()
-    for mine, theirs in zip(found, expected, strict=True):
+    states = ([x.float() for x in f8.delayed_state_dict(one).values()] for one in (model, other))
+    for mine, theirs in [*zip(found, expected, strict=True), *zip(*states, strict=True)]:
         assert_same_bits(mine, theirs)
     records = [json.loads(line) for line in path.read_text().splitlines()][1:]
     place = ("layer", "gemm", "operand")

@@ -109,11 +109,18 @@ def convert_to_float8_training(
     chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED) if fqn in layers}
     already = {fqn: layer for fqn, layer in layers.items() if isinstance(layer, Float8Linear)}
     found = {fqn: (part, experts) for fqn, part, experts in expert_modules(module)}
-    chosen_experts = [found[fqn] for fqn in report.names(Outcome.CONVERTED) if fqn in found]
+    chosen_experts = [(fqn, *found[fqn]) for fqn in report.names(Outcome.CONVERTED) if fqn in found]
     _check_report(report)
     _check_converted(report, already, engine, recompute_casts)
+    for fqn, (part, _) in found.items():
+        settings = part.settings if isinstance(part, ConvertedExperts) else None
+        if settings is not None and (settings.recipe, settings.engine) != (recipe, engine):
+            raise OperandError(
+                f"{_CALL}: {fqn or 'the module'} has experts under recipe {settings.recipe.label!r} and engine "
+                f"{settings.engine!r} already; requested are {recipe.label!r} and {engine!r}; convert the model once"
+            )
     weights = [layer.weight for layer in chosen.values()]
-    weights += [weight for _, experts in chosen_experts for weight in experts.weights.values()]
+    weights += [weight for _, _, experts in chosen_experts for weight in experts.weights.values()]
     for device in {weight.device for weight in weights}:
         if device.type not in ("cpu", "meta"):  # from these the model may still move
             resolve_engine(_CALL, device, engine, CHIPS[recipe.chip])
@@ -138,9 +145,9 @@ def convert_to_float8_training(
         _replace_weights(plain, lambda x: ShardedWeight(x.weight.detach(), x.recipe))
     # 4. The model, and what is said of it.
     module = replace_modules(module, new)
-    for part, experts in chosen_experts:
+    for fqn, part, experts in chosen_experts:
         if not isinstance(part, ConvertedExperts):  # one with several names
-            convert_experts(part, experts, recipe, engine)
+            convert_experts(fqn, part, experts, recipe, engine, group)
     _log.info("%s: %s", _CALL, report)
     if not chosen and not chosen_experts:
         reasons = (f"{entry.fqn or 'the module'}: {entry.reason}" for entry in report.entries if entry.reason)

@@ -1,14 +1,14 @@
 """Experts of mixtures that compute in float8: a converted module keeps its class, its parameters and their names.
 
-Its class becomes a subclass of what it was, whose `forward` calls `float8_experts` on tokens sorted by expert, or, of
-experts that compute something else than `down(silu(gate) * up)`, the old `forward` with every grouped GEMM in it under
-the recipe. The routing weights, their product and the sum over a token's experts are those of the library. Weights in
-another dtype than the tokens, as float32 under autocast, are rounded to theirs first, as both libraries do.
+Its class becomes a subclass of what it was, whose `forward` computes `float8_experts` of tokens sorted by expert. Of
+experts that compute something else than `down(silu(gate) * up)` every grouped GEMM is under the recipe. The routing
+weights, their product and the sum over a token's experts are those of the library. Weights in another dtype than the
+tokens, as float32 under autocast, are rounded to theirs first, as both libraries do.
 """
 
 import weakref
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from types import new_class
 from typing import Any
 
@@ -23,10 +23,11 @@ from f8emu.spec.recipe import Recipe
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
 from f8emu.torch.conversion.mixtures import TRANSFORMERS, Experts, Layout, file_of
 from f8emu.torch.float8_layer import Float8Layer, LayersOfExperts
-from f8emu.torch.layer.experts import float8_experts
+from f8emu.torch.layer.delayed_update import UpdateGroup
+from f8emu.torch.layer.experts import ExpertsSettings, GroupedState
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.layer.grouped_linear import grouped_linear, require_groups
-from f8emu.torch.torch_internals import Function, is_dtensor, not_compiled, to_list
+from f8emu.torch.layer.grouped_linear import grouped_linear
+from f8emu.torch.torch_internals import Function, is_dtensor, not_compiled, own_buffers, to_list
 
 _OF_OBSERVERS = ("is_watched", "watched", "layers_of_experts")  # attributes that copies do not take along
 
@@ -35,8 +36,7 @@ class ConvertedExperts(LayersOfExperts):
     """The first base class of converted experts."""
 
     converted_from: type[nn.Module]
-    recipe: Recipe
-    engine: str
+    settings: ExpertsSettings
     layout: Layout | None
     is_watched: bool = False
     """Whether an observer watches a layer of `expert_layers`. Then these compute, one by one, to the same bits."""
@@ -79,8 +79,14 @@ class ConvertedExperts(LayersOfExperts):
 
     def expert_layers(self) -> dict[str, Float8Layer]:
         own: dict[str, Float8Layer] = self.__dict__.setdefault("layers_of_experts", {})
-        for name in (*self.layout.gate_up, self.layout.down) if self.layout and not own else ():
-            own |= {f"{name}.{i}": _ExpertLinear(self, x) for i, x in enumerate(self.weight_of(name).detach())}
+        names, states = (*self.layout.gate_up, self.layout.down) if self.layout else (), list[Any](self.settings.states)
+        for name, state in zip_longest(names, states):
+            for group, matrix in enumerate(self.weight_of(name).detach()):
+                layer: Any = own.get(f"{name}.{group}")
+                if layer is None:
+                    own[f"{name}.{group}"] = _ExpertLinear(self, matrix, state, group)
+                elif state is not None:
+                    layer.share(state)
         return own
 
     def watch(self, count: int) -> None:
@@ -91,8 +97,7 @@ class ConvertedExperts(LayersOfExperts):
         if self.is_watched:
             return _layer_by_layer(self, x, offs, layout)
         *gate_up, down = (self.weight_of(name).to(x.dtype) for name in (*layout.gate_up, layout.down))
-        pair: Any = gate_up[0] if len(gate_up) == 1 else tuple(gate_up)
-        return float8_experts(x, pair, down, offs, recipe=self.recipe, engine=self.engine)
+        return self.settings(x, gate_up, down, offs)
 
     def _one_by_one(self, x: Tensor, offs: Tensor, experts: Tensor) -> Tensor:
         # The options of transformers' decorator, of which `_is_gated_silu` knows too.
@@ -101,7 +106,7 @@ class ConvertedExperts(LayersOfExperts):
         def product(x: Tensor, name: str) -> Tensor:
             weight = self.weight_of(name).to(x.dtype)
             weight = weight.transpose(-2, -1).contiguous() if options.is_transposed else weight
-            output = grouped_linear(x, weight, offs, recipe=self.recipe, engine=self.engine)
+            output = grouped_linear(x, weight, offs, recipe=self.settings.recipe, engine=self.settings.engine)
             return output + self.weight_of(f"{name}_bias")[experts] if options.has_bias else output
 
         if options.has_gate:
@@ -123,8 +128,10 @@ class ConvertedExperts(LayersOfExperts):
             )
         return weight.to_local()
 
-    def extra_repr(self) -> str:
-        return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe.label}, engine={self.engine}")))
+    def precompute_weights(self) -> None:
+        """Cast the weights once for all passes until they change: see `Float8Experts.precompute_weights`."""
+        if self.layout is not None:
+            self.settings.precompute(*(self.weight_of(name) for name in (*self.layout.gate_up, self.layout.down)))
 
 
 class _Rows(Function):
@@ -145,11 +152,22 @@ class _Rows(Function):
 class _ExpertLinear(Float8Linear):
     """One matrix of one expert; setting and deleting its tap is counted by the module."""
 
-    def __init__(self, owner: ConvertedExperts, matrix: Tensor) -> None:
-        n, k = matrix.shape
-        super().__init__(k, n, False, "meta", matrix.dtype, recipe=owner.recipe, engine=owner.engine)
+    def __init__(self, owner: ConvertedExperts, matrix: Tensor, state: GroupedState | None, group: int) -> None:
+        (n, k), settings = matrix.shape, owner.settings
+        super().__init__(k, n, False, "meta", matrix.dtype, recipe=settings.recipe, engine=settings.engine)
         self.weight = nn.Parameter(matrix)
-        self.owner = weakref.ref(owner)
+        self.owner, self.group = weakref.ref(owner), group
+        if state is not None:
+            self.update_with(None)  # the module updates the state of all groups
+            self.share(state)
+
+    def share(self, state: GroupedState) -> None:
+        """Take the state of the group from that of the module."""
+        assert state.delayed is not None and self.delayed is not None, "both have a state"
+        for name, x in own_buffers(state.delayed).items():
+            own_buffers(self.delayed)[name] = x[self.group] if x.ndim == 3 else x[self.group : self.group + 1]
+        self.delayed.belong_to(state.delayed.owner)
+        self.update_group = state.update_group
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -183,7 +201,7 @@ def _layer_by_layer(module: ConvertedExperts, x: Tensor, offs: Tensor, layout: L
 
 @not_compiled  # Dynamo sends no call of `torch._grouped_mm` to a mode
 def _with_grouped_gemms(module: ConvertedExperts, args: Any, kwargs: Any) -> Any:
-    with _GroupedGemms(module.recipe, module.engine):
+    with _GroupedGemms(module.settings.recipe, module.settings.engine):
         return module.converted_from.forward(module, *args, **kwargs)
 
 
@@ -209,11 +227,11 @@ class _GroupedGemms(TorchFunctionMode):
 def why_not(module: nn.Module, experts: Experts, recipe: Recipe) -> str:
     """Why a module's experts are not converted; empty if they can be."""
     try:
-        require_groups("experts", recipe)
+        ExpertsSettings(recipe, "auto", 1, 1, "meta")
     except UnsupportedError as error:
         return str(error)
-    if recipe.delayed is not None:
-        return "delayed scaling has a state, which they do not hold"
+    if recipe.delayed is not None and experts.layout is None:
+        return "delayed scaling is of known experts; these multiply in a way of their own"
     if "forward" in module.__dict__:
         return "its forward was replaced"
     for weight in experts.weights.values():
@@ -224,18 +242,28 @@ def why_not(module: nn.Module, experts: Experts, recipe: Recipe) -> str:
     return ""
 
 
-def convert_experts(module: nn.Module, experts: Experts, recipe: Recipe, engine: str) -> None:
+def convert_experts(
+    fqn: str, module: nn.Module, experts: Experts, recipe: Recipe, engine: str, group: UpdateGroup
+) -> None:
     """Make `module` compute under the recipe."""
     converted: Any = module
+    names = (*experts.layout.gate_up, experts.layout.down) if experts.layout else ()
+    weight = next(iter(experts.weights.values()))
+    converted.settings = ExpertsSettings(recipe, engine, weight.shape[0], len(names), weight.device)
+    states: list[Any] = list(converted.settings.states)
+    for name, state in zip(names, states, strict=False):
+        state.delayed.notes.name = f"{fqn}.{name}"
+        state.update_with(group)
     module.__class__ = experts_subclass(type(module))
-    converted.recipe, converted.engine, converted.layout = recipe, engine, experts.layout
+    converted.layout = experts.layout
     converted._compiled_call_impl = None  # set by module.compile(); it would run the old forward
 
 
 def dequantize_experts(module: ConvertedExperts) -> None:
     """Make `module` what it was before."""
     setattr(module, "__class__", module.converted_from)  # noqa: B010
-    for name in ("recipe", "engine", "layout", "_compiled_call_impl", *_OF_OBSERVERS):
+    del module.settings
+    for name in ("layout", "_compiled_call_impl", *_OF_OBSERVERS):
         module.__dict__.pop(name, None)
 
 
