@@ -4,6 +4,7 @@ Importing this package loads torch, but neither JAX nor the reference; those are
 """
 
 import typing as _typing
+from importlib import import_module as _import_module
 
 try:
     import torch as _torch  # noqa: F401
@@ -57,20 +58,24 @@ from f8emu.torch.weights.sharded_weight import (
 )
 
 if _typing.TYPE_CHECKING:
+    from f8emu.torch.parallel.expert_parallel import ExpertParallel as ExpertParallel
     from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel as Float8ColwiseParallel
     from f8emu.torch.parallel.tensor_parallel import Float8RowwiseParallel as Float8RowwiseParallel
     from f8emu.torch.parallel.tensor_parallel import PrepareFloat8ModuleInput as PrepareFloat8ModuleInput
 
-_PARALLEL_STYLES = ("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput")
-"""Loaded on first use: they derive from classes of torch that take half a second to load."""
+_PARALLEL_STYLES = {
+    "ExpertParallel": "expert_parallel",
+    "Float8ColwiseParallel": "tensor_parallel",
+    "Float8RowwiseParallel": "tensor_parallel",
+    "PrepareFloat8ModuleInput": "tensor_parallel",
+}
+"""Loaded on first use, each from its file: they derive from classes of torch that take half a second to load."""
 
 
 def __getattr__(name: str) -> _typing.Any:
     if name not in _PARALLEL_STYLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from f8emu.torch.parallel import tensor_parallel
-
-    return getattr(tensor_parallel, name)
+    return getattr(_import_module(f"f8emu.torch.parallel.{_PARALLEL_STYLES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -52,8 +52,9 @@ SURFACE = {
     """,
     "f8emu.torch": VERBS
     + """
-        Capture ConversionEntry ConversionReport DelayedScalingError DelayedScalingState Float8ColwiseParallel
-        Float8Experts Float8FeedForward Float8Linear Float8RowwiseParallel Float8Weight InspectConfig Inspector
+        Capture ConversionEntry ConversionReport DelayedScalingError DelayedScalingState ExpertParallel
+        Float8ColwiseParallel Float8Experts Float8FeedForward Float8Linear Float8RowwiseParallel Float8Weight
+        InspectConfig Inspector
         MasterWeights OtherWeight Outcome PrepareFloat8ModuleInput capture convert_to_float8_training
         delayed_state_dict dequantize_float8_training engine_of filter_small_layers float8_checkpoint_policy
         float8_experts grouped_linear inspect load_delayed_state_dict plan_conversion

@@ -27,7 +27,8 @@ from f8emu.torch.layer.delayed_update import UpdateGroup
 from f8emu.torch.layer.experts import ExpertsSettings, GroupedState
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.grouped_linear import grouped_linear
-from f8emu.torch.torch_internals import Function, is_dtensor, not_compiled, own_buffers, to_list
+from f8emu.torch.parallel.placements import own_experts
+from f8emu.torch.torch_internals import Function, not_compiled, own_buffers, to_list
 
 _OF_OBSERVERS = ("is_watched", "watched", "layers_of_experts")  # attributes that copies do not take along
 
@@ -118,15 +119,7 @@ class ConvertedExperts(LayersOfExperts):
 
     def weight_of(self, name: str) -> Tensor:
         """The parameter, or the part of it that this rank holds."""
-        weight: Any = getattr(self, name)
-        if not is_dtensor(weight):
-            return weight
-        if any(place.is_shard() and place.dim != 0 for place in weight.placements):
-            raise UnsupportedError(
-                f"{type(self).__name__}: ranks may share experts among them, not parts of each expert; got {name} with "
-                f"placements {weight.placements}; use expert parallelism, or leave the experts out of the conversion"
-            )
-        return weight.to_local()
+        return own_experts(type(self).__name__, getattr(self, name))
 
     def precompute_weights(self) -> None:
         """Cast the weights once for all passes until they change: see `Float8Experts.precompute_weights`."""

@@ -46,6 +46,7 @@ from f8emu.torch.layer.grouped_linear import (
 )
 from f8emu.torch.layer.operands import DelayedStates, Operand
 from f8emu.torch.library import differentiable_once, no_gradients
+from f8emu.torch.parallel.placements import own_experts
 from f8emu.torch.torch_internals import (
     Function,
     is_dtensor,
@@ -443,11 +444,11 @@ class ExpertsSettings(nn.Module):
 
     def forward(self, input: Tensor, gate_up: Sequence[Tensor], down: Tensor, offs: Tensor) -> Tensor:
         """`float8_experts` of these weights."""
-        weights = (*gate_up, down)
+        weights = tuple([own_experts("Float8Experts", weight) for weight in (*gate_up, down)])
         own: list[Any] = list(self.states)
         states = [state.states(input, weight) for state, weight in zip(own, weights, strict=False)]
         delayed = None if not states or None in states else tuple(states)
-        return experts_of(input, tuple(gate_up), down, offs, self.recipe, self.engine, delayed, self._kept)
+        return experts_of(input, weights[:-1], weights[-1], offs, self.recipe, self.engine, delayed, self._kept)
 
     @torch.no_grad()
     def precompute(self, *weights: Tensor) -> None:

@@ -137,6 +137,22 @@ def local_call(
     return LocalCall(x, w, b, layout, tuple(lead), shape, mesh, tuple(output))
 
 
+def own_experts(call: str, weight: Any) -> Tensor:
+    """The matrices of this rank's experts, of a weight [E, N, K].
+
+    Raises:
+        UnsupportedError: ranks hold parts of each expert.
+    """
+    if not is_dtensor(weight):
+        return weight
+    if any(not (place.is_replicate() or place.is_shard(0)) for place in weight.placements):
+        raise UnsupportedError(
+            f"{call}: ranks may share experts among them, not parts of each expert, which has scales of whole rows "
+            f"and columns; got {list(weight.shape)} with placements {weight.placements}; use expert parallelism"
+        )
+    return weight.to_local()
+
+
 def _require_one_mesh(call: str, input: Any, weight: Any) -> None:
     if not (is_dtensor(input) and is_dtensor(weight)) or input.device_mesh != weight.device_mesh:
         got = " and ".join(

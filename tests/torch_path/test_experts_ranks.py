@@ -1,0 +1,231 @@
+"""Experts on 2 and 4 ranks (gloo): FSDP2 and expert parallelism, the bits of one device that has all tokens.
+
+Every rank has tokens of its own, of other magnitudes, in groups of odd sizes and none; some ranks' experts get nothing.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.func import functional_call
+from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
+
+import f8emu.torch as f8
+from f8emu.spec import OperandError, UnsupportedError
+from f8emu.torch.parallel import expert_parallel as expert_parallel_module
+from tests.torch_path.layers import draw
+from tests.torch_path.ranks import run_cases
+from tests.torch_path.states import local
+
+DIM, HIDDEN, EXPERTS, STEPS = 32, 48, 4, 3
+BEHIND = 3
+"""Rows behind the last group."""
+RECIPES = ("rowwise", "rowwise_with_gw_hp", "tensorwise")
+
+
+def sizes_of(step: int, rank: int) -> list[int]:
+    """The rows of each expert. In the second step those of the last rank of all get none from anybody."""
+    sizes = [(5 * step + 3 * rank + 7 * expert) % 18 for expert in range(EXPERTS)]
+    sizes[(step + rank) % EXPERTS] = 0
+    return [0 if step == 1 and expert >= EXPERTS - 2 else size for expert, size in enumerate(sizes)]
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens of a rank, and the ends of their groups."""
+    sizes = torch.tensor(sizes_of(step, rank))
+    x = draw(int(sizes.sum()) + BEHIND, DIM, seed=10 * step + rank) * (rank + 1) * 2.0**step
+    return x.requires_grad_(), sizes.cumsum(0).int()
+
+
+def gradient(step: int, rank: int) -> Tensor:
+    """That of a rank's output."""
+    return draw(sum(sizes_of(step, rank)) + BEHIND, DIM, seed=500 + 10 * step + rank)
+
+
+def assert_same(found: Sequence[Any], expected: Sequence[Any], what: str) -> None:
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        x, y = local(x).detach(), local(y).detach()
+        assert x.shape == y.shape and torch.equal(x.view(torch.int16), y.view(torch.int16)), f"{what} {i}"
+
+
+def optimizer_of(module: nn.Module) -> Any:
+    return AdamW(module.parameters(), lr=1e-2, foreach=False)
+
+
+def make(recipe: str) -> Any:
+    torch.manual_seed(0)
+    return f8.Float8Experts(EXPERTS, DIM, HIDDEN, recipe=recipe, dtype=torch.bfloat16)
+
+
+def mine(parameter: Tensor, like: Any) -> Tensor:
+    """This rank's part of a tensor of one device."""
+    return distribute_tensor(parameter.detach(), like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+class Mixture(nn.Module):
+    """Blocks of experts, each added to its input."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([make(recipe) for _ in range(2)])
+        self.is_checkpointed = False
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, offs, use_reentrant=False) if self.is_checkpointed else block(x, offs))
+        return x
+
+
+def fsdp(recipe: str, *, dim: int = 0, **options: Any) -> None:
+    """FSDP2, beside one device that is given the batches of the ranks in turn."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    alone, model = Mixture(recipe), Mixture(recipe)
+    for module in (*model.blocks, model):
+        fully_shard(module, shard_placement_fn=(lambda _: Shard(dim)) if dim else None, **options)
+    optimizers = [optimizer_of(module) for module in (alone, model)]
+    for step in range(STEPS):
+        sums: list[Any] = []
+        expected: list[Any] = []
+        for other in range(ranks) if ranks == 2 else [rank]:  # more ranks are added in another order
+            alone.zero_grad()
+            x, offs = batch(step, other)
+            output = alone(x, offs)
+            output.backward(gradient(step, other))
+            own: list[Any] = [parameter.grad for parameter in alone.parameters()]
+            sums = [a + b for a, b in zip(sums, own, strict=True)] if sums else own
+            expected = [output, x.grad] if other == rank else expected
+        x, offs = batch(step, rank)
+        output = model(x, offs)
+        output.backward(gradient(step, rank))
+        assert_same([output, x.grad], expected, f"step {step}, output and input gradient")
+        parameters: Any = zip(model.parameters(), alone.parameters(), sums, strict=True)
+        for ours, theirs, total in parameters:
+            theirs.grad = total / ranks
+            if ranks == 2:
+                assert_same([ours.grad], [mine(theirs.grad, ours)], f"step {step}, gradient")
+            theirs.grad = ours.grad.full_tensor()
+        stepped(optimizers, model, alone, step)
+
+
+def expert_parallel(recipe: str, *, replicas: int = 1, checkpoints: bool = False, backend: str | None = None) -> None:
+    """Experts over ranks, and FSDP2 over replicas of those ranks, beside one device with all tokens of a replica."""
+    rank, ranks = dist.get_rank(), dist.get_world_size() // replicas
+    mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("replicate", "expert"))
+    alone, experts = make(recipe), make(recipe)
+    parallelize_module(experts, mesh["expert"], f8.ExpertParallel())
+    if replicas > 1:
+        fully_shard(experts, mesh=mesh["replicate"])
+    call = functools.partial(checkpoint, experts, use_reentrant=False) if checkpoints else experts
+    if backend is not None:
+        experts.compile(backend=backend, dynamic=True)
+    optimizers = [optimizer_of(module) for module in (alone, experts)]
+    for step in range(1 if backend else STEPS):
+        expected: tuple[Tensor, ...] = ()
+        of_replicas: list[list[Any]] = []
+        for replica in range(replicas):
+            alone.zero_grad()
+            members = range(replica * ranks, (replica + 1) * ranks)
+            found = together(alone, step, members)
+            expected = found[rank - members.start] if rank in members else expected
+            of_replicas.append([parameter.grad for parameter in alone.parameters()])
+        x, offs = batch(step, rank)
+        output = call(x, offs)
+        output.backward(gradient(step, rank))
+        assert_same([output, x.grad], expected, f"step {step}, output and input gradient")
+        for ours, theirs, *grads in zip(experts.parameters(), alone.parameters(), *of_replicas, strict=True):
+            theirs.grad = functools.reduce(torch.add, grads) / replicas
+            assert_same([ours.grad], [mine(theirs.grad, ours)], f"step {step}, gradient")
+        stepped(optimizers, experts, alone, step)
+
+
+def stepped(optimizers: Sequence[Any], sharded: nn.Module, alone: nn.Module, step: int) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(sharded.parameters(), alone.parameters(), strict=True):
+        assert_same([ours], [mine(theirs, ours)], f"step {step}, weight")
+
+
+def together(experts: Any, step: int, ranks: range) -> list[tuple[Tensor, Tensor]]:
+    """(output, input gradient) of each rank, from one device with the tokens of all, by expert and rank."""
+    tokens, grads = [batch(step, rank)[0] for rank in ranks], [gradient(step, rank) for rank in ranks]
+    sizes = torch.tensor([sizes_of(step, rank) for rank in ranks])  # [ranks, EXPERTS]
+    parts = [[*x[:-BEHIND].split(own.tolist())] for x, own in zip(tokens, sizes, strict=True)]
+    grad_parts = [[*g[:-BEHIND].split(own.tolist())] for g, own in zip(grads, sizes, strict=True)]
+    x, g = (torch.cat([own[e] for e in range(EXPERTS) for own in of]) for of in (parts, grad_parts))
+    output = experts(x, sizes.sum(0).cumsum(0).int())
+    output.backward(g)
+    pieces = output.detach().split(sizes.T.flatten().tolist())  # expert by expert, rank by rank
+    found: list[tuple[Tensor, Tensor]] = []
+    for i, x in enumerate(tokens):
+        own = torch.cat([pieces[e * len(ranks) + i] for e in range(EXPERTS)])
+        assert x.grad is not None
+        found.append((torch.cat([own, own.new_zeros(BEHIND, DIM)]), x.grad))
+    return found
+
+
+def order_of_ranks() -> None:
+    """A planted bug: rows of an expert that lie in another order, or at another expert, are noticed."""
+    find = expert_parallel_module.find_route
+
+    def reversed_ranks(*args: Any) -> Any:
+        route, ends = find(*args)
+        order = route.order.flip(0)
+        return route._replace(order=order, inverse=order.argsort()), ends
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_parallel_module, "find_route", reversed_ranks)
+        with pytest.raises(AssertionError):
+            expert_parallel("rowwise")
+
+
+def refusals() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    style = f8.ExpertParallel()
+    with pytest.raises(OperandError, match="must be a Float8Experts"):
+        parallelize_module(nn.Linear(16, 16), mesh, style)
+    with pytest.raises(OperandError, match="3 experts and 2 ranks"):
+        parallelize_module(f8.Float8Experts(3, 16, 16), mesh, style)
+    experts, (x, offs) = make("rowwise"), batch(0, dist.get_rank())
+    for parameter, dim in ((experts.gate_up_proj, 1), (experts.down_proj, 2)):
+        part = distribute_tensor(parameter.detach(), mesh, [Shard(dim)])
+        with pytest.raises(UnsupportedError, match="not parts of each expert"):
+            functional_call(experts, {"gate_up_proj" if dim == 1 else "down_proj": part}, (x, offs))
+    parallelize_module(experts, mesh, style)
+    with pytest.raises(OperandError, match=r"offs must be int32 \[4\]"):
+        experts(x, offs[:2])
+
+
+case = functools.partial
+CASES: dict[int, dict[str, Callable[[], None]]] = {
+    2: {
+        **{f"FSDP2, {recipe}": case(fsdp, recipe) for recipe in RECIPES},
+        "FSDP2 by rows": case(fsdp, "rowwise", dim=1),
+        **{f"expert parallel, {recipe}": case(expert_parallel, recipe) for recipe in RECIPES},
+        "checkpointed": case(expert_parallel, "rowwise", checkpoints=True),
+        "compiled": case(expert_parallel, "rowwise", backend="eager"),
+        "order of ranks": order_of_ranks,
+        "refusals": refusals,
+    },
+    4: {
+        "FSDP2": case(fsdp, "rowwise", reshard_after_forward=False),
+        "expert parallel": case(expert_parallel, "rowwise"),
+        "expert parallel and FSDP2": case(expert_parallel, "tensorwise", replicas=2),
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_ranks(ranks: int, tmp_path: Path) -> None:
+    """All cases of a number of ranks; one process group runs them."""
+    run_cases(__name__, ranks, tmp_path)
