@@ -5,7 +5,7 @@ import json
 import pickle
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from f8emu.spec import RECIPES
 from f8emu.torch import Outcome
 from f8emu.torch.conversion.mixtures import speed_of_experts
 from tests.torch_path.layers import draw
+from tests.torch_path.test_torchtitan import OF_0_2, adapter
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -229,6 +230,9 @@ def test_torchtitan_and_others_that_call_grouped_gemms(assert_same_bits: Any) ->
         f8.convert_to_float8_training(model, config="rowwise")
         output = experts(inputs[0], sizes)
         output.backward(grad)
+        scope = experts.converted_from.forward.__globals__
+        scope["run"] = torch.compile(scope["run"], backend="eager")  # Dynamo does not see what watches the call
+        assert_same_bits(experts(x, sizes), output)
         gate, up = (f8.grouped_linear(inputs[1], w, offs, recipe="rowwise") for w in (w1, w3))
         expected = f8.grouped_linear(silu(gate) * up, w2, offs, recipe="rowwise")
         expected.backward(grad)
@@ -247,6 +251,17 @@ def test_torchtitan_and_others_that_call_grouped_gemms(assert_same_bits: Any) ->
     replaced: Any = class_in(files[0])(4, DIM, HIDDEN, names[0])
     replaced.forward = lambda *_: None
     assert "replaced" in f8.plan_conversion(replaced).entries[0].reason
+
+
+def test_torchtitans_flag_names_the_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = adapter(OF_0_2, tmp_path, monkeypatch)
+    for fqns in ([], ["experts"]):
+        options = found.Options(recipe_name="rowwise", fqns=fqns)
+        converter = found.Float8Converter(found.JobConfig(f8emu=options), SimpleNamespace(fsdp_enabled=False))
+        model = MoE(class_in("torchtitan.models.moe.moe")(4, DIM, HIDDEN, ("w1", "w2", "w3")))
+        converter.convert(model)
+        assert isinstance(model.gate_proj, f8.Float8Linear)
+        assert ("recipe=rowwise" in repr(model.routed_experts)) == bool(fqns)
 
 
 def test_the_model_of_bytes_says_where_bfloat16_is_faster() -> None:
