@@ -2,8 +2,7 @@
 
 Its class becomes a subclass of what it was, whose `forward` computes `float8_experts` of tokens sorted by expert. Of
 experts that compute something else than `down(silu(gate) * up)` every grouped GEMM is under the recipe. The routing
-weights, their product and the sum over a token's experts are those of the library. Weights in another dtype than the
-tokens, as float32 under autocast, are rounded to theirs first, as both libraries do.
+weights, their product and the sum over a token's experts are those of the library.
 """
 
 import weakref
@@ -97,7 +96,7 @@ class ConvertedExperts(LayersOfExperts):
     def _experts(self, x: Tensor, offs: Tensor, layout: Layout) -> Tensor:
         if self.is_watched:
             return _layer_by_layer(self, x, offs, layout)
-        *gate_up, down = (self.weight_of(name).to(x.dtype) for name in (*layout.gate_up, layout.down))
+        *gate_up, down = (self.weight_of(name) for name in (*layout.gate_up, layout.down))
         return self.settings(x, gate_up, down, offs)
 
     def _one_by_one(self, x: Tensor, offs: Tensor, experts: Tensor) -> Tensor:
@@ -105,7 +104,7 @@ class ConvertedExperts(LayersOfExperts):
         options: Any = self
 
         def product(x: Tensor, name: str) -> Tensor:
-            weight = self.weight_of(name).to(x.dtype)
+            weight = self.weight_of(name)
             weight = weight.transpose(-2, -1).contiguous() if options.is_transposed else weight
             output = grouped_linear(x, weight, offs, recipe=self.settings.recipe, engine=self.settings.engine)
             return output + self.weight_of(f"{name}_bias")[experts] if options.has_bias else output
@@ -177,7 +176,7 @@ class _ExpertLinear(Float8Linear):
 def _layer_by_layer(module: ConvertedExperts, x: Tensor, offs: Tensor, layout: Layout) -> Tensor:
     # What `float8_experts` computes.
     layers, (*names, last) = module.expert_layers(), (*layout.gate_up, layout.down)
-    weights = {name: module.weight_of(name).to(x.dtype).unbind() for name in (*names, last)}
+    weights = {name: module.weight_of(name).unbind() for name in (*names, last)}
     ends, outputs = to_list(offs), list[Tensor]()
     sizes = [end - start for start, end in pairwise((0, *ends, x.shape[0]))]
 

@@ -79,8 +79,8 @@ def grouped_linear(
     that format, so their GEMMs run one by one.
 
     Shapes:
-        input [T, K], sorted by group; weight [G, N, K], of the dtype of input; offs int32 [G], the end of each group
-        -> [T, N] of that dtype. K and N are multiples of 16.
+        input [T, K], sorted by group; weight [G, N, K] in its own dtype; offs int32 [G], the end of each group
+        -> [T, N] in the dtype of input. K and N are multiples of 16.
 
     Exactness: group by group the bits of a `Float8Linear` with the group's weight on its rows, so that scales of whole
     tensors are those of a group: `f8ref.numpy.grouped_linear`. GEMMs of E4M3 with a bfloat16 product are never
@@ -151,10 +151,10 @@ def check_grouped(call: str, input: Tensor, weight: Tensor, offs: Tensor) -> Non
             f"{call}: input must be [T, K], weight [G, N, K] and offs int32 [G]; got {list(input.shape)}, "
             f"{list(weight.shape)} and {offs.dtype} {list(offs.shape)}; flatten leading dimensions"
         )
-    if input.dtype != weight.dtype or input.device != weight.device or offs.device != weight.device:
+    if input.device != weight.device or offs.device != weight.device:
         raise OperandError(
-            f"{call}: input and weight must have one dtype, and all one device; got {input.dtype} on {input.device}, "
-            f"{weight.dtype} on {weight.device} and offs on {offs.device}; convert one of them"
+            f"{call}: all must be on one device; got input on {input.device}, weight on {weight.device} and offs on "
+            f"{offs.device}; move one of them"
         )
     if any(size % CHIP.size_multiple for size in weight.shape[1:]):
         raise OperandError(
