@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,7 +21,7 @@ from f8emu.spec import RECIPES
 from f8emu.torch import Outcome
 from f8emu.torch.conversion.mixtures import speed_of_experts
 from tests.torch_path.layers import draw
-from tests.torch_path.test_torchtitan import OF_0_2, adapter
+from tests.torch_path.test_torchtitan import OF_0_2, OF_0_3, adapter
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -259,8 +260,20 @@ def test_torchtitan_and_others_that_call_grouped_gemms(assert_same_bits: Any) ->
     assert "replaced" in f8.plan_conversion(replaced).entries[0].reason
 
 
-def test_torchtitans_flag_names_the_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = adapter(OF_0_2, tmp_path, monkeypatch)
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Of a model, as in torchtitan 0.3."""
+
+    def build(self) -> nn.Module:
+        return MoE(class_in("torchtitan.models.common.moe")(4, DIM, HIDDEN, ("w1_EFD", "w2_EDF", "w3_EFD")))
+
+
+def test_torchtitans_converters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = adapter(OF_0_3, tmp_path / "0.3", monkeypatch)
+    model = found.Float8Converter(found.Float8Converter.Config(recipe_name="delayed")).convert(Config()).build()
+    assert "settings.states.2.inv_scale" in " ".join(f8.delayed_state_dict(model))
+    assert all(isinstance(module, found.Module) for module in model.modules()), "it raises an error for others"
+    found = adapter(OF_0_2, tmp_path / "0.2", monkeypatch)
     for fqns in ([], ["experts"]):
         options = found.Options(recipe_name="rowwise", fqns=fqns)
         converter = found.Float8Converter(found.JobConfig(f8emu=options), SimpleNamespace(fsdp_enabled=False))

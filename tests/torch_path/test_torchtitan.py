@@ -25,13 +25,14 @@ def register_model_converter(cls, name):
 """
 }
 OF_0_3 = {
+    "module": "class Module: pass",
     "model": """
 from dataclasses import dataclass
 class BaseModel: pass
 class ModelConfigConverter:
     @dataclass(kw_only=True, slots=True)
     class Config: pass
-"""
+""",
 }
 
 

@@ -7,7 +7,9 @@ section [f8emu] has the keys of its own float8 section. torchtitan 0.3 converts 
 import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from importlib.util import find_spec
+from types import new_class
 from typing import Any
 
 from torch import nn
@@ -111,6 +113,11 @@ if find_spec("torchtitan.protocols.model_converter") is not None:  # 0.2
     register_model_converter(Float8Converter, "f8emu")
 else:
     from torchtitan.protocols.model import BaseModel, ModelConfigConverter  # pyright: ignore[reportMissingImports]
+    from torchtitan.protocols.module import Module  # pyright: ignore[reportMissingImports]
+
+    @cache
+    def _with_protocol(of: type[nn.Module]) -> type[Any]:
+        return new_class(of.__name__, (of, Module))
 
     class Float8Converter(ModelConfigConverter):
         """A converter for `converters` of torchtitan's `model_registry`; put it last: it converts what others add.
@@ -136,6 +143,9 @@ else:
                     model = config_class.build(self, **kwargs)
                     linears = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
                     _convert(model, options, subclasses=tuple(filter(surrounds_forward, linears - {nn.Linear})))
+                    for module in model.modules():  # torchtitan wants its own class of all, as of what experts add
+                        if not isinstance(module, Module):
+                            module.__class__ = _with_protocol(type(module))
                     return model
 
             Float8ModelConfig.__qualname__ = f"Float8{config_class.__qualname__}"
