@@ -143,9 +143,12 @@ def chosen_inv_scale(
     return torch.where(inv_scale > UNSET, inv_scale, scale_from_amax(amax, format, rule, margin=margin).inv_scale)
 
 
-def amaxes_of(states: list[Tensor]) -> Tensor:
-    """The amaxes of `states` (`update_delayed`), one tensor [3 * L] of integers, in the order of the amaxes."""
-    return torch.cat(_of_tensors(states, AMAXES[0])).flatten().view(torch.int32)
+def amaxes_of(amaxes: list[Tensor]) -> Tensor:
+    """The amaxes of layers, those of each stacked by its groups, [G, 1]: one tensor [3 * L] of integers."""
+    if all(x.shape[0] == 1 for x in amaxes):
+        return torch.cat(amaxes).flatten().view(torch.int32)
+    of_layers = [torch.cat(amaxes[i : i + 3], dim=1).flatten() for i in range(0, len(amaxes), 3)]
+    return torch.cat(of_layers).view(torch.int32)
 
 
 def update_delayed(

@@ -22,7 +22,7 @@ from f8emu.torch.fused import eager
 from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set, tell_owner
 from f8emu.torch.fused.fused_cast import FusedCast, Output, codes_of, matrix, named_format, named_rule
 from f8emu.torch.fused.launch import GROUP_MULTIPLE, GROUP_PLANES, padded_rows, tile_count
-from f8emu.torch.library import fake, operator
+from f8emu.torch.library import fake, kernels_for, operator
 from f8emu.torch.scale import reciprocal
 
 
@@ -498,6 +498,10 @@ def scales_by_state(
     "hidden", of gate and up, or both in one; "grad_gate" or "grad_up", of grad_hidden and these.
     """
     tell_owner(inv_scale)
+    if is_known_set(inv_scale) and (plans := kernels_for(inv_scale)) is not None:
+        found = torch.empty_like(inv_scale), torch.empty_like(inv_scale)
+        plans.used_scales(groups)(inv_scale, *found)
+        return found
     used = inv_scale.clone()
     if not is_known_set(inv_scale):
         first, *rest = (*tensors, None, None)[:3]

@@ -136,22 +136,23 @@ def store_codes(
     """The codes of a tile of a matrix of `width` columns: of its rows, and of its columns, transposed.
 
     `BY_GROUP`: a source is the inv_scale of each group. Otherwise it is the amax of each row, or of each column of each
-    group; scales are powers of two, and the first tile of a row or column writes them.
+    group; scales are powers of two, which the first tile of a row or column writes, and no product is beyond the largest
+    number of the format.
     """
     is_row = (r >= low) & (r < high)
     if ROWS:
         if BY_GROUP:
-            scaled = values * tl.load(row_source + group)
+            scaled = clamp(values * tl.load(row_source + group), LIMIT)
         else:
             bits = tl.load(row_source + at, mask=is_row, other=1.0, cache_modifier=".cg").to(tl.int32, bitcast=True)
             inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, True)
             tl.store(row_scale + at, reciprocal(inv, True), mask=is_row & (tile_n == 0))
             scaled = values * inv[:, None]
         to = row_codes + at[:, None] * width + cols[None, :]
-        tl.store(to, clamp(scaled, LIMIT).to(DTYPE), mask=is_row[:, None] & is_col[None, :])
+        tl.store(to, scaled.to(DTYPE), mask=is_row[:, None] & is_col[None, :])
     if COLS:
         if BY_GROUP:
-            scaled = values * tl.load(col_source + group)
+            scaled = clamp(values * tl.load(col_source + group), LIMIT)
         else:
             source = group.to(tl.int64) * width + cols
             bits = tl.load(col_source + source, mask=is_col, other=1.0, cache_modifier=".cg").to(tl.int32, bitcast=True)
@@ -161,7 +162,7 @@ def store_codes(
         scaled = tl.where(is_row[:, None], scaled, 0.0)  # a scale may be NaN
         to = col_codes + group.to(tl.int64) * stack + cols[:, None] * ldc + places[None, :]
         is_padded = (r >= low) & (r < (high + 15) // 16 * 16)
-        tl.store(to, tl.trans(clamp(scaled, LIMIT).to(DTYPE)), mask=is_col[:, None] & is_padded[None, :])
+        tl.store(to, tl.trans(scaled.to(DTYPE)), mask=is_col[:, None] & is_padded[None, :])
 
 
 @triton.jit(do_not_specialize=["count", "tiles_n"])
@@ -229,27 +230,55 @@ def cast_rows_of_groups_kernel(
     """
     per_group = (N + STEPS - 1) // STEPS
     group, first = tl.program_id(0) // per_group, (tl.program_id(0) % per_group) * STEPS
+    end = tl.minimum(first + STEPS, N)
     cols, more = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
     best, best_of_more = tl.zeros((HEAD,), tl.int32), tl.zeros((TAIL if TAIL > 0 else 1,), tl.int32)
-    for row in range(first, tl.minimum(first + STEPS, N)):
-        at = group.to(tl.int64) * N + row
-        values = tl.load(x + at * K + cols).to(tl.float32)
+    x += (group.to(tl.int64) * N + first) * K
+    head = tl.load(x + cols)
+    if TAIL > 0:
+        tail = tl.load(x + more, mask=more < K, other=0.0)
+    for row in range(first, end):
+        # The next row is on its way while this one is reduced.
+        values = head.to(tl.float32)
         bits = magnitudes(values)
         largest = tl.max(bits, 0)
+        x += K
+        head = tl.load(x + cols, mask=(cols < K) & (row + 1 < end), other=0.0)
+        at = group.to(tl.int64) * N + row
         if TAIL > 0:
-            rest = tl.load(x + at * K + more, mask=more < K, other=0.0).to(tl.float32)
+            rest = tail.to(tl.float32)
             bits_of_rest = magnitudes(rest)
+            tail = tl.load(x + more, mask=(more < K) & (row + 1 < end), other=0.0)
             largest = tl.maximum(largest, tl.max(bits_of_rest, 0))
             best_of_more = tl.maximum(best_of_more, bits_of_rest)
         inv = inv_scale_of(one_nan(largest), QUOTIENT, FLOOR, AT_FLOOR, True)
         tl.store(scale + at, reciprocal(inv, True))
-        tl.store(codes + at * K + cols, clamp(values * inv, LIMIT).to(DTYPE))
+        tl.store(codes + at * K + cols, (values * inv).to(DTYPE))
         if TAIL > 0:
-            tl.store(codes + at * K + more, clamp(rest * inv, LIMIT).to(DTYPE), mask=more < K)
+            tl.store(codes + at * K + more, (rest * inv).to(DTYPE), mask=more < K)
         best = tl.maximum(best, bits)
     raise_amax(col_amax + group.to(tl.int64) * K + cols, best, None)
     if TAIL > 0:
         raise_amax(col_amax + group.to(tl.int64) * K + more, best_of_more, more < K)
+
+
+@triton.jit
+def used_scales_kernel(inv_scale, used, scale, G, BLOCK: tl.constexpr):
+    """`used` and `scale` [G] of inv_scales."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inv = tl.load(inv_scale + at, mask=at < G, other=1.0)
+    tl.store(used + at, inv, mask=at < G)
+    tl.store(scale + at, reciprocal(inv, False), mask=at < G)
+
+
+@triton.jit
+def scales_of_groups_kernel(scale_a, scale_b, ones, products, M, N, G, BLOCK: tl.constexpr):
+    """`ones` [M], and `products` [G, N]: in each row the product of a group's two scales."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    group = at // N
+    product = tl.load(scale_a + group, mask=group < G, other=0.0) * tl.load(scale_b + group, mask=group < G, other=0.0)
+    tl.store(products + at, product, mask=group < G)
+    tl.store(ones + at, tl.full((BLOCK,), 1.0, tl.float32), mask=at < M)
 
 
 @triton.jit(do_not_specialize=["count", "tiles_n"])

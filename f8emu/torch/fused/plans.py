@@ -266,6 +266,23 @@ def cast_rows_of_groups(m: int, k: int, groups: int, fmt: str, amax_floor: float
 
 
 @planned
+def used_scales(groups: int) -> LaunchPlan:
+    """Tensors inv_scale, used inv_scale, scale, of `groups` elements each."""
+    constants = {"BLOCK": SCALES_BLOCK}
+    return LaunchPlan(
+        grouped_kernels.used_scales_kernel, blocks(groups, SCALES_BLOCK), (groups,), constants, SCALES_WARPS
+    )
+
+
+@planned
+def scales_of_groups(m: int, n: int, groups: int) -> LaunchPlan:
+    """Tensors scale_a, scale_b [groups], ones [m], products [groups, n]."""
+    programs = blocks(max(m, groups * n), 1024)
+    kernel = grouped_kernels.scales_of_groups_kernel
+    return LaunchPlan(kernel, programs, (m, n, groups), {"BLOCK": 1024}, SCALES_WARPS)
+
+
+@planned
 def groups_hidden(
     m: int, h: int, groups: int, joint: bool, fmt: str, amax_floor: float, cast: bool, by_group: bool, amax: bool
 ) -> LaunchPlan:

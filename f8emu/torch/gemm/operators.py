@@ -34,7 +34,7 @@ from f8emu.torch.gemm.engine import (
     checked_scaled_mm,
     resolve_engine,
 )
-from f8emu.torch.library import fake, has_dispatch_mode, operator, seen_as_mm
+from f8emu.torch.library import fake, has_dispatch_mode, kernels_for, operator, seen_as_mm
 from f8emu.torch.torch_internals import is_dtensor
 
 _MULTIPLE = 16  # of the columns that a rank multiplies: the hardware's rule
@@ -148,9 +148,9 @@ def multiply_groups(
                 return hardware.grouped_mm(a, b, offs)
         else:
             if scale_a.shape == (groups, 1):  # [EPI-1] as [EPI-6]: the product of both scales, after that with one
-                scale_b = (scale_a * scale_b).expand(groups, shape[-1]).contiguous()
+                rows = a.shape[0] if is_of_rows else groups * a.shape[0]
+                scale_a, scale_b = _as_vectors(scale_a, scale_b, rows, shape[-1])
                 scale_b = scale_b if is_of_rows else scale_b.flatten()
-                scale_a = scale_b.new_ones(a.shape[0] if is_of_rows else groups * a.shape[0])
             out = scaled_grouped_mm.function(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum, engine, chip)
             return hardware.zeros_beyond(out, offs) if is_of_rows and a.is_cuda else out
     out, start = a.new_zeros(shape, dtype=out_dtype), 0
@@ -161,6 +161,16 @@ def multiply_groups(
             out[run if is_of_rows else group] = _of_one_group(*one, scale_a, scale_b, run, group, groups, options)
         start = end
     return out
+
+
+def _as_vectors(scale_a: Tensor, scale_b: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    # Ones [rows], and [G, columns] of the products of both scales of a group.
+    groups = scale_a.shape[0]
+    if (plans := kernels_for(scale_a)) is not None:
+        found = scale_a.new_empty(rows), scale_a.new_empty(groups, columns)
+        plans.scales_of_groups(rows, columns, groups)(scale_a, scale_b, *found)
+        return found
+    return scale_a.new_ones(rows), (scale_a * scale_b).expand(groups, columns).contiguous()
 
 
 def _of_one_group(

@@ -121,7 +121,7 @@ def update_states(layers: Sequence[Scaled]) -> None:
     for (device, groups, _), found in alike.items():
         # 2. The largest amaxes of all ranks.
         states = [x for buffers in found for x in buffers.parts()]
-        taken = amaxes_of(states)
+        taken = amaxes_of([amax for buffers in found for amax in buffers.amaxes])
         for group in groups:
             _require_same_layers(tuple([buffers.notes.name for buffers in found]), group, device)
             _reduce_max(taken, group)

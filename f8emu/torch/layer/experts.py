@@ -262,14 +262,14 @@ class FusedExperts(Function):
                 d_input = product if d_input is None else d_input + product
                 operand = product = None
         rows = []
-        if g_transposed is not None:
-            d_down = multiply_over_rows(g_transposed, hidden_transposed, recipe.grad_weight, groups, settings, dtype)
-        g_transposed = hidden_transposed = None
         d_ups: list[Tensor | None] = [None] * n
         for i in range(n):
             if needs_ups[i]:
                 x = kept[i if count > 1 else 0]
                 d_ups[i] = multiply_over_rows(transposed[i], x, recipe.grad_weight, groups, settings, dtype)
+        transposed = kept = x = None
+        if g_transposed is not None:
+            d_down = multiply_over_rows(g_transposed, hidden_transposed, recipe.grad_weight, groups, settings, dtype)
         return d_input, None, None, d_down, *d_ups
 
 
