@@ -4,8 +4,10 @@
 
 Experts are `w2(silu(w1(x)) * w3(x))` on groups of rows, whose sizes are multiples of 16 but for "odd". f8emu has w1 and
 w3 as one weight but for "pair". "x4" accumulates the gradients of four microbatches before the weights change, "kept"
-casts the weights once for the four; times are a microbatch's. Speed and memory are times bfloat16's, compiled, with as
-many microbatches. Subjects take turns for several rounds; bfloat16 is timed at the begin and at the end of each.
+casts the weights once for the four; times are a microbatch's. "fast" accumulates without promotion in all three GEMMs,
+as torchao does; otherwise gradients are promoted. Gradients of "delayed" are E4M3. Speed and memory are times
+bfloat16's, compiled, with as many microbatches. Subjects take turns for several rounds; bfloat16 is timed at the begin
+and at the end of each.
 
 The floor is the time of the GEMMs alone, operands ready, and of the bytes that must move, at the speed of a copy: a
 cast reads its sources once and writes each of its codes once; scales of the tensor's own amax need one more reading.
@@ -34,9 +36,16 @@ from f8emu.torch import Float8Experts, float8_experts
 WARMUP = 3  # steps before the first figure: compilation, and a delayed recipe's first states
 ALONE = "alone"  # the mode of GEMMs without anything else
 _E4M3 = Cast(format=E4M3FN)  # of gradients, since grouped GEMMs take no E5M2
-_DELAYED = replace(
-    DELAYED, grad_input=replace(DELAYED.grad_input, a=_E4M3), grad_weight=replace(DELAYED.grad_weight, a=_E4M3)
-)
+
+
+def _fast(recipe: Recipe, **casts: Cast) -> Recipe:
+    """Fast accumulation in the backward pass too, as torchao's experts have it."""
+    gemms = {name: replace(recipe.gemms[name], use_fast_accum=True, **casts) for name in ("grad_input", "grad_weight")}
+    return replace(recipe, name=f"{recipe.name}, fast", **gemms)
+
+
+_ROWWISE, _DELAYED = _fast(ROWWISE), _fast(DELAYED, a=_E4M3)
+_EAGER = ("eager",)
 SHAPES = {
     "llama4-scout": Experts(16, 5120, 8192, 16384),
     "deepseek-v3": Experts(8, 7168, 2048, 32768),  # the experts of one rank
@@ -104,19 +113,22 @@ class Kind(NamedTuple):
 
 
 _BF16 = Kind(partial(Mixture, mm=torch._grouped_mm), None, True)  # pyright: ignore[reportPrivateImportUsage]
+_FAST = Kind(partial(_joint, recipe=_ROWWISE), _ROWWISE)
 KINDS = {
     BASELINE: _BF16,
     "torchao/rowwise": Kind(_torchao, is_pair=True, modes=("compiled",)),
-    "f8emu/rowwise": Kind(),
-    "f8emu/rowwise, odd": Kind(),
-    "f8emu/rowwise, pair": Kind(partial(Mixture, experts=float8_experts, recipe=ROWWISE), is_pair=True),
-    "f8emu/delayed, E4M3": Kind(partial(_joint, recipe=_DELAYED), _DELAYED),
+    "f8emu/rowwise": Kind(modes=_EAGER),
+    "f8emu/rowwise, fast": _FAST,
+    "f8emu/rowwise, fast, odd": _FAST._replace(modes=_EAGER),
+    "f8emu/rowwise, fast, pair": Kind(
+        partial(Mixture, experts=float8_experts, recipe=_ROWWISE), _ROWWISE, True, modes=_EAGER
+    ),
+    "f8emu/delayed, fast": Kind(partial(_joint, recipe=_DELAYED), _DELAYED),
     "bf16, x4": _BF16._replace(microbatches=4),
-    "f8emu/rowwise, x4": Kind(microbatches=4),
-    "f8emu/rowwise, kept, x4": Kind(microbatches=4, keeps_codes=True),
+    "f8emu/rowwise, fast, kept, x4": _FAST._replace(microbatches=4, keeps_codes=True),
     "GEMMs/bf16": Kind(None, None, True, modes=(ALONE,)),
-    "GEMMs/float8": Kind(None, modes=(ALONE,)),
-    "GEMMs/float8, pair": Kind(None, is_pair=True, modes=(ALONE,)),
+    "GEMMs/float8": Kind(None, _ROWWISE, modes=(ALONE,)),
+    "GEMMs/float8, pair": Kind(None, _ROWWISE, True, modes=(ALONE,)),
     "bf16, again": _BF16,
 }
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused.launch import padded_rows
+from f8emu.torch.library import launch_plans
+from f8emu.torch.scale import reciprocal
 from tests.torch_path.interpreter import INTERPRETED, ON_GPU, Kernels, run_interpreted
 from tests.torch_path.layers import draw
 
@@ -63,6 +65,11 @@ class Compared:
         if x.ndim == 2 and x.dtype is not torch.float32 and x.shape[1] == padded_rows(self.rows, self.groups):
             return x[:, : self.padded]
         return x[: self.ends] if x.ndim == 2 and x.shape[0] == self.rows else x
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return Kernels(monkeypatch)
 
 
 @pytest.fixture
@@ -130,6 +137,26 @@ def test_silu(compared: Compared, is_joint: bool) -> None:
     amaxes_of = raised.clone(), None if is_joint else raised.clone()
     args = (E5M2, E4M3, *sources, True, True, True, True, FLOOR, *amaxes_of)
     compared(grouped.cast_gradients, grad, *pair, tiles, groups, *args)
+
+
+@ON_GPU
+def test_scales_of_groups(kernels: Kernels, assert_same_bits: Any) -> None:
+    """One launch for what plain torch computes in several."""
+    inv_scales = [draw(5, 1, seed=seed).abs().float() + 0.01 for seed in (1, 2)]
+    outputs = torch.zeros(5, 1), torch.zeros(5, 1), torch.zeros(300), torch.zeros(5, 48)
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        plans = launch_plans()
+        assert plans is not None
+        plans.used_scales(5)(tensors[0], *tensors[2:4])
+        plans.scales_of_groups(300, 48, 5)(*tensors[:2], *tensors[4:])
+        return tensors[2:]
+
+    used, scale, ones, products = kernels(run, *inv_scales, *outputs)
+    assert_same_bits(used, inv_scales[0])
+    assert_same_bits(scale, reciprocal(inv_scales[0]))
+    assert_same_bits(ones, torch.ones(300))
+    assert_same_bits(products, (inv_scales[0] * inv_scales[1]).expand(5, 48).contiguous())
 
 
 @pytest.mark.skipif(INTERPRETED or find_spec("triton") is None, reason="needs triton, outside of its interpreter")

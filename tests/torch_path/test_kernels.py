@@ -157,7 +157,7 @@ def test_the_update_of_a_model(is_most_recent, kernels, monkeypatch) -> None:
         report = torch.full((layers, 3), -1, dtype=torch.int32, pin_memory=device == "cuda")
 
         def update() -> tuple[torch.Tensor, ...]:
-            delayed.update_delayed(states, report, delayed.amaxes_of(amaxes), *rule)
+            delayed.update_delayed(states, report, delayed.amaxes_of(of_amaxes), *rule)
             if device == "cuda":
                 torch.cuda.synchronize()
             return (report,)

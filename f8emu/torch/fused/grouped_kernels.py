@@ -136,8 +136,8 @@ def store_codes(
     """The codes of a tile of a matrix of `width` columns: of its rows, and of its columns, transposed.
 
     `BY_GROUP`: a source is the inv_scale of each group. Otherwise it is the amax of each row, or of each column of each
-    group; scales are powers of two, which the first tile of a row or column writes, and no product is beyond the largest
-    number of the format.
+    group; scales are powers of two, which the first tile of a row or column writes. Then no product is beyond the
+    largest number of the format.
     """
     is_row = (r >= low) & (r < high)
     if ROWS:

@@ -342,7 +342,7 @@ class GroupedState(Scaled):
         return self.delayed.of_tensors()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # pyright: ignore[reportUnknownMemberType]
         metadata = getattr(destination, "_metadata", None)
         if self.delayed is not None and metadata is not None:
             metadata.setdefault(prefix[:-1], {})[DELAYED_KEY] = self.delayed.tensors()
