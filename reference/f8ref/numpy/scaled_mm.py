@@ -102,8 +102,8 @@ def scaled_grouped_mm(
     | K | [M, K] | [K, N] | [G * M] | [G * N] | [G, M, N] |
     | nothing, without `offs` | [G, M, K] | [G, K, N] | [G, M] | [G, N] | [G, M, N] |
 
-    Exactness: as for a rowwise `scaled_mm`; recorded are GEMMs that divide rows. The library leaves what lies beyond
-    the last group as it finds it. It takes groups along K whose sizes are multiples of 16.
+    Exactness: all recorded cases of an H100, of every kind, every bit; NaN is all ones. The library leaves what lies
+    beyond the last group as it finds it. It takes groups along K whose sizes are multiples of 16.
 
     Raises:
         OperandError: wrong dtypes or shapes, or offsets that fall or pass the size that they divide.
