@@ -142,7 +142,7 @@ def test_a_second_conversion() -> None:
     with pytest.warns(UserWarning, match="nothing to convert; recipe tensorwise: 1 already"):
         assert f8.convert_to_float8_training(model) is model
     assert model[0] is layer  # type: ignore[index]
-    with pytest.raises(OperandError, match=r"0 is a Float8Linear under recipe 'tensorwise'.*requested are 'rowwise'"):
+    with pytest.raises(OperandError, match=r"0 is in float8 under recipe 'tensorwise'.*requested are 'rowwise'"):
         f8.convert_to_float8_training(model, config="rowwise")
     model.append(nn.Linear(32, 32))  # type: ignore[operator]
     with warnings.catch_warnings():

@@ -30,6 +30,7 @@ from f8emu.torch.conversion.report import (
 from f8emu.torch.conversion.torchao import ModuleFilter, RecipeLike, resolve_recipe
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.layer.delayed_update import UpdateGroup
+from f8emu.torch.layer.experts import ExpertsSettings
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.torch_internals import named_modules, own_parameters, rank_of_process, replace_modules
 from f8emu.torch.weights.codes import require_codes
@@ -111,14 +112,8 @@ def convert_to_float8_training(
     found = {fqn: (part, experts) for fqn, part, experts in expert_modules(module)}
     chosen_experts = [(fqn, *found[fqn]) for fqn in report.names(Outcome.CONVERTED) if fqn in found]
     _check_report(report)
-    _check_converted(report, already, engine, recompute_casts)
-    for fqn, (part, _) in found.items():
-        settings = part.settings if isinstance(part, ConvertedExperts) else None
-        if settings is not None and (settings.recipe, settings.engine) != (recipe, engine):
-            raise OperandError(
-                f"{_CALL}: {fqn or 'the module'} has experts under recipe {settings.recipe.label!r} and engine "
-                f"{settings.engine!r} already; requested are {recipe.label!r} and {engine!r}; convert the model once"
-            )
+    of_experts = {fqn: part.settings for fqn, (part, _) in found.items() if isinstance(part, ConvertedExperts)}
+    _check_converted(report, {**already, **of_experts}, engine, recompute_casts)
     weights = [layer.weight for layer in chosen.values()]
     weights += [weight for _, _, experts in chosen_experts for weight in experts.weights.values()]
     for device in {weight.device for weight in weights}:
@@ -178,14 +173,8 @@ def plan_conversion(
 ) -> ConversionReport:
     """Report what `convert_to_float8_training` would do, and which weights it would not consider; change nothing.
 
-    Args:
-        module: as for `convert_to_float8_training`, as are the other arguments but one.
-        config: the recipe.
-        module_filter_fn: the filter.
-        pad: whether sizes are padded.
-        subclasses: classes derived from nn.Linear to convert too.
-        tokens_per_expert: how many tokens a pass gives each expert; the report then predicts how fast experts are in
-            float8, by the operations of their GEMMs and the bytes of their casts on an H100.
+    With `tokens_per_expert`, how many tokens a pass gives each expert, the report predicts how fast experts are in
+    float8, by the operations of their GEMMs and the bytes of their casts on an H100.
 
     Raises:
         SpecError: an unknown recipe.
@@ -275,13 +264,14 @@ def _check_report(report: ConversionReport) -> None:
 
 
 def _check_converted(
-    report: ConversionReport, already: dict[str, Float8Linear], engine: str, recompute_casts: bool
+    report: ConversionReport, already: dict[str, Float8Linear | ExpertsSettings], engine: str, recompute_casts: bool
 ) -> None:
     for fqn, layer in already.items():
-        if (layer.recipe, layer.engine, layer.recompute_casts) != (report.recipe, engine, recompute_casts):
+        recomputes = layer.recompute_casts if isinstance(layer, Float8Linear) else recompute_casts
+        if (layer.recipe, layer.engine, recomputes) != (report.recipe, engine, recompute_casts):
             raise OperandError(
-                f"{_CALL}: {fqn or 'the module'} is a Float8Linear under recipe {layer.recipe.label!r}, engine "
-                f"{layer.engine!r} and recompute_casts={layer.recompute_casts} already; requested are "
+                f"{_CALL}: {fqn or 'the module'} is in float8 under recipe {layer.recipe.label!r}, engine "
+                f"{layer.engine!r} and recompute_casts={recomputes} already; requested are "
                 f"{report.recipe.label!r}, {engine!r} and {recompute_casts}; convert the model once, from nn.Linear"
             )
 

@@ -20,7 +20,7 @@ from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
 from f8emu.torch.conversion.experts import ConvertedExperts, why_not
 from f8emu.torch.conversion.mixtures import Experts, experts_of, routers, speed_of_experts
 from f8emu.torch.conversion.torchao import ModuleFilter
-from f8emu.torch.float8_layer import Float8Layer
+from f8emu.torch.float8_layer import Float8Layer, Scaled
 from f8emu.torch.layer.float8_linear import Float8Linear
 
 
@@ -58,11 +58,9 @@ class ConversionEntry:
     speed: float | None = None
     """Of experts, where the tokens of each are given: the predicted speed in float8, times that of bfloat16."""
 
-    @property
-    def told(self) -> str:
-        """The reason and the speed."""
+    def __str__(self) -> str:
         speed = "" if self.speed is None else f"predicted at {self.speed:.2f} times the speed of bfloat16"
-        return "; ".join(filter(None, (self.reason, speed)))
+        return ": ".join(filter(None, (self.outcome.value, self.reason, speed)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +102,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         lines = [f"{self.summary}; float8 GEMMs multiply {self.share:.1%} of {self.parameters} parameters"]
-        lines += _rows([(e.fqn, e.shape, ": ".join(filter(None, (e.outcome.value, e.told)))) for e in self.entries])
+        lines += _rows([(entry.fqn, entry.shape, str(entry)) for entry in self.entries])
         if self.others:
             lines += ["not looked at:", *_rows([(other.fqn, other.shape, other.reason) for other in self.others])]
         return "\n".join(lines)
@@ -304,7 +302,7 @@ def float_layer(layer: Float8Linear, of: type[nn.Linear]) -> nn.Linear:
     # Without __init__, which may take other arguments and would allocate parameters.
     new = of.__new__(of)
     new.__dict__.update(internals.copied_attributes(layer))
-    own = (*Float8Layer.__annotations__, *Float8Linear.__annotations__)
+    own = (*Scaled.__annotations__, *Float8Layer.__annotations__, *Float8Linear.__annotations__)
     for name in (*own, "_compiled_call_impl"):  # compile() sets it, to Float8Linear's forward
         new.__dict__.pop(name, None)
         internals.own_modules(new).pop(name, None)
