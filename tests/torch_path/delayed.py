@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 import f8emu.torch as f8
 from f8emu.spec import DELAYED, Recipe
 from f8emu.spec.scaling import DelayedState
+from f8emu.torch.float8_layer import Scaled
 from f8emu.torch.layer.delayed_state import DelayedBuffers
 from tests.torch_path.states import assert_same_state, state_of
 
@@ -97,7 +98,7 @@ class NoUpdates:
 def by_calls_alone(model: Model, ranks: Any = None) -> Model:
     """The model, which updates nothing by itself from now on."""
     for layer in model.modules():
-        if isinstance(layer, f8.Float8Linear) and layer.delayed is not None:
+        if isinstance(layer, Scaled) and layer.delayed is not None:
             layer.update_with(NoUpdates(ranks))  # type: ignore[arg-type]
     return model
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import f8emu.torch as f8
 from f8emu.spec import OperandError, UnsupportedError
 from f8emu.torch.parallel import expert_parallel as expert_parallel_module
+from tests.torch_path.delayed import by_calls_alone
 from tests.torch_path.layers import draw
 from tests.torch_path.ranks import run_cases
 from tests.torch_path.states import local
@@ -30,7 +31,7 @@ from tests.torch_path.states import local
 DIM, HIDDEN, EXPERTS, STEPS = 32, 48, 4, 3
 BEHIND = 3
 """Rows behind the last group."""
-RECIPES = ("rowwise", "rowwise_with_gw_hp", "tensorwise")
+RECIPES = ("rowwise", "rowwise_with_gw_hp", "tensorwise", "delayed")
 
 
 def sizes_of(step: int, rank: int) -> list[int]:
@@ -92,6 +93,7 @@ def fsdp(recipe: str, *, dim: int = 0, **options: Any) -> None:
     alone, model = Mixture(recipe), Mixture(recipe)
     for module in (*model.blocks, model):
         fully_shard(module, shard_placement_fn=(lambda _: Shard(dim)) if dim else None, **options)
+    by_calls_alone(alone, ranks=False)  # a pass of all ranks is one update
     optimizers = [optimizer_of(module) for module in (alone, model)]
     for step in range(STEPS):
         sums: list[Any] = []
@@ -128,6 +130,7 @@ def expert_parallel(recipe: str, *, replicas: int = 1, checkpoints: bool = False
     call = functools.partial(checkpoint, experts, use_reentrant=False) if checkpoints else experts
     if backend is not None:
         experts.compile(backend=backend, dynamic=True)
+    by_calls_alone(alone, ranks=False)
     optimizers = [optimizer_of(module) for module in (alone, experts)]
     for step in range(1 if backend else STEPS):
         expected: tuple[Tensor, ...] = ()
@@ -152,6 +155,10 @@ def stepped(optimizers: Sequence[Any], sharded: nn.Module, alone: nn.Module, ste
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
+    f8.sync_float8_amax_and_scale_history(alone)
+    found, expected = f8.delayed_state_dict(sharded), f8.delayed_state_dict(alone)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in found.items()), f"step {step}, state"
     for ours, theirs in zip(sharded.parameters(), alone.parameters(), strict=True):
         assert_same([ours], [mine(theirs, ours)], f"step {step}, weight")
 
@@ -213,14 +220,14 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "FSDP2 by rows": case(fsdp, "rowwise", dim=1),
         **{f"expert parallel, {recipe}": case(expert_parallel, recipe) for recipe in RECIPES},
         "checkpointed": case(expert_parallel, "rowwise", checkpoints=True),
-        "compiled": case(expert_parallel, "rowwise", backend="eager"),
+        "compiled": case(expert_parallel, "delayed", backend="eager"),
         "order of ranks": order_of_ranks,
         "refusals": refusals,
     },
     4: {
         "FSDP2": case(fsdp, "rowwise", reshard_after_forward=False),
         "expert parallel": case(expert_parallel, "rowwise"),
-        "expert parallel and FSDP2": case(expert_parallel, "tensorwise", replicas=2),
+        "expert parallel and FSDP2": case(expert_parallel, "delayed", replicas=2),
     },
 }
 

@@ -26,7 +26,7 @@ from f8emu.torch.layer.delayed_update import UpdateGroup
 from f8emu.torch.layer.experts import ExpertsSettings, GroupedState
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.grouped_linear import grouped_linear
-from f8emu.torch.parallel.placements import own_experts
+from f8emu.torch.parallel.placements import own_experts, own_groups
 from f8emu.torch.torch_internals import Function, not_compiled, own_buffers, to_list
 
 _OF_OBSERVERS = ("is_watched", "watched", "layers_of_experts")  # attributes that copies do not take along
@@ -81,7 +81,7 @@ class ConvertedExperts(LayersOfExperts):
         own: dict[str, Float8Layer] = self.__dict__.setdefault("layers_of_experts", {})
         names, states = (*self.layout.gate_up, self.layout.down) if self.layout else (), list[Any](self.settings.states)
         for name, state in zip_longest(names, states):
-            for group, matrix in enumerate(self.weight_of(name).detach()):
+            for group, matrix in enumerate(self.weight_of(name).detach(), own_groups(getattr(self, name)).start):
                 layer: Any = own.get(f"{name}.{group}")
                 if layer is None:
                     own[f"{name}.{group}"] = _ExpertLinear(self, matrix, state, group)
@@ -96,7 +96,7 @@ class ConvertedExperts(LayersOfExperts):
     def _experts(self, x: Tensor, offs: Tensor, layout: Layout) -> Tensor:
         if self.is_watched:
             return _layer_by_layer(self, x, offs, layout)
-        *gate_up, down = (self.weight_of(name) for name in (*layout.gate_up, layout.down))
+        *gate_up, down = (getattr(self, name) for name in (*layout.gate_up, layout.down))
         return self.settings(x, gate_up, down, offs)
 
     def _one_by_one(self, x: Tensor, offs: Tensor, experts: Tensor) -> Tensor:
@@ -177,11 +177,11 @@ def _layer_by_layer(module: ConvertedExperts, x: Tensor, offs: Tensor, layout: L
     # What `float8_experts` computes.
     layers, (*names, last) = module.expert_layers(), (*layout.gate_up, layout.down)
     weights = {name: module.weight_of(name).unbind() for name in (*names, last)}
-    ends, outputs = to_list(offs), list[Tensor]()
+    first, ends, outputs = own_groups(getattr(module, last)).start, to_list(offs), list[Tensor]()
     sizes = [end - start for start, end in pairwise((0, *ends, x.shape[0]))]
 
     def product(x: Tensor, name: str, i: int) -> Tensor:
-        return functional_call(layers[f"{name}.{i}"], {"weight": weights[name][i]}, (x,))
+        return functional_call(layers[f"{name}.{first + i}"], {"weight": weights[name][i]}, (x,))
 
     *parts, behind = torch.split(x, sizes)
     for i, part in enumerate(parts):

@@ -491,27 +491,29 @@ def scales_by_state(
     power_of_two: bool,
     amax_floor: float,
     margin: int,
+    first: int,
 ) -> tuple[Tensor, Tensor]:
-    """(inv_scale, scale), each [G, 1], of a cast by a state, whose owner is told.
+    """(inv_scale, scale), each [groups, 1], of a cast by the rows of `inv_scale` from `first` on, whose owner is told.
 
     A group whose inv_scale is not set takes that of its own amax. What is cast of `tensors`, by its kind: "matrix";
     "hidden", of gate and up, or both in one; "grad_gate" or "grad_up", of grad_hidden and these.
     """
     tell_owner(inv_scale)
-    if is_known_set(inv_scale) and (plans := kernels_for(inv_scale)) is not None:
+    is_known, inv_scale = is_known_set(inv_scale), inv_scale[first : first + groups]
+    if is_known and (plans := kernels_for(inv_scale)) is not None:
         found = torch.empty_like(inv_scale), torch.empty_like(inv_scale)
         plans.used_scales(groups)(inv_scale, *found)
         return found
     used = inv_scale.clone()
-    if not is_known_set(inv_scale):
-        first, *rest = (*tensors, None, None)[:3]
+    if not is_known:
+        x, *rest = (*tensors, None, None)[:3]
         match kind:
             case "matrix":
-                own = amax_of_groups.function(first, tiles, groups)
+                own = amax_of_groups.function(x, tiles, groups)
             case "hidden":
-                own = hidden_amax.function(first, rest[0], tiles, groups)
+                own = hidden_amax.function(x, rest[0], tiles, groups)
             case _:
-                own = gradients_amax.function(first, *rest, tiles, groups)[kind == "grad_up"]
+                own = gradients_amax.function(x, *rest, tiles, groups)[kind == "grad_up"]
         used = chosen_inv_scale(own, inv_scale, fmt, power_of_two, amax_floor, margin)
     return used, reciprocal(used)
 

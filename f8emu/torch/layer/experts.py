@@ -46,7 +46,7 @@ from f8emu.torch.layer.grouped_linear import (
 )
 from f8emu.torch.layer.operands import DelayedStates, Operand
 from f8emu.torch.library import differentiable_once, no_gradients
-from f8emu.torch.parallel.placements import own_experts
+from f8emu.torch.parallel.placements import own_experts, own_groups
 from f8emu.torch.torch_internals import (
     Function,
     is_dtensor,
@@ -289,7 +289,7 @@ def _source_of_hidden(gate: Tensor, up: Tensor | None, groups: Groups, recipe: R
     settings = _name(recipe.output.a), rule.power_of_two, rule.amax_floor
     if state is not None:
         tensors = [gate] if up is None else [gate, up]
-        found = grouped.scales_by_state(tensors, "hidden", tiles, number, state.inv_scale, *settings, state.margin)
+        found = grouped.scales_by_state(tensors, "hidden", tiles, number, state.inv_scale, *settings, *state[2:])
         return Source(None, None, *found)
     return Source(None, None, *fused.scales(grouped.hidden_amax(gate, up, tiles, number), *settings, 0))
 
@@ -310,7 +310,7 @@ def _sources_of_gradients(
             Source(
                 None,
                 None,
-                *grouped.scales_by_state(tensors, kind, tiles, number, state.inv_scale, *settings, state.margin),
+                *grouped.scales_by_state(tensors, kind, tiles, number, state.inv_scale, *settings, *state[2:]),
             )
             for kind, state in zip(kinds, states, strict=True)
         ]
@@ -339,7 +339,17 @@ class GroupedState(Scaled):
             self.delayed.notes.is_loaded = False
             self.delayed.follow(input.device)
             self.update_group.begin_pass(input.is_cuda)
-        return self.delayed.of_tensors()
+        # Every rank has the states of all experts, and an update reduces them over the ranks.
+        if weight.shape[0] != self.delayed.groups:
+            raise UnsupportedError(
+                f"Float8Experts: with delayed scaling, weights must be of all {self.delayed.groups} experts, or "
+                f"DTensors that ranks share; got those of {weight.shape[0]}; use another recipe, or ExpertParallel"
+            )
+        found, groups = self.delayed.of_tensors(), own_groups(weight)
+        if groups.stop - groups.start == weight.shape[0]:
+            return found
+        x, w, g = [state and state._replace(amax=state.amax[groups], first=groups.start) for state in found]
+        return x, w, g
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # pyright: ignore[reportUnknownMemberType]
@@ -444,10 +454,11 @@ class ExpertsSettings(nn.Module):
 
     def forward(self, input: Tensor, gate_up: Sequence[Tensor], down: Tensor, offs: Tensor) -> Tensor:
         """`float8_experts` of these weights."""
-        weights = tuple([own_experts("Float8Experts", weight) for weight in (*gate_up, down)])
+        whole = (*gate_up, down)
         own: list[Any] = list(self.states)
-        states = [state.states(input, weight) for state, weight in zip(own, weights, strict=False)]
+        states = [state.states(input, weight) for state, weight in zip(own, whole, strict=False)]
         delayed = None if not states or None in states else tuple(states)
+        weights = tuple([own_experts("Float8Experts", weight) for weight in whole])
         return experts_of(input, weights[:-1], weights[-1], offs, self.recipe, self.engine, delayed, self._kept)
 
     @torch.no_grad()

@@ -268,7 +268,7 @@ def _source(
         return Source(rows=amaxes[:m].unsqueeze(1), cols=amaxes[m:].unsqueeze(1))
     name, settings = format_name(rows, cols) or "", (rule.power_of_two, rule.amax_floor)
     if state is not None:
-        found = grouped.scales_by_state([x], "matrix", tiles, number, state.inv_scale, name, *settings, state.margin)
+        found = grouped.scales_by_state([x], "matrix", tiles, number, state.inv_scale, name, *settings, *state[2:])
         return Source(None, None, *found)
     return Source(None, None, *fused.scales(grouped.amax_of_groups(x, tiles, number), name, *settings, 0))
 

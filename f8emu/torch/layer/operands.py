@@ -55,6 +55,7 @@ class Delayed(NamedTuple):
     inv_scale: Tensor  # [1, 1], of earlier passes; `fused.delayed.UNSET` before the first: a cast uses its own amax
     amax: Tensor  # [1, 1], the maximum over all casts since the last update; each cast updates it in place
     margin: int  # the margin of `DelayedScaling`
+    first: int = 0  # of the groups of inv_scale [G, 1], the one of the first amax
 
 
 # The states of input, weight and grad_output; None for a tensor with dynamic scales.

@@ -153,6 +153,16 @@ def own_experts(call: str, weight: Any) -> Tensor:
     return weight.to_local()
 
 
+def own_groups(weight: Any) -> slice:
+    """Which experts' matrices `own_experts` gives; ranks have equal numbers of them."""
+    first, count = 0, weight.shape[0]
+    for i, place in enumerate(weight.placements if is_dtensor(weight) else ()):
+        if place.is_shard(0):
+            count //= weight.device_mesh.size(i)
+            first += count * weight.device_mesh.get_local_rank(i)
+    return slice(first, first + count)
+
+
 def _require_one_mesh(call: str, input: Any, weight: Any) -> None:
     if not (is_dtensor(input) and is_dtensor(weight)) or input.device_mesh != weight.device_mesh:
         got = " and ".join(
