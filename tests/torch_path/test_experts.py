@@ -55,7 +55,7 @@ def test_grouped_linear_equals_the_oracle(recipe: str, dtype: torch.dtype, asser
             assert_same_bits(to_numpy(ours), np.asarray(theirs))
 
 
-def beside(recipe: str, x: Tensor, ups: Sequence[Tensor], down: Tensor, offs: Tensor) -> Tensor:
+def beside(recipe: Any, x: Tensor, ups: Sequence[Tensor], down: Tensor, offs: Tensor) -> Tensor:
     """The experts, of layers that are not fused."""
     products = [f8.grouped_linear(x, w, offs, recipe=recipe) for w in ups]
     gate, up = products if len(products) == 2 else products[0].chunk(2, dim=1)
@@ -226,3 +226,83 @@ def test_weights_cast_once_a_step(backend: str | None, assert_same_bits: Any) ->
             ours.grad = theirs.grad = None
     with pytest.raises(UnsupportedError, match="call precompute_weights"):
         run(draw(rows, 32, seed=1), offs)
+
+
+FAST = replace(
+    RECIPES["rowwise"],
+    name="fast",
+    grad_input=replace(RECIPES["rowwise"].grad_input, use_fast_accum=True),
+    grad_weight=replace(RECIPES["rowwise"].grad_weight, use_fast_accum=True),
+)
+TENSORWISE_E4M3 = replace(DELAYED_E4M3, name="tensorwise_e4m3", delayed=None)
+
+
+def nasty(rows: int, columns: int, seed: int) -> Tensor:
+    """Rows of magnitudes far apart, and special values in some."""
+    x = draw(rows, columns, seed=seed)
+    x[::7] *= 2.0**-100
+    x[3::11] = 0
+    if rows > 40:
+        x[37, 5], x[38, 6], x[39, 7] = float("inf"), float("nan"), 1e-40
+    return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [RECIPES["rowwise"], FAST, TENSORWISE_E4M3], ids=lambda x: x.name)
+def test_every_group_equals_a_layer_on_a_gpu(recipe: Any, assert_same_bits: Any) -> None:
+    """Tensor cores: rowwise layers one by one; with one scale a group, whose layers may be split along K, the CPU."""
+    sizes, device = (0, 1, 15, 17, 8192, 0), "cuda"
+    offs, rows = groups_of(sizes)
+    for seed in range(5):
+        drawn = (nasty if seed % 2 else draw)(rows, 256, seed=seed), stack(len(sizes), 384, 256, seed + 10)
+        x, w = leaves(*(t.to(device) for t in drawn))
+        g = draw(rows, 384, seed=seed + 20)
+        y = f8.grouped_linear(x, w, offs.to(device), recipe=recipe)
+        y.backward(g.to(device))
+        if recipe is TENSORWISE_E4M3:
+            x1, w1 = leaves(*drawn)
+            y1 = f8.grouped_linear(x1, w1, offs, recipe=recipe)
+            y1.backward(g)
+            for ours, theirs in ((y, y1), (x.grad, x1.grad), (w.grad, w1.grad)):
+                assert_same_bits(ours, theirs)
+            continue
+        for e, (start, stop) in enumerate(pairwise([0, *offs.tolist()])):
+            layer = f8.Float8Linear(256, 384, bias=False, device=device, dtype=torch.bfloat16, recipe=recipe)
+            layer.weight.data.copy_(drawn[1][e])
+            (own,) = leaves(drawn[0][start:stop].to(device))
+            output = layer(own)
+            output.backward(g[start:stop].to(device))
+            assert x.grad is not None and w.grad is not None
+            parts = ((y[start:stop], output), (x.grad[start:stop], own.grad), (w.grad[e], layer.weight.grad))
+            for ours, theirs in parts:
+                assert_same_bits(ours, theirs)
+        for beyond in (y[offs[-1] :], x.grad[offs[-1] :] if x.grad is not None else y):
+            assert not beyond.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_joint", [True, False], ids=["joint", "strict"])
+@pytest.mark.parametrize("recipe", [FAST, TENSORWISE_E4M3], ids=lambda x: x.name)
+def test_fused_experts_equal_their_layers_on_a_gpu(recipe: Any, is_joint: bool, assert_same_bits: Any) -> None:
+    sizes, device = (0, 1, 15, 17, 2048, 130), "cuda"
+    offs, rows = groups_of(sizes)
+    for seed in range(5):
+        first, second, down = (
+            stack(len(sizes), *size, seed + i).to(device) for i, size in enumerate(((96, 128), (96, 128), (128, 96)))
+        )
+        weights = [down, torch.cat([first, second], dim=1)] if is_joint else [down, first, second]
+        x, g = nasty(rows, 128, seed).to(device), draw(rows, 128, seed=seed + 9).to(device)
+
+        def fused(x: Tensor, down: Tensor, offs: Tensor, *ups: Tensor) -> Tensor:
+            return f8.float8_experts(x, ups[0] if is_joint else ups, down, offs, recipe=recipe)
+
+        expected = leaves(x, *weights)
+        output = beside(recipe, expected[0], expected[2:], expected[1], offs.to(device))
+        output.backward(g)
+        for call in (fused, torch.compile(fused, fullgraph=True)):
+            found = leaves(x, *weights)
+            y = call(*found[:2], offs.to(device), *found[2:])
+            y.backward(g)
+            assert_same_bits(y, output)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert_same_bits(ours.grad, theirs.grad)

@@ -209,7 +209,7 @@ class FusedExperts(Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # 1. What was saved.
-        saved, n, (settings, states, _) = list(ctx.saved_tensors), ctx.ups, ctx.plan
+        saved, n, (settings, states, known) = list(ctx.saved_tensors), ctx.ups, ctx.plan
         recipe, dtype = settings.recipe, grads[0].dtype
         groups = Groups(saved[0], saved[-SAVED_OF_WEIGHT].shape[0])
         products, number = saved[1 : n + 1], groups.number
@@ -230,6 +230,8 @@ class FusedExperts(Function):
         assert g is not None, "it was requested"
         operand = cast_weight_again(down, w_down, recipe)
         grad_hidden = multiply_rows(g, operand, recipe.grad_input, groups, settings, dtype)
+        if ctx.is_own and known is None and w_down.grad_input is not None:
+            release([w_down.grad_input.codes])
         g = operand = w_down = None
         # 3. The operands of the gradients of gate and up, and of hidden^T.
         sources = _sources_of_gradients(grad_hidden, gate, up, groups, recipe, [state[2] for state in of_ups])
@@ -260,6 +262,8 @@ class FusedExperts(Function):
                 operand = cast_weight_again(weight, w, recipe)
                 product = multiply_rows(rows[i], operand, recipe.grad_input, groups, settings, dtype)
                 d_input = product if d_input is None else d_input + product
+                if ctx.is_own and known is None and w.grad_input is not None:
+                    release([w.grad_input.codes])
                 operand = product = None
         rows = []
         d_ups: list[Tensor | None] = [None] * n
@@ -267,6 +271,8 @@ class FusedExperts(Function):
             if needs_ups[i]:
                 x = kept[i if count > 1 else 0]
                 d_ups[i] = multiply_over_rows(transposed[i], x, recipe.grad_weight, groups, settings, dtype)
+        if ctx.is_own:
+            release([x.codes for x in kept if x.codes is not None])
         transposed = kept = x = None
         if g_transposed is not None:
             d_down = multiply_over_rows(g_transposed, hidden_transposed, recipe.grad_weight, groups, settings, dtype)
