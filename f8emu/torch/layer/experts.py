@@ -215,7 +215,7 @@ class FusedExperts(Function):
         products, number = saved[1 : n + 1], groups.number
         gate, up = products if n == 2 else (products[0], None)
         at, count = n + 1, n if states is not None else 1
-        kept = [Operand(*saved[at + 2 * i : at + 2 * i + 2]) for i in range(count)]
+        kept: list[Any] = [Operand(*saved[at + 2 * i : at + 2 * i + 2]) for i in range(count)]
         at += 2 * count
         hidden = Source(None, *saved[at : at + 3])
         parts = [saved[i : i + SAVED_OF_WEIGHT] for i in range(at + 3, len(saved), SAVED_OF_WEIGHT)]
