@@ -261,8 +261,7 @@ def saved_ops() -> tuple[OpOverload, ...]:
     # numbers. Casts are left out: their float8 results take memory that checkpointing is meant to free, and recomputing
     # them takes one pass over the tensor.
     ours = torch.ops.f8emu
-    names = ["row_amax", "scales", "multiply_groups", "row_col_amax_of_groups", "amax_of_groups"]
-    names += ["hidden_row_col_amax", "hidden_amax"]
+    names = ["row_amax", "scales", "multiply_groups", "amaxes_of_groups", "amaxes_of_hidden"]
     own = [getattr(ours, name).default for name in names]
     return torch.ops.aten.mm.default, torch.ops.aten.max.default, *own
 

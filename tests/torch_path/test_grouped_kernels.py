@@ -85,11 +85,11 @@ every_size = pytest.mark.parametrize("compared", SIZES, indirect=True, ids=str)
 def test_groups_of_tokens(compared: Compared) -> None:
     for k in (80,) if INTERPRETED else (80, 512):
         x, groups, tiles = nasty(compared.rows, k, 1), compared.groups, compared.tiles
-        (amaxes,) = compared(grouped.row_col_amax_of_groups, x, tiles, groups)
+        (amaxes,) = compared(grouped.amaxes_of_groups, x, tiles, groups, False)
         row, col = amaxes[: compared.rows, None], amaxes[compared.rows :, None]
         for sides in ((row, col), (row, None), (None, col)):
             compared(grouped.cast_groups, x, tiles, groups, E4M3, *sides, False, FLOOR, None)
-        (amax,) = compared(grouped.amax_of_groups, x, tiles, groups)
+        (amax,) = compared(grouped.amaxes_of_groups, x, tiles, groups, True)
         inv_scale = (448 / amax.nan_to_num(1, 3).clamp(min=1e-3)).float()
         for fmt in (E4M3, E5M2):
             compared(grouped.cast_groups, x, tiles, groups, fmt, inv_scale, inv_scale, True, FLOOR, None)
@@ -102,7 +102,7 @@ def test_stacks_of_weights(monkeypatch: pytest.MonkeyPatch, assert_same_bits: An
     compared = Compared(Kernels(monkeypatch), (1,), assert_same_bits)
     for groups, n, k in [(3, 48, 80), *([] if INTERPRETED else [(4, 256, 768), (2, 80, 5120), (1, 4096, 14336)])]:
         x = nasty(groups * n, k, 2)
-        (amaxes,) = compared(grouped.row_col_amax_of_groups, x, None, groups, is_stack=True)
+        (amaxes,) = compared(grouped.amaxes_of_groups, x, None, groups, False, is_stack=True)
         row, col = amaxes[: groups * n, None], amaxes[groups * n :, None]
         found = compared(grouped.cast_groups, x, None, groups, E4M3, row, col, False, FLOOR, None, is_stack=True)
         again = compared(grouped.cast_rows_of_groups, x, groups, E4M3, FLOOR, is_stack=True)
@@ -119,19 +119,19 @@ def test_silu(compared: Compared, is_joint: bool) -> None:
     pair = (torch.cat([gate, up], dim=1), None) if is_joint else (gate, up)
     if is_joint:  # the interpreter takes arguments that are tensors or numbers alone
         pair = pair[0], None
-    (amaxes,) = compared(grouped.hidden_row_col_amax, *pair, tiles, groups)
+    (amaxes,) = compared(grouped.amaxes_of_hidden, *pair, tiles, groups, False)
     compared(grouped.cast_hidden, *pair, tiles, groups, E4M3, amaxes[:rows, None], False, FLOOR, None)
-    (amax,) = compared(grouped.hidden_amax, *pair, tiles, groups)
+    (amax,) = compared(grouped.amaxes_of_hidden, *pair, tiles, groups, True)
     inv_scale = (448 / amax.nan_to_num(1, 3).clamp(min=1e-3)).float()
     raised = torch.full((groups, 1), -1.0)
     compared(grouped.cast_hidden, *pair, tiles, groups, E4M3, inv_scale, True, FLOOR, raised)
     # Gradients, by amaxes of rows and columns, then by scales of groups.
-    of_gate, of_up = compared(grouped.gradients_row_col_amax, grad, *pair, tiles, groups)
+    of_gate, of_up = compared(grouped.amaxes_of_gradients, grad, *pair, tiles, groups, False)
     sources = of_gate, None if is_joint else of_up, amaxes[rows:, None]
     for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
         args = (E4M3, E4M3, *sources, *wanted, False, FLOOR, None, None)
         compared(grouped.cast_gradients, grad, *pair, tiles, groups, *args)
-    of_gate, of_up = compared(grouped.gradients_amax, grad, *pair, tiles, groups)
+    of_gate, of_up = compared(grouped.amaxes_of_gradients, grad, *pair, tiles, groups, True)
     inv_scales = [(448 / x.nan_to_num(1, 3).clamp(min=1e-3)).float() for x in (of_gate, of_up)]
     sources = inv_scales[0], None if is_joint else inv_scales[1], inv_scale
     amaxes_of = raised.clone(), None if is_joint else raised.clone()

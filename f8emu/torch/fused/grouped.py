@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import E4M3FN
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set, tell_owner
 from f8emu.torch.fused.fused_cast import FusedCast, Output, codes_of, matrix, named_format, named_rule
@@ -74,41 +75,33 @@ def _stacked(rows: int, groups: int, tiles: Any) -> int:
     return rows // groups if tiles is None else 0
 
 
+def amaxes_output(rows: int, columns: int, groups: int, by_group: bool) -> Output:
+    """The amaxes of rows and of each group's columns in one vector, or one of each group."""
+    return Output((groups, 1) if by_group else (rows + groups * columns,), is_zeroed=True)
+
+
 def _launch_amaxes(on: Any, out: Any, x: Any, tiles: Any, groups: int, by_group: bool) -> None:
     (m, k), (amaxes,) = on.shape(x), out
     plan = on.plans.groups_amax(m, k, groups, _stacked(m, groups, tiles), by_group, on.has_pairs(x))
-    of_cols = amaxes if by_group else amaxes[m:]
-    on.run(plan, x, x if tiles is None else tiles, amaxes, of_cols)
+    on.run(plan, x, x if tiles is None else tiles, amaxes, amaxes if by_group else amaxes[m:])
 
 
 @FusedCast(
-    outputs=lambda x, tiles, groups: (Output((x.shape[0] + groups * matrix("amaxes", x)[1],), is_zeroed=True),),
-    launch=lambda on, out, x, tiles, groups: _launch_amaxes(on, out, x, tiles, groups, False),
+    outputs=lambda x, tiles, groups, by_group: (amaxes_output(*matrix("amaxes_of_groups", x), groups, by_group),),
+    launch=_launch_amaxes,
     is_lowered=False,
 )
-def row_col_amax_of_groups(x: Tensor, tiles: Tensor | None, groups: int) -> Tensor:
-    """The amaxes of the rows [T], then those of the columns of each group [G, K], in one vector."""
-    return _row_col_amaxes(x, tiles, groups)
-
-
-def _row_col_amaxes(x: Tensor, tiles: Tensor | None, groups: int) -> Tensor:
+def amaxes_of_groups(x: Tensor, tiles: Tensor | None, groups: int, by_group: bool) -> Tensor:
+    """The amaxes of the rows [T] and of the columns of each group [G, K], in one vector; or of each group, [G, 1]."""
     m, k = x.shape
-    found = x.new_zeros(m + groups * k, dtype=torch.float32)
+    found = amaxes_output(m, k, groups, by_group).new(x)
     for group, (rows, _) in enumerate(group_slices(x, tiles, groups)):
-        if rows.start < rows.stop:
+        if by_group:
+            found[group : group + 1] = eager.tensor_amax(x[rows])
+        elif rows.start < rows.stop:
             of_rows, of_cols = eager.row_col_amax(x[rows])
             found[rows], found[m + group * k : m + (group + 1) * k] = of_rows.flatten(), of_cols.flatten()
     return found
-
-
-@FusedCast(
-    outputs=lambda x, tiles, groups: (Output((groups, 1), is_zeroed=True),),
-    launch=lambda on, out, x, tiles, groups: _launch_amaxes(on, out, x, tiles, groups, True),
-    is_lowered=False,
-)
-def amax_of_groups(x: Tensor, tiles: Tensor | None, groups: int) -> Tensor:
-    """The amax of each group [G, 1]."""
-    return torch.cat([eager.tensor_amax(x[rows]) for rows, _ in group_slices(x, tiles, groups)])
 
 
 # 2. Codes.
@@ -266,32 +259,24 @@ def _width(gate: Any, up: Any) -> int:
     return gate.shape[1] // 2 if up is None else gate.shape[1]
 
 
-def _launch_hidden_amaxes(on: Any, out: Any, gate: Any, up: Any, tiles: Any, groups: int, by_group: bool) -> None:
+def _launch_amaxes_of_hidden(on: Any, out: Any, gate: Any, up: Any, tiles: Any, groups: int, by_group: bool) -> None:
     m, h = gate.shape[0], _width(gate, up)
-    plan = on.plans.groups_hidden(m, h, groups, up is None, "float8_e4m3fn", 1e-12, False, by_group, False)
-    amaxes = out[0]
+    plan = on.plans.groups_hidden(m, h, groups, up is None, E4M3FN.name, 1.0, False, by_group, False)
+    (amaxes,) = out
     of_cols = amaxes if by_group else amaxes[m:]
     on.run(plan, gate, gate if up is None else up, tiles, amaxes, gate, gate, of_cols, gate)
 
 
 @FusedCast(
-    outputs=lambda gate, up, tiles, groups: (Output((gate.shape[0] + groups * _width(gate, up),), is_zeroed=True),),
-    launch=lambda on, out, gate, up, tiles, groups: _launch_hidden_amaxes(on, out, gate, up, tiles, groups, False),
+    outputs=lambda gate, up, tiles, groups, by_group: (
+        amaxes_output(gate.shape[0], _width(gate, up), groups, by_group),
+    ),
+    launch=_launch_amaxes_of_hidden,
     is_lowered=False,
 )
-def hidden_row_col_amax(gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int) -> Tensor:
-    """`row_col_amax_of_groups` of `hidden`."""
-    return _row_col_amaxes(_hidden(gate, up), tiles, groups)
-
-
-@FusedCast(
-    outputs=lambda gate, up, tiles, groups: (Output((groups, 1), is_zeroed=True),),
-    launch=lambda on, out, gate, up, tiles, groups: _launch_hidden_amaxes(on, out, gate, up, tiles, groups, True),
-    is_lowered=False,
-)
-def hidden_amax(gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int) -> Tensor:
-    """`amax_of_groups` of `hidden`."""
-    return amax_of_groups.function(_hidden(gate, up), tiles, groups)
+def amaxes_of_hidden(gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int, by_group: bool) -> Tensor:
+    """`amaxes_of_groups` of `hidden`."""
+    return amaxes_of_groups.function(_hidden(gate, up), tiles, groups, by_group)
 
 
 def _hidden_outputs(
@@ -346,7 +331,7 @@ def _gradients(grad_hidden: Tensor, gate: Tensor, up: Tensor | None) -> tuple[li
     return ([torch.cat(found, dim=1)] if up is None else found), activated * of_up
 
 
-def _launch_gradients_amaxes(
+def _launch_amaxes_of_gradients(
     on: Any, out: Any, grad: Any, gate: Any, up: Any, tiles: Any, groups: int, by_group: bool
 ) -> None:
     m, h = on.shape(grad)
@@ -359,41 +344,19 @@ def _launch_gradients_amaxes(
     on.run(plan, grad, gate, gate if up is None else up, tiles, *tensors)
 
 
-def _amaxes_of_gradients(
-    grad: Tensor, gate: Tensor, up: Tensor | None, groups: int, by_group: bool
+def _amaxes_of_both(
+    grad: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int, by_group: bool
 ) -> tuple[Output, Output]:
-    m, width = gate.shape
-    found = Output((groups, 1) if by_group else (m + groups * width,), is_zeroed=True)
+    found = amaxes_output(*gate.shape, groups, by_group)
     return found, Output((0, 0)) if up is None else found
 
 
-@FusedCast(
-    outputs=lambda grad, gate, up, tiles, groups: _amaxes_of_gradients(grad, gate, up, groups, False),
-    launch=lambda on, out, grad, gate, up, tiles, groups: _launch_gradients_amaxes(
-        on, out, grad, gate, up, tiles, groups, False
-    ),
-    is_lowered=False,
-)
-def gradients_row_col_amax(
-    grad_hidden: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int
+@FusedCast(outputs=_amaxes_of_both, launch=_launch_amaxes_of_gradients, is_lowered=False)
+def amaxes_of_gradients(
+    grad_hidden: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int, by_group: bool
 ) -> tuple[Tensor, Tensor]:
-    """`row_col_amax_of_groups` of the gradients of gate and of up; of both in the first, where they are one matrix."""
-    found = [_row_col_amaxes(x, tiles, groups) for x in _gradients(grad_hidden, gate, up)[0]]
-    return found[0], found[1] if len(found) > 1 else grad_hidden.new_empty(0, 0, dtype=torch.float32)
-
-
-@FusedCast(
-    outputs=lambda grad, gate, up, tiles, groups: _amaxes_of_gradients(grad, gate, up, groups, True),
-    launch=lambda on, out, grad, gate, up, tiles, groups: _launch_gradients_amaxes(
-        on, out, grad, gate, up, tiles, groups, True
-    ),
-    is_lowered=False,
-)
-def gradients_amax(
-    grad_hidden: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int
-) -> tuple[Tensor, Tensor]:
-    """`amax_of_groups` of the gradients of gate and of up; of both in the first, where they are one matrix."""
-    found = [amax_of_groups.function(x, tiles, groups) for x in _gradients(grad_hidden, gate, up)[0]]
+    """`amaxes_of_groups` of the gradients of gate and of up; of both in the first, where they are one matrix."""
+    found = [amaxes_of_groups.function(x, tiles, groups, by_group) for x in _gradients(grad_hidden, gate, up)[0]]
     return found[0], found[1] if len(found) > 1 else grad_hidden.new_empty(0, 0, dtype=torch.float32)
 
 
@@ -458,7 +421,7 @@ def cast_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`cast_groups` of the gradients of gate and of up, and of the columns of `hidden`, from one reading.
 
-    Sources are the vectors of `gradients_row_col_amax` and the amaxes [G * H, 1] of hidden's columns, or inv_scales.
+    Sources are the vectors of `amaxes_of_gradients` and the amaxes [G * H, 1] of hidden's columns, or inv_scales.
 
     Returns:
         Four of gate's gradient, four of up's (empty where both are one matrix), and codes and scale of `hidden^T`.
@@ -509,11 +472,11 @@ def scales_by_state(
         x, *rest = (*tensors, None, None)[:3]
         match kind:
             case "matrix":
-                own = amax_of_groups.function(x, tiles, groups)
+                own = amaxes_of_groups.function(x, tiles, groups, True)
             case "hidden":
-                own = hidden_amax.function(x, rest[0], tiles, groups)
+                own = amaxes_of_hidden.function(x, rest[0], tiles, groups, True)
             case _:
-                own = gradients_amax.function(x, *rest, tiles, groups)[kind == "grad_up"]
+                own = amaxes_of_gradients.function(x, *rest, tiles, groups, True)[kind == "grad_up"]
         used = chosen_inv_scale(own, inv_scale, fmt, power_of_two, amax_floor, margin)
     return used, reciprocal(used)
 

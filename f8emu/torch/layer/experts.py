@@ -273,7 +273,7 @@ class FusedExperts(Function):
                 d_ups[i] = multiply_over_rows(transposed[i], x, recipe.grad_weight, groups, settings, dtype)
         if ctx.is_own:
             release([x.codes for x in kept if x.codes is not None])
-        transposed = kept = x = None
+        transposed, kept = [], []
         if g_transposed is not None:
             d_down = multiply_over_rows(g_transposed, hidden_transposed, recipe.grad_weight, groups, settings, dtype)
         return d_input, None, None, d_down, *d_ups
@@ -290,14 +290,14 @@ def _is_rowwise(recipe: Recipe) -> bool:
 def _source_of_hidden(gate: Tensor, up: Tensor | None, groups: Groups, recipe: Recipe, states: DelayedStates) -> Source:
     tiles, number, state, rule = groups.tiles, groups.number, states[0], recipe.scale_rule
     if _is_rowwise(recipe):
-        amaxes, m = grouped.hidden_row_col_amax(gate, up, tiles, number), gate.shape[0]
+        amaxes, m = grouped.amaxes_of_hidden(gate, up, tiles, number, False), gate.shape[0]
         return Source(rows=amaxes[:m].unsqueeze(1), cols=amaxes[m:].unsqueeze(1))
     settings = _name(recipe.output.a), rule.power_of_two, rule.amax_floor
     if state is not None:
         tensors = [gate] if up is None else [gate, up]
         found = grouped.scales_by_state(tensors, "hidden", tiles, number, state.inv_scale, *settings, *state[2:])
         return Source(None, None, *found)
-    return Source(None, None, *fused.scales(grouped.hidden_amax(gate, up, tiles, number), *settings, 0))
+    return Source(None, None, *fused.scales(grouped.amaxes_of_hidden(gate, up, tiles, number, True), *settings, 0))
 
 
 def _sources_of_gradients(
@@ -306,7 +306,7 @@ def _sources_of_gradients(
     # Of gate and up, or of both as one matrix; under rowwise scales `rows` holds the amaxes of rows and of columns.
     tiles, number, rule = groups.tiles, groups.number, recipe.scale_rule
     if _is_rowwise(recipe):
-        found = grouped.gradients_row_col_amax(grad_hidden, gate, up, tiles, number)
+        found = grouped.amaxes_of_gradients(grad_hidden, gate, up, tiles, number, False)
         return [Source(rows=amaxes) for amaxes in found[: len(states)]]
     settings = _name(recipe.grad_input.a), rule.power_of_two, rule.amax_floor
     if states[0] is not None:
@@ -320,7 +320,7 @@ def _sources_of_gradients(
             )
             for kind, state in zip(kinds, states, strict=True)
         ]
-    found = grouped.gradients_amax(grad_hidden, gate, up, tiles, number)
+    found = grouped.amaxes_of_gradients(grad_hidden, gate, up, tiles, number, True)
     return [Source(None, None, *fused.scales(amax, *settings, 0)) for amax in found[: len(states)]]
 
 

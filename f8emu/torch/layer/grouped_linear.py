@@ -264,13 +264,13 @@ def _source(
     x: Tensor, tiles: Tensor | None, number: int, rows: Cast | None, cols: Cast | None, rule: ScaleRule, state: Any
 ) -> Source:
     if Granularity.ROWWISE in (_kind(rows), _kind(cols)):
-        amaxes, m = grouped.row_col_amax_of_groups(x, tiles, number), x.shape[0]
+        amaxes, m = grouped.amaxes_of_groups(x, tiles, number, False), x.shape[0]
         return Source(rows=amaxes[:m].unsqueeze(1), cols=amaxes[m:].unsqueeze(1))
     name, settings = format_name(rows, cols) or "", (rule.power_of_two, rule.amax_floor)
     if state is not None:
         found = grouped.scales_by_state([x], "matrix", tiles, number, state.inv_scale, name, *settings, *state[2:])
         return Source(None, None, *found)
-    return Source(None, None, *fused.scales(grouped.amax_of_groups(x, tiles, number), name, *settings, 0))
+    return Source(None, None, *fused.scales(grouped.amaxes_of_groups(x, tiles, number, True), name, *settings, 0))
 
 
 def _by_source(
