@@ -42,6 +42,10 @@ def model_of(kind: str, **config: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")._from_config(found, dtype=torch.bfloat16)
 
 
+def wider_than(least: int) -> Any:
+    return lambda layer, fqn: max(layer.in_features, layer.out_features) >= least
+
+
 def experts_in(model: Any) -> Any:
     return model.model.layers[0].mlp.experts
 
@@ -305,6 +309,10 @@ def test_the_model_of_bytes_says_where_bfloat16_is_faster() -> None:
         is_large = f8.filter_small_layers("rowwise", tokens_per_expert=tokens)
         assert [is_large(model, "experts") for model in models] == expected
     assert not f8.filter_small_layers("rowwise", filter_fqns=["experts"])(models[3], "experts")
+    # A filter of linear layers is asked for each matrix.
+    for least, expected in ((48, Outcome.CONVERTED), (64, Outcome.FILTER)):
+        plan = f8.plan_conversion(model_of("Mixtral"), config="rowwise", module_filter_fn=wider_than(least))
+        assert {e.outcome for e in plan.entries if e.fqn.endswith("experts")} == {expected}
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])

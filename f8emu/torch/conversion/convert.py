@@ -16,6 +16,7 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.chip import CHIP
 from f8emu.torch.conversion.experts import ConvertedExperts, convert_experts, dequantize_experts
+from f8emu.torch.conversion.mixtures import are_multiplied_apart
 from f8emu.torch.conversion.report import (
     ConversionReport,
     Outcome,
@@ -70,7 +71,8 @@ def convert_to_float8_training(
         config: the recipe, its name, or torchao's Float8LinearConfig or Float8LinearRecipeName for it. None is
             "tensorwise", torchao's default.
         module_filter_fn: (layer or module of experts, its name before the model was wrapped) -> whether to convert it;
-            None converts all.
+            None converts all. Where it reads what experts lack, such as in_features, it is asked for each of their
+            matrices as a layer.
         engine: as for `scaled_mm`. "hardware" is checked at once if the model is on an accelerator, else at the first
             call, so that a model can be converted before it moves.
         pad: also convert layers whose sizes are not multiples of 16. Their GEMMs are zero-padded: the results are
@@ -144,6 +146,12 @@ def convert_to_float8_training(
         if not isinstance(part, ConvertedExperts):  # one with several names
             convert_experts(fqn, part, experts, recipe, engine, group)
     _log.info("%s: %s", _CALL, report)
+    if chosen_experts and are_multiplied_apart(recipe) and rank_of_process()[0] == 0:
+        _log.warning(
+            "%s: recipe %r casts gradients to E5M2, which no library multiplies by groups: the GEMMs of each expert "
+            "run one by one, and the host waits for their sizes; on a GPU config='rowwise' is faster",
+            *(_CALL, recipe.label),
+        )
     if not chosen and not chosen_experts:
         reasons = (f"{entry.fqn or 'the module'}: {entry.reason}" for entry in report.entries if entry.reason)
         known = f"{report.summary}; {first}" if (first := next(reasons, "")) else report.summary

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from f8emu.spec.formats import E5M2
 from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
 
@@ -142,10 +143,16 @@ _GEMM_BYTES = {"bfloat16": 4.37e12, "float8": 2.51e12}  # a second, as if every 
 _CAST_BYTES = 2.95e12  # a second
 
 
+def are_multiplied_apart(recipe: Recipe) -> bool:
+    """Whether gradients are cast to E5M2, of which no library has grouped GEMMs."""
+    return any(cast.format == E5M2 for _, _, cast in recipe.casts("grad_output"))
+
+
 def speed_of_experts(shape: tuple[int, ...], tokens_per_expert: float, recipe: Recipe) -> float:
     """The predicted speed of float8 experts, times that of bfloat16, forward and backward, weights cast once a pass.
 
-    It knows nothing of the GEMMs that run expert by expert, as those of E5M2 gradients do.
+    It is of GEMMs of groups that all accumulate fast. Promoted accumulation of gradients takes longer, above all with
+    few tokens an expert; E5M2 gradients are multiplied expert by expert.
 
     Shapes:
         shape is (experts, hidden_dim, dim).

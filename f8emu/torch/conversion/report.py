@@ -18,7 +18,7 @@ from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
 from f8emu.torch.conversion.experts import ConvertedExperts, why_not
-from f8emu.torch.conversion.mixtures import Experts, experts_of, routers, speed_of_experts
+from f8emu.torch.conversion.mixtures import Experts, are_multiplied_apart, experts_of, routers, speed_of_experts
 from f8emu.torch.conversion.torchao import ModuleFilter
 from f8emu.torch.float8_layer import Float8Layer, Scaled
 from f8emu.torch.layer.float8_linear import Float8Linear
@@ -59,7 +59,11 @@ class ConversionEntry:
     """Of experts, where the tokens of each are given: the predicted speed in float8, times that of bfloat16."""
 
     def __str__(self) -> str:
-        speed = "" if self.speed is None else f"predicted at {self.speed:.2f} times the speed of bfloat16"
+        speed = (
+            ""
+            if self.speed is None
+            else f"predicted at {self.speed:.2f} times the speed of bfloat16, all GEMMs accumulating fast"
+        )
         return ": ".join(filter(None, (self.outcome.value, self.reason, speed)))
 
 
@@ -163,10 +167,12 @@ def report_of(
         is_sharded = id(part) in sharded or any(internals.is_dtensor(weight) for weight in experts.weights.values())
         if not is_sharded and (reason := why_not(part, experts, recipe)):
             return Outcome.TYPE, reason
-        if module_filter_fn is not None and not module_filter_fn(part, fqn):
+        if module_filter_fn is not None and not _is_chosen(module_filter_fn, fqn, part, experts):
             return Outcome.FILTER, ""
         if is_sharded:
             return Outcome.SHARDED, "convert the model first, then shard it"
+        if are_multiplied_apart(recipe):
+            return Outcome.CONVERTED, "E5M2 gradients are multiplied expert by expert: rowwise is faster on a GPU"
         return Outcome.CONVERTED, "" if experts.layout else "its grouped GEMMs, one by one"
 
     found: dict[int, tuple[Outcome, str]] = {}
@@ -194,6 +200,15 @@ def report_of(
         parameters=sum(p.numel() for p in module.parameters() if not is_lazy(p)),
         covered=sum(weight.numel() for weight in covered.values()),
     )
+
+
+def _is_chosen(module_filter_fn: ModuleFilter, fqn: str, part: nn.Module, experts: Experts) -> bool:
+    """Whether a filter chooses experts; one that reads what only linear layers have is asked for each matrix."""
+    try:
+        return bool(module_filter_fn(part, fqn))
+    except AttributeError:
+        sizes = [(weight.shape[2], weight.shape[1]) for weight in experts.weights.values()]
+        return all(module_filter_fn(nn.Linear(k, n, bias=False, device="meta"), fqn) for k, n in sizes)
 
 
 def _own_computation(layer: nn.Linear, subclasses: Collection[type[nn.Linear]]) -> str:

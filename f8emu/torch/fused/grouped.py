@@ -347,7 +347,8 @@ def _launch_amaxes_of_gradients(
 def _amaxes_of_both(
     grad: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int, by_group: bool
 ) -> tuple[Output, Output]:
-    found = amaxes_output(*gate.shape, groups, by_group)
+    m, width = gate.shape
+    found = amaxes_output(m, width, groups, by_group)
     return found, Output((0, 0)) if up is None else found
 
 
