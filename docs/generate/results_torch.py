@@ -27,6 +27,8 @@ _SPEED = "feed-forward-h200"
 
 _EXPERTS = "experts-h100"
 _LIMITS = ("ms", "gemms_ms", "bytes_ms")
+_LIMITED = (("bf16", "compiled"), ("f8emu/rowwise, fast", "compiled"), ("f8emu/delayed, fast", "compiled"))
+_LIMITED += (("f8emu/rowwise", "eager"),)
 
 _HOST_RUNS = ("543e70a", "2e5731f", "f11b80e")
 """The newest recorded runs of `benchmarks.host`, one a host; their eager layers still replayed launches."""
@@ -250,14 +252,14 @@ def experts() -> str:
 
 
 def experts_limits() -> str:
-    """What limits the compiled experts of each shape."""
+    """What limits the experts of each shape."""
     rows = []
     for shape in record(_EXPERTS)["shapes"]:
-        for name in ("bf16", "f8emu/rowwise", "f8emu/delayed, E4M3"):
-            found = subject(shape, name, "compiled")
+        for name, mode in _LIMITED:
+            found = subject(shape, name, mode)
             figures = (NO_FIGURE if found.get(key) is None else f"{found[key]:.2f}" for key in _LIMITS)
             shown = percent(found.get("fraction_of_floor")), found.get("limit", NO_FIGURE)
-            rows.append([f"{shape['name']}, {name.replace('bf16', 'bfloat16')}", *figures, *shown])
+            rows.append([f"{shape['name']}: {name.replace('bf16', 'bfloat16')}, {mode}", *figures, *shown])
     return f"{table(['', 'ms', 'GEMMs, ms', 'bytes, ms', 'of the floor', 'most time'], rows)}\n\n{source(_EXPERTS)}"
 
 
