@@ -14,6 +14,11 @@ Tensor parallelism, in torch's styles and in f8emu's: the output of a column-par
 device, and so are the weight gradients of a column-parallel and of a row-parallel layer and the input gradient of the
 latter. What is a sum over ranks is left out; it is rounded otherwise than the sum of one device.
 
+Experts (`Float8Experts`, blocks of `x + experts(x)`): by FSDP2, beside one device that is given the batches of the
+ranks in turn; by `ExpertParallel`, beside one device that is given the tokens of all ranks at once, by expert and then
+by rank. Groups have any size, and in one step no rank has tokens for the experts of the last. Compiled expert-parallel
+blocks are split at the exchange of tokens, whose numbers the host reads.
+
 Eager layers are compared with eager ones, compiled with compiled ones: the compiler's LayerNorm has bits of its own.
 Every rank has other data, and each compares its part; the counts are those of all ranks. Weights are bfloat16.
 
@@ -24,6 +29,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -39,10 +45,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import f8emu.torch as f8
 from benchmarks.ranks import DividedError, Ranks, join
 from benchmarks.runner import DEVICE, Bench, Entry, attempt, draw_entries, option, say
+from f8emu.spec.formats import E4M3FN
+from f8emu.spec.recipe import DELAYED, TENSORWISE, Cast, Recipe
 from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
 RANKS = 2  # with more, the sum of gradients depends on the order in which the library adds them
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
+_CAST = Cast(format=E4M3FN)
+E4M3 = {
+    f"{r.name}_e4m3": replace(r, grad_input=replace(r.grad_input, a=_CAST), grad_weight=replace(r.grad_weight, a=_CAST))
+    for r in (TENSORWISE, DELAYED)
+}
+"""Recipes whose gradients a GPU multiplies in one launch for all groups."""
+LAYERS = ("linear", "experts")
+EXPERTS = 8
 MODES = ("eager", "compiled")
 PARTS = ("outputs", "losses", "gradients", "weights", "states")
 STEPS = 3
@@ -73,6 +89,10 @@ class Setting(NamedTuple):
     device: torch.device
     recipe: str
     mode: str
+
+    @property
+    def config(self) -> str | Recipe:
+        return E4M3.get(self.recipe, self.recipe)
 
     def run(self, layer: nn.Module) -> Any:
         """The layer, compiled if that is the mode."""
@@ -109,7 +129,7 @@ def blocks(setting: Setting, *, gathers: bool, rests: bool) -> nn.Sequential:
     model = nn.Sequential(*(Block(sizes.dim, sizes.hidden) for _ in range(2))).to(setting.device, torch.bfloat16)
     f8.convert_to_float8_training(
         model,
-        config=setting.recipe,
+        config=setting.config,
         pad=True,
         enable_fsdp_float8_all_gather=gathers,
         float8_primary_weights=rests,
@@ -206,8 +226,71 @@ def two_layers(setting: Setting) -> Any:
     sizes = setting.sizes
     layers = (nn.Linear(sizes.dim, sizes.wide), nn.Linear(sizes.wide, sizes.dim, bias=False))
     model = nn.Sequential(*layers).to(setting.device, torch.bfloat16)
-    f8.convert_to_float8_training(model, config=setting.recipe)
+    f8.convert_to_float8_training(model, config=setting.config)
     return model
+
+
+class Mixture(nn.Sequential):
+    """Blocks of experts, each added to its input."""
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for block in self:
+            x = x + block(x, offs)
+        return x
+
+
+def chosen(setting: Setting, step: int, rank: int) -> Tensor:
+    """The expert of each token of a rank, sorted; in the second step only the first half of the experts."""
+    generator = torch.Generator().manual_seed(1000 + RANKS * step + rank)
+    top = EXPERTS // 2 if step == 1 else EXPERTS
+    return torch.randint(top, (setting.sizes.tokens,), generator=generator).sort().values.to(setting.device)
+
+
+def ends(experts: Tensor) -> Tensor:
+    return torch.bincount(experts, minlength=EXPERTS).cumsum(0).int()
+
+
+def experts(setting: Setting, *, is_cut: bool, is_parallel: bool) -> Trace:
+    """By `ExpertParallel` or FSDP2, or what one device has in its place: this rank's part of what must be equal."""
+    # 1. The model, its shards if it is cut.
+    torch.manual_seed(0)
+    sizes, own = setting.sizes, setting.mesh.get_local_rank()
+    blocks = [f8.Float8Experts(EXPERTS, sizes.dim, sizes.wide, recipe=setting.config) for _ in range(2)]
+    model = Mixture(*blocks).to(setting.device, torch.bfloat16)
+    if not is_cut:
+        f8.set_amax_reduction_group(model, False)
+    elif is_parallel:
+        parallelize_module(model, setting.mesh, {"*": f8.ExpertParallel()})
+    else:
+        for module in (*model, model):
+            fully_shard(module, mesh=setting.mesh)
+    for block in model if setting.mode == "compiled" else ():
+        block.compile(fullgraph=not is_parallel, dynamic=is_parallel)
+    optimizer, found = optimizer_of(model), Trace()
+    parameters, mine = list(model.parameters()), local if is_cut else setting.own
+    for step in range(STEPS):
+        # 2. One pass of all ranks: of one device in turn, or at once.
+        ranks = [own] if is_cut else range(RANKS)
+        tokens = {rank: batch(setting, step, rank).requires_grad_() for rank in ranks}
+        of_tokens = {rank: chosen(setting, step, rank) for rank in ranks}
+        if is_parallel and not is_cut:
+            by_rank = torch.cat(list(of_tokens.values()))
+            order = by_rank.argsort(stable=True)
+            together = model(torch.cat(list(tokens.values()))[order], ends(by_rank))
+            outputs = dict(enumerate(together[order.argsort()].split(sizes.tokens)))
+        else:
+            outputs = {rank: model(x, ends(of_tokens[rank])) for rank, x in tokens.items()}
+        torch.autograd.backward([output.float().square().mean() for output in outputs.values()])
+        found += [("outputs", outputs[own].detach()), ("gradients", grad_of(tokens[own]))]
+        # 3. FSDP2 divides the sum of gradients itself.
+        for parameter in () if is_cut or is_parallel else parameters:
+            parameter.grad = grad_of(parameter) / RANKS
+        found += [("gradients", mine(grad_of(parameter)).clone()) for parameter in parameters]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [("weights", mine(parameter.detach()).clone()) for parameter in parameters]
+        found += states_of(model)
+    return found
 
 
 def whole(x: Tensor, dim: int) -> Tensor:
@@ -241,7 +324,18 @@ def compared(observed: Trace, expected: Trace) -> Counts:
     return counts
 
 
-def cases(setting: Setting) -> Iterator[tuple[str, Callable[[], Counts]]]:
+def cases_of_experts(setting: Setting) -> Iterator[tuple[str, Callable[[], Counts]]]:
+    """(name, call) of a recipe and a mode."""
+
+    def beside_one(is_parallel: bool) -> Counts:
+        traces = [experts(setting, is_cut=is_cut, is_parallel=is_parallel) for is_cut in (True, False)]
+        return compared(*traces)
+
+    yield "experts, FSDP2", partial(beside_one, False)
+    yield "experts, expert parallel", partial(beside_one, True)
+
+
+def cases_of_linear(setting: Setting) -> Iterator[tuple[str, Callable[[], Counts]]]:
     """(name, call) of a recipe and a mode."""
     expected: dict[bool, Trace] = {}  # of one device, by the first case that needs it
 
@@ -276,7 +370,8 @@ def summed(counts: Counts, ranks: Ranks) -> dict[str, list[int]]:
 BENCH = Bench(
     "benchmarks.proofs.distributed_bits",
     __doc__,
-    option("recipes", RECIPES, choices=RECIPES),
+    option("layers", LAYERS, choices=LAYERS),
+    option("recipes", (*RECIPES, *E4M3), choices=(*RECIPES, *E4M3), help="those with E4M3 gradients are of experts"),
     option("modes", MODES, choices=MODES),
     option("tiny", False, "small layers: for tests"),
     DEVICE,
@@ -298,7 +393,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for recipe, mode in product(arguments.recipes, arguments.modes):
             setting = Setting(sizes, ranks.mesh, ranks.device, recipe, mode)
-            for name, call in cases(setting):
+            of_linear = cases_of_linear(setting) if "linear" in arguments.layers and recipe not in E4M3 else ()
+            of_experts = cases_of_experts(setting) if "experts" in arguments.layers else ()
+            for name, call in (*of_linear, *of_experts):
                 entry: Entry = {"recipe": recipe, "mode": mode, "case": name}
                 entries.append(entry)
                 start = time.perf_counter()

@@ -5,6 +5,7 @@ Every rank has tokens of its own, of other magnitudes, in groups of odd sizes an
 
 import functools
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,50 @@ def together(experts: Any, step: int, ranks: range) -> list[tuple[Tensor, Tensor
     return found
 
 
+def expert_parallel_of_transformers() -> None:
+    """Converted experts under the expert parallelism of transformers, which shards, sends and weighs tokens itself."""
+    from transformers import MixtralConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    rank, ranks, config = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        MixtralConfig(hidden_size=DIM, num_local_experts=EXPERTS),
+    )
+    config.intermediate_size, config._experts_implementation = HIDDEN, "grouped_mm"
+    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("expert", "tensor"))
+    plan = {"0.gate_up_proj": "grouped_gemm", "0.down_proj": "grouped_gemm", "0": "ep_dispatch_experts"}
+
+    def made(recipe: str) -> Any:
+        model = nn.Sequential(MixtralExperts(config).to(torch.bfloat16))
+        for i, parameter in enumerate(model.parameters()):
+            parameter.data = draw(*parameter.shape, seed=i) / 8
+        return f8.convert_to_float8_training(model, config=recipe)
+
+    # 1. Two of the first experts for each token of the first rank, two of all for others; tokens that all ranks know.
+    rows, choices = 9, torch.tensor([[0, 1], [1, 2], [3, 1], [0, 2], [2, 3]])
+    index = torch.cat([choices[torch.arange(rows) % (2 + 3 * (i > 0))] for i in range(ranks)])
+    x, weights, grad = (draw(ranks * rows, n, seed=50 + i) for i, n in enumerate((DIM, 2, DIM)))
+    own = slice(rank * rows, (rank + 1) * rows)
+    alone, experts = made("rowwise"), made("rowwise")
+    apply_expert_parallelism(experts, mesh["expert"], mesh["tensor"], plan)
+    found: list[list[Any]] = []
+    for module, run in ((experts, own), (alone, slice(None))):
+        leaves = [t[run].clone().requires_grad_() for t in (x, weights)]
+        output = module[0](leaves[0], index[run], leaves[1])
+        output.backward(grad[run])
+        found.append([output, *(t.grad for t in leaves)])
+    assert_same(found[0], [t[own] for t in found[1]], "output and input gradients")
+    for ours, theirs in zip(experts.parameters(), alone.parameters(), strict=True):
+        assert_same([ours.grad], [mine(theirs.grad, ours)], "gradient")
+    # 2. Where this rank's experts lie among all is not seen, so neither is their part of a state.
+    experts = made("delayed")
+    apply_expert_parallelism(experts, mesh["expert"], mesh["tensor"], plan)
+    with pytest.raises(UnsupportedError, match="or ExpertParallel"):
+        experts[0](leaves[0][:rows], index[:rows], leaves[1][:rows])
+
+
 def order_of_ranks() -> None:
     """A planted bug: rows of an expert that lie in another order, or at another expert, are noticed."""
     find = expert_parallel_module.find_route
@@ -221,6 +266,7 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         **{f"expert parallel, {recipe}": case(expert_parallel, recipe) for recipe in RECIPES},
         "checkpointed": case(expert_parallel, "rowwise", checkpoints=True),
         "compiled": case(expert_parallel, "delayed", backend="eager"),
+        **({"transformers": expert_parallel_of_transformers} if find_spec("transformers") else {}),
         "order of ranks": order_of_ranks,
         "refusals": refusals,
     },
