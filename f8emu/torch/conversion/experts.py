@@ -123,7 +123,7 @@ class ConvertedExperts(LayersOfExperts):
     def precompute_weights(self) -> None:
         """Cast the weights once for all passes until they change: see `Float8Experts.precompute_weights`."""
         if self.layout is not None:
-            self.settings.precompute(*(self.weight_of(name) for name in (*self.layout.gate_up, self.layout.down)))
+            self.settings.precompute(*(getattr(self, name) for name in (*self.layout.gate_up, self.layout.down)))
 
 
 class _Rows(Function):

@@ -472,7 +472,8 @@ class ExpertsSettings(nn.Module):
         """Cast the weights, for all passes until they change: call it after every step of the optimizer.
 
         Raises:
-            UnsupportedError: sharded weights, whose values FSDP2 gathers anew; delayed scaling.
+            UnsupportedError: sharded weights, of which FSDP2 gathers the values anew, and a rank's part does not count
+                the writes to the whole; delayed scaling.
         """
         if self.states or any(is_dtensor(weight) for weight in weights):
             raise UnsupportedError(
