@@ -31,9 +31,10 @@ class Route(NamedTuple):
     inverse: Tensor
 
     def there(self, x: Tensor) -> Tensor:
-        """The rows of this rank's experts, from those of its tokens."""
+        """The rows of this rank's experts, from those of its tokens; if there is none, one behind the last group."""
         x = x[: sum(self.sent)]
-        return collective("all_to_all_single", x, self.received, self.sent, self.group).index_select(0, self.order)
+        found = collective("all_to_all_single", x, self.received, self.sent, self.group).index_select(0, self.order)
+        return found if self.order.shape[0] else x.new_zeros(1, x.shape[1])
 
     def back(self, y: Tensor) -> Tensor:
         """The rows of this rank's tokens, from those of its experts; zeros behind the last group."""
