@@ -16,7 +16,6 @@ The limit is the largest of the GEMMs, the bytes and the rest. Exit status 1 if 
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from torch.nn.functional import silu
 from benchmarks import runner
 from benchmarks.measure import forget
 from benchmarks.runner import BASELINE, Entry, is_wrong
-from benchmarks.subjects import MODES, torchao
+from benchmarks.subjects import MODES, fast, torchao
 from benchmarks.timing import back_to_back, copy_bandwidth, held_bytes, peak_bytes
 from benchmarks.workloads import Experts
 from f8emu.spec import DELAYED, E4M3FN, ROWWISE, Cast, Recipe
@@ -36,15 +35,7 @@ from f8emu.torch import Float8Experts, float8_experts
 WARMUP = 3  # steps before the first figure: compilation, and a delayed recipe's first states
 ALONE = "alone"  # the mode of GEMMs without anything else
 _E4M3 = Cast(format=E4M3FN)  # of gradients, since grouped GEMMs take no E5M2
-
-
-def _fast(recipe: Recipe, **casts: Cast) -> Recipe:
-    """Fast accumulation in the backward pass too, as torchao's experts have it."""
-    gemms = {name: replace(recipe.gemms[name], use_fast_accum=True, **casts) for name in ("grad_input", "grad_weight")}
-    return replace(recipe, name=f"{recipe.name}, fast", **gemms)
-
-
-_ROWWISE, _DELAYED = _fast(ROWWISE), _fast(DELAYED, a=_E4M3)
+_ROWWISE, _DELAYED = fast(ROWWISE), fast(DELAYED, a=_E4M3)
 _EAGER = ("eager",)
 SHAPES = {
     "llama4-scout": Experts(16, 5120, 8192, 16384),

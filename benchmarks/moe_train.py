@@ -24,10 +24,11 @@ from benchmarks.huggingface import WARMUP, training
 from benchmarks.measure import forget
 from benchmarks.models import read_corpus
 from benchmarks.runner import BASELINE, Entry, is_wrong, say
-from benchmarks.subjects import MODES, compile_options, converted
+from benchmarks.subjects import FAST, MODES, compile_options, converted
 from benchmarks.timing import back_to_back, draw_kernels, held_bytes, kernels, peak_bytes
 
-SUBJECTS = (BASELINE, *(f"f8emu/{name}" for name in ("rowwise", "rowwise_with_gw_hp", "tensorwise", "delayed")))
+RECIPES = ("rowwise", f"rowwise{FAST}", "rowwise_with_gw_hp", "tensorwise", "delayed")
+SUBJECTS = (BASELINE, *(f"f8emu/{name}" for name in RECIPES))
 SEEDS, LAST = (0, 1, 2), 10
 _SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 _SMALL |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512, "use_cache": False}

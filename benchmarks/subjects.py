@@ -4,7 +4,7 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.runner import BASELINE, AbsentError
-from f8emu.spec import RECIPES, Recipe
+from f8emu.spec import RECIPES, Cast, Recipe
 from f8emu.torch import Float8Weight, convert_to_float8_training, float8_checkpoint_policy
 from f8emu.torch.weights.float8_weight import refill_all
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+FAST = "+fast"  # the suffix of subjects whose GEMMs all accumulate fast
 AT_REST = "+at-rest"  # the suffix of subjects whose weights rest as float8 from one optimizer step to the next
 SUBJECTS = (BASELINE, *(f"torchao/{name}" for name in TORCHAO_RECIPES), *(f"f8emu/{name}" for name in RECIPES))
 RESTING = tuple(f"f8emu/{name}{AT_REST}" for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"))
@@ -38,7 +39,16 @@ def torchao(module: str = "torchao.float8") -> Any:
 
 def recipe_of(subject: str) -> Recipe | None:
     """None is bfloat16."""
-    return None if subject == BASELINE else RECIPES[subject.partition("/")[2].removesuffix(AT_REST)]
+    if subject == BASELINE:
+        return None
+    name = subject.partition("/")[2].removesuffix(AT_REST)
+    return fast(RECIPES[name.removesuffix(FAST)]) if name.endswith(FAST) else RECIPES[name]
+
+
+def fast(recipe: Recipe, **casts: Cast) -> Recipe:
+    """Fast accumulation in the backward pass too, as torchao's experts have it."""
+    gemms = {name: replace(recipe.gemms[name], use_fast_accum=True, **casts) for name in ("grad_input", "grad_weight")}
+    return replace(recipe, name=f"{recipe.name}{FAST}", **gemms)
 
 
 def converted(
