@@ -47,6 +47,24 @@ PARTS = 16
 GRANULARITIES = pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
 
 
+def test_the_gradient_of_a_bias_is_rounded_in_a_backward_pass_under_autocast() -> None:
+    """As autograd rounds that of nn.Linear, whose sum autocast does not see."""
+    x, g = spread(1, 64, 32).cuda(), spread(2, 64, 48).cuda().bfloat16()
+    found: list[torch.Tensor] = []
+    for is_inside in (True, False):
+        torch.manual_seed(0)
+        layer = f8.Float8Linear(32, 48, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            y = layer(x)
+            if is_inside:
+                y.backward(g)
+        if not is_inside:
+            y.backward(g)
+        assert layer.bias.grad is not None
+        found.append(layer.bias.grad)
+    assert torch.equal(*found) and torch.equal(found[0], g.sum(0).float())
+
+
 def spread(seed: int, *shape: int) -> torch.Tensor:
     """Float32 on the CPU, each element of another magnitude."""
     generator = torch.Generator().manual_seed(seed)

@@ -149,8 +149,9 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
 def sum_of_rows(x: Tensor) -> Tensor:
     """`x` [M, N] summed to [N], as autograd sums the gradient of what was added to every row."""
     # A custom operator: a compiler would add in another order, which also depends on what it fuses. aten's order
-    # depends on strides, so these must be those of eager code.
-    return x.sum(0)
+    # depends on strides, so these must be those of eager code. Under CUDA's autocast it would give a float32 sum.
+    with torch.autocast(x.device.type, enabled=False):
+        return x.sum(0)
 
 
 @fake(sum_of_rows)
