@@ -11,6 +11,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.kernel_kinds import KINDS, kinds
 from benchmarks.runner import draw
 
 Step = Callable[[], object]
@@ -110,15 +111,6 @@ STEPS = 3
 # CUTLASS's names are types of a thousand characters. Kernels that differ only later count as one.
 _NAME_LENGTH = 160
 _WAITS = 12  # kernels before which the GPU waited longest
-# Kind -> what the names of its kernels have in them; the first that does counts.
-KINDS = {
-    "collectives": "nccl",
-    "GEMMs": "nvjet|cutlass|gemm|cublas",
-    "attention": "sdpa|fmha|flash|cudnn",
-    "casts and amaxes": "^(cast|row|tensor|col|scales|transpose)[a-z_]*_kernel|cast_pair|amax|transpose_codes",
-    "optimizer and gradient norm": "multi_tensor_apply",
-    "FSDP2's copies": "chunk_cat|split_with_sizes",
-}
 Times = list[tuple[float, float]]
 
 
@@ -231,14 +223,6 @@ def _union(runs: Iterable[Run]) -> Times:
 
 def _length(times: Times) -> float:
     return sum(end - begin for begin, end in times)
-
-
-def kinds(found: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Microseconds of a step by kind of kernel; what the compiler has fused with a cast counts as a cast."""
-    totals = dict.fromkeys([*KINDS, "other"], 0.0)
-    for entry in found:
-        totals[next((kind for kind, names in KINDS.items() if re.search(names, entry["name"])), "other")] += entry["us"]
-    return totals
 
 
 def draw_kernels(title: str, found: Sequence[dict[str, Any]]) -> None:

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # benchmarks.kernel_kinds
 
+import results_experts
 import results_jax
 import results_proofs
 import results_torch
@@ -32,6 +34,7 @@ README = ROOT / "README.md"
 BLOCKS: dict[str, Callable[[], str]] = {
     "index": index,
     **results_torch.BLOCKS,
+    **results_experts.BLOCKS,
     **results_jax.BLOCKS,
     **results_proofs.BLOCKS,
 }

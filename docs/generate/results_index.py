@@ -37,6 +37,7 @@ HELD = {
     "linear-h200": "One linear layer and the feed-forward block, compiled and eager",
     "matmul-h200": "GEMMs alone, bfloat16 and every kind of scales",
     "microbatches-h100": "The feed-forward block with four microbatches a step, with weights at rest between steps",
+    "moe_train-h100": "A Qwen3-MoE of 16 experts in training on an H100, with the kernels of a step",
     "recorded_layers-h200": "SHA-256 digests of layers with few rows; the tests emulate them on a CPU",
     "sizes-h200": "One linear layer over a grid of sizes, eager and in CUDA graphs",
     "split_k-h200": "The S of 75 shapes, found on a GPU by `f8emu record --plans`",

@@ -25,11 +25,6 @@ from results_records import (
 _SPEED = "feed-forward-h200"
 """The newest run that has f8emu and torchao side by side."""
 
-_EXPERTS = "experts-h100"
-_LIMITS = ("ms", "gemms_ms", "bytes_ms")
-_LIMITED = (("bf16", "compiled"), ("f8emu/rowwise, fast", "compiled"), ("f8emu/delayed, fast", "compiled"))
-_LIMITED += (("f8emu/rowwise", "eager"),)
-
 _HOST_RUNS = ("543e70a", "2e5731f", "f11b80e")
 """The newest recorded runs of `benchmarks.host`, one a host; their eager layers still replayed launches."""
 
@@ -237,32 +232,6 @@ def microbatches() -> str:
     return f"{table(columns, rows)}\n\n{source('microbatches-h100')}"
 
 
-def experts() -> str:
-    """Speed and peak memory of a mixture's experts, a pair of columns for each shape."""
-    shapes = record(_EXPERTS)["shapes"]
-    columns, rows = [""], []
-    for shape in shapes:
-        columns += [f"{shape['name']}: speed", "memory"]
-    for name, mode in dict.fromkeys((s["subject"], s["mode"]) for s in shapes[0]["subjects"] if s["mode"] != "alone"):
-        row = [f"{name.replace('bf16', 'bfloat16')}, {mode}"]
-        for found in (subject(shape, name, mode) for shape in shapes):
-            row += map(times, (found.get("speed"), found.get("memory")))
-        rows.append(row)
-    return f"{table(columns, rows)}\n\n{source(_EXPERTS)}"
-
-
-def experts_limits() -> str:
-    """What limits the experts of each shape."""
-    rows = []
-    for shape in record(_EXPERTS)["shapes"]:
-        for name, mode in _LIMITED:
-            found = subject(shape, name, mode)
-            figures = (NO_FIGURE if found.get(key) is None else f"{found[key]:.2f}" for key in _LIMITS)
-            shown = percent(found.get("fraction_of_floor")), found.get("limit", NO_FIGURE)
-            rows.append([f"{shape['name']}: {name.replace('bf16', 'bfloat16')}, {mode}", *figures, *shown])
-    return f"{table(['', 'ms', 'GEMMs, ms', 'bytes, ms', 'of the floor', 'most time'], rows)}\n\n{source(_EXPERTS)}"
-
-
 def training() -> str:
     """Losses of a small model on held-out text."""
     held = record("train-h200")
@@ -301,8 +270,6 @@ def equal_to_torchao() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "microbatches": microbatches,
-    "experts": experts,
-    "experts-limits": experts_limits,
     "speed": speed,
     "speed-plot": lambda: inline(speed_plot()),
     "feed-forward": feed_forward,
