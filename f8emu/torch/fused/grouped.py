@@ -178,44 +178,26 @@ def cast_groups(
     if amax is not None:
         for group, (rows, _) in enumerate(group_slices(x, tiles, groups)):
             eager.raise_amax(amax[group], x[rows])
-    if by_group:
-        codes = _cast_sides(x, tiles, groups, fmt, row, col)
-        return codes[0], x.new_empty(0, 0, dtype=torch.float32), codes[1], x.new_empty(0, 0, dtype=torch.float32)
     format, rule = named_rule("cast_groups", fmt, True, amax_floor)
-    outputs = [y.new(x) for y in _cast_outputs(x, tiles, groups, fmt, row, col, by_group)]
-    row_codes, row_scale, col_codes, col_scale = outputs
-    _zero(col_codes)
+    row_codes, row_scale, col_codes, col_scale = [
+        y.new(x) for y in _cast_outputs(x, tiles, groups, fmt, row, col, by_group)
+    ]
+    col_codes.view(torch.uint8).zero_()
+
+    def cast(side: Tensor, source: Tensor, scale: Tensor, own: slice) -> Tensor:
+        if by_group:
+            return eager.cast_by(side, format, source[own])
+        codes, scale[own] = eager.cast_rows_by(side, format, source[own], rule)
+        return codes
+
     for group, (rows, places) in enumerate(group_slices(x, tiles, groups)):
-        own = slice(group * x.shape[1], (group + 1) * x.shape[1])
+        of_group = slice(group, group + 1)
         if row is not None and rows.start < rows.stop:
-            row_codes[rows], row_scale[rows] = eager.cast_rows_by(x[rows], format, row[rows], rule)
+            row_codes[rows] = cast(x[rows], row, row_scale, of_group if by_group else rows)
         if col is not None:
-            of_group = col_codes[group] if tiles is None else col_codes[:, places]
-            codes, col_scale[own] = eager.cast_rows_by(x[rows].t(), format, col[own], rule)
-            of_group.copy_(codes)
+            own = of_group if by_group else slice(group * x.shape[1], (group + 1) * x.shape[1])
+            (col_codes[group] if tiles is None else col_codes[:, places]).copy_(cast(x[rows].t(), col, col_scale, own))
     return row_codes, row_scale, col_codes, col_scale
-
-
-def _zero(codes: Tensor) -> None:
-    codes.view(torch.uint8).zero_()
-
-
-def _cast_sides(
-    x: Tensor, tiles: Tensor | None, groups: int, fmt: str, row: Tensor | None, col: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    # The codes of rows, and of columns, under inv_scales of the groups.
-    format = named_format("cast_groups", fmt)
-    row_codes, _, col_codes, _ = [y.new(x) for y in _cast_outputs(x, tiles, groups, fmt, row, col, True)]
-    _zero(col_codes)
-    for group, (rows, places) in enumerate(group_slices(x, tiles, groups)):
-        if rows.start == rows.stop:
-            continue
-        if row is not None:
-            row_codes[rows] = eager.cast_by(x[rows], format, row[group : group + 1])
-        if col is not None:
-            of_group = col_codes[group] if tiles is None else col_codes[:, places]
-            of_group.copy_(eager.cast_by(x[rows].t(), format, col[group : group + 1]))
-    return row_codes, col_codes
 
 
 def _weight_outputs(x: Tensor, groups: int, fmt: str, *_: Any) -> tuple[Output, ...]:
