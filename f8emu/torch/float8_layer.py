@@ -14,12 +14,17 @@ from torch.autograd import forward_ad
 
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.torch_internals import named_modules
+from f8emu.torch.library import is_exporting
+from f8emu.torch.torch_internals import is_in_autograd_function, named_modules
 
 if TYPE_CHECKING:
     from f8emu.torch.layer.delayed_state import DelayedBuffers
     from f8emu.torch.layer.delayed_update import UpdateGroup
     from f8emu.torch.layer.observers import Tap
+    from f8emu.torch.layer.operands import DelayedStates
+
+
+DELAYED_KEY = "f8emu_delayed"  # of a state of delayed scaling in the metadata of a state dict
 
 
 class Scaled(nn.Module):
@@ -36,6 +41,28 @@ class Scaled(nn.Module):
         self.update_group = group
         if group is not None:
             group.add(self)
+
+    def delayed_states(self, input: Tensor, weight: Tensor) -> "DelayedStates | None":
+        """The states that the casts of a call read and update; None if tensors are scaled by their own amaxes."""
+        # Under delayed scaling that happens in passes through which no gradient flows back: they change no state.
+        if self.delayed is None:
+            return None
+        is_traced = torch.compiler.is_compiling()
+        if not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)) or is_exporting():
+            if is_traced or torch.is_grad_enabled() or not is_in_autograd_function():
+                return None
+        if not is_traced:
+            self.delayed.notes.is_loaded = False
+            self.delayed.follow(input.device)  # `fully_shard` moves parameters only
+            assert self.update_group is not None, "it has a state"
+            self.update_group.begin_pass(input.is_cuda)
+        return self.delayed.of_tensors()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # pyright: ignore[reportUnknownMemberType]
+        metadata = getattr(destination, "_metadata", None)
+        if self.delayed is not None and metadata is not None:
+            metadata.setdefault(prefix[:-1], {})[DELAYED_KEY] = self.delayed.tensors()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

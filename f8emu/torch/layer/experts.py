@@ -18,7 +18,7 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import ROWWISE, TENSORS, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
-from f8emu.torch.float8_layer import Scaled
+from f8emu.torch.float8_layer import DELAYED_KEY, Scaled
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm.engine import check_engine
@@ -50,14 +50,12 @@ from f8emu.torch.parallel.placements import own_experts, own_groups
 from f8emu.torch.torch_internals import (
     Function,
     is_dtensor,
-    is_in_autograd_function,
     release,
     top_saved_tensors_hooks,
 )
 
 States = tuple[DelayedStates, ...]  # of gate_up, or of w1 and w3, and of down
 _DYNAMIC: DelayedStates = (None, None, None)
-DELAYED_KEY = "f8emu_delayed"  # of a state of delayed scaling in the metadata of a state dict
 
 
 class ExpertsPlan(NamedTuple):
@@ -337,31 +335,21 @@ class GroupedState(Scaled):
 
     def states(self, input: Tensor, weight: Tensor) -> DelayedStates | None:
         """What the casts of a call read and update; None in a pass without gradients, which changes no state."""
-        assert self.delayed is not None and self.update_group is not None, "set above"
-        if not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)):
-            if torch.compiler.is_compiling() or torch.is_grad_enabled() or not is_in_autograd_function():
-                return None
-        if not torch.compiler.is_compiling():
-            self.delayed.notes.is_loaded = False
-            self.delayed.follow(input.device)
-            self.update_group.begin_pass(input.is_cuda)
+        found = self.delayed_states(input, weight)
+        assert self.delayed is not None, "set above"
+        if found is None:
+            return None
         # Every rank has the states of all experts, and an update reduces them over the ranks.
         if weight.shape[0] != self.delayed.groups:
             raise UnsupportedError(
                 f"Float8Experts: with delayed scaling, weights must be of all {self.delayed.groups} experts, or "
                 f"DTensors that ranks share; got those of {weight.shape[0]}; use another recipe, or ExpertParallel"
             )
-        found, groups = self.delayed.of_tensors(), own_groups(weight)
+        groups = own_groups(weight)
         if groups.stop - groups.start == weight.shape[0]:
             return found
         x, w, g = [state and state._replace(amax=state.amax[groups], first=groups.start) for state in found]
         return x, w, g
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # pyright: ignore[reportUnknownMemberType]
-        metadata = getattr(destination, "_metadata", None)
-        if self.delayed is not None and metadata is not None:
-            metadata.setdefault(prefix[:-1], {})[DELAYED_KEY] = self.delayed.tensors()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)  # pyright: ignore[reportUnknownMemberType]

@@ -11,7 +11,7 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch.chip import require_values
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
-from f8emu.torch.float8_layer import Float8Layer, refuse_torchscript, require_no_transform
+from f8emu.torch.float8_layer import DELAYED_KEY, Float8Layer, refuse_torchscript, require_no_transform
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.layer.casts import LayerPlan, TracedInput, cast_input
 from f8emu.torch.layer.delayed_state import DelayedBuffers, stacked
@@ -24,15 +24,12 @@ from f8emu.torch.parallel.placements import LocalCall, local_call
 from f8emu.torch.torch_internals import (
     copied_attributes,
     is_dtensor,
-    is_in_autograd_function,
     like_dtensor,
     own_parameters,
 )
 from f8emu.torch.weights.coded_weight import CodedWeight
 from f8emu.torch.weights.float8_weight import at_rest, refill, written_over
 from f8emu.torch.weights.sharded_weight import ShardedWeight
-
-_METADATA_KEY = "f8emu_delayed"  # the key of a layer's state of delayed scaling in the metadata of a state dict
 
 
 class _Call(NamedTuple):
@@ -192,22 +189,6 @@ class Float8Linear(Float8Layer):
             delayed.reset()
             refill(self.weight)
 
-    def delayed_states(self, input: Tensor, weight: Tensor) -> DelayedStates | None:
-        """The states that the casts of a call read and update; None if tensors are scaled by their own amaxes."""
-        # Under delayed scaling that happens in passes through which no gradient flows back: they change no state.
-        if self.delayed is None:
-            return None
-        is_traced = torch.compiler.is_compiling()
-        if not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)) or is_exporting():
-            if is_traced or torch.is_grad_enabled() or not is_in_autograd_function():
-                return None
-        if not is_traced:
-            self.delayed.notes.is_loaded = False
-            self.delayed.follow(input.device)  # `fully_shard` moves parameters only
-            assert self.update_group is not None, "it has a state"
-            self.update_group.begin_pass(input.is_cuda)
-        return self.delayed.of_tensors()
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         # Tensor parallelism distributes the weight.
@@ -219,9 +200,6 @@ class Float8Linear(Float8Layer):
         weight = own_parameters(self).get("weight")
         if (held := at_rest(weight)) is not None and not keep_vars:
             destination[f"{prefix}weight"] = like_dtensor(weight, held.values())
-        metadata = getattr(destination, "_metadata", None)
-        if self.delayed is not None and metadata is not None:
-            metadata.setdefault(prefix[:-1], {})[_METADATA_KEY] = self.delayed.tensors()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         old = own_parameters(self).get("weight")
@@ -232,7 +210,7 @@ class Float8Linear(Float8Layer):
             return
         if self.delayed.amax_input.device != self.weight.device:  # the new parameter may be on another device
             self.delayed.to_empty(device=self.weight.device)
-        state = local_metadata.get(_METADATA_KEY)
+        state = local_metadata.get(DELAYED_KEY)
         if state is None:
             if self.delayed.notes.is_loaded or not any(f"{prefix}{name}" in state_dict for name in self._parameters):
                 return  # the state came first; or what is loaded is of other layers, as adapters are
