@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.func import functional_call
 from torch.optim import AdamW
@@ -226,6 +226,17 @@ def expert_parallel_of_transformers() -> None:
     apply_expert_parallelism(experts, mesh["expert"], mesh["tensor"], plan)
     with pytest.raises(UnsupportedError, match="or ExpertParallel"):
         experts[0](leaves[0][:rows], index[:rows], leaves[1][:rows])
+
+    # 3. A style that takes a part of each expert, as torchtitan's TensorParallel does, is refused by the module of the
+    #    experts; the style looks for weights in its submodules too. Parts of rows are for FSDP2 to gather.
+    def by_rows(name: str, module: Any, mesh: Any) -> None:
+        part = distribute_tensor(module.gate_up_proj, mesh, [Shard(1)])
+        module.register_parameter("gate_up_proj", nn.Parameter(part))
+
+    with pytest.raises(UnsupportedError, match=r"Float8MixtralExperts: .* not parts of each expert"):
+        distribute_module(made("rowwise")[0], mesh["expert"], by_rows)
+    experts = fully_shard(made("rowwise")[0], shard_placement_fn=lambda parameter: Shard(1))
+    experts.load_state_dict(experts.state_dict(), assign=True)
 
 
 def order_of_ranks() -> None:

@@ -27,7 +27,7 @@ from f8emu.torch.layer.experts import ExpertsSettings, GroupedState
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.grouped_linear import grouped_linear
 from f8emu.torch.parallel.placements import own_experts, own_groups
-from f8emu.torch.torch_internals import Function, not_compiled, own_buffers, to_list
+from f8emu.torch.torch_internals import Function, is_dtensor, not_compiled, own_buffers, own_parameters, to_list
 
 _OF_OBSERVERS = ("is_watched", "watched", "layers_of_experts")  # attributes that copies do not take along
 
@@ -88,6 +88,12 @@ class ConvertedExperts(LayersOfExperts):
                 elif state is not None:
                     layer.share(state)
         return own
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse parts of each expert where a parallel style gives them, such as tensor parallelism of torchtitan."""
+        if not is_dtensor(own_parameters(self).get(name)):  # of what is sharded, FSDP2's parts of rows may come back
+            own_experts(type(self).__name__, param)
+        super().register_parameter(name, param)
 
     def watch(self, count: int) -> None:
         self.watched += count
