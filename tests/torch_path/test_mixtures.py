@@ -281,13 +281,13 @@ def test_torchtitans_converters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "settings.states.2.inv_scale" in " ".join(f8.delayed_state_dict(model))
     assert all(isinstance(module, found.Module) for module in model.modules()), "it raises an error for others"
     found = adapter(OF_0_2, tmp_path / "0.2", monkeypatch)
-    for fqns in ([], ["experts"]):
-        options = found.Options(recipe_name="rowwise", fqns=fqns)
+    for fqns in ([], [""], ["experts"]):
+        options = found.Options(recipe_name="rowwise", fqns=fqns, filter_fqns=[""])  # as the command line has no names
         converter = found.Float8Converter(found.JobConfig(f8emu=options), SimpleNamespace(fsdp_enabled=False))
         model = MoE(class_in("torchtitan.models.moe.moe")(4, DIM, HIDDEN, ("w1", "w2", "w3")))
         converter.convert(model)
         assert isinstance(model.gate_proj, f8.Float8Linear)
-        assert ("recipe=rowwise" in repr(model.routed_experts)) == bool(fqns)
+        assert ("recipe=rowwise" in repr(model.routed_experts)) == (fqns == ["experts"])
 
 
 def test_the_model_of_bytes_says_where_bfloat16_is_faster() -> None:

@@ -44,8 +44,10 @@ class Options:
 
 
 def _convert(model: nn.Module, options: Options, *, subclasses: Collection[type[nn.Linear]] = ()) -> None:
-    names = [name for name in options.filter_fqns if name != _AUTO_FILTER]
-    if len(names) < len(options.filter_fqns):
+    # On a command line an empty list is "", a name that all names contain.
+    names = [name for name in options.filter_fqns if name and name != _AUTO_FILTER]
+    of_experts = [name for name in options.fqns if name]
+    if _AUTO_FILTER in options.filter_fqns:
         is_wanted = filter_small_layers(options.recipe_name, filter_fqns=names)
     else:
         is_wanted = filter_layers(names, False, None)
@@ -53,7 +55,7 @@ def _convert(model: nn.Module, options: Options, *, subclasses: Collection[type[
         model,
         config=options.recipe_name,
         module_filter_fn=lambda module, fqn: (
-            is_wanted(module, fqn) and (isinstance(module, nn.Linear) or any(name in fqn for name in options.fqns))
+            is_wanted(module, fqn) and (isinstance(module, nn.Linear) or any(name in fqn for name in of_experts))
         ),
         subclasses=subclasses,
         enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,

@@ -273,7 +273,8 @@ def warn_of_lost_state() -> None:
         "Float8Linear: the state dict has no state of delayed scaling (it is in the metadata, which some checkpoint "
         "formats drop), so scaling starts anew; save and load it with the checkpoint: Hugging Face "
         "Trainer(..., callbacks=[f8emu.torch.integrations.huggingface.DelayedScalingCallback()]); "
-        "accelerator.register_for_checkpointing(f8emu.torch.DelayedScalingState(model)); "
+        "accelerator.register_for_checkpointing(f8emu.torch.DelayedScalingState(model)); torchtitan "
+        "f8emu.torch.integrations.torchtitan.checkpoint_delayed_scaling(trainer); "
         'torch.distributed.checkpoint {..., "float8": f8emu.torch.DelayedScalingState(model)}; or '
         "f8emu.torch.delayed_state_dict(model) and load_delayed_state_dict(model, state)",
         RuntimeWarning,
