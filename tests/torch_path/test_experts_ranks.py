@@ -4,6 +4,7 @@ Every rank has tokens of its own, of other magnitudes, in groups of odd sizes an
 """
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import f8emu.torch as f8
 from f8emu.spec import OperandError, UnsupportedError
 from f8emu.torch.parallel import expert_parallel as expert_parallel_module
+from f8emu.torch.weights.coded_weight import CodedWeight
 from tests.torch_path.delayed import by_calls_alone
 from tests.torch_path.layers import draw
 from tests.torch_path.ranks import run_cases
@@ -88,10 +90,19 @@ class Mixture(nn.Module):
         return x
 
 
-def fsdp(recipe: str, *, dim: int = 0, **options: Any) -> None:
-    """FSDP2, beside one device that is given the batches of the ranks in turn."""
+def fsdp(
+    recipe: str, *, dim: int = 0, gathers: bool = False, checkpoints: bool = False, backend: Any = None, **options: Any
+) -> None:
+    """FSDP2, beside one device that is given the batches of the ranks in turn; weights may be gathered as float8."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     alone, model = Mixture(recipe), Mixture(recipe)
+    model.is_checkpointed = checkpoints
+    if gathers:
+        f8.convert_to_float8_training(model, config=recipe, enable_fsdp_float8_all_gather=True)
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda own, *_: _require_codes(own.down_proj))
+    for block in model.blocks if backend else ():
+        block.compile(backend=backend, dynamic=True)
     for module in (*model.blocks, model):
         fully_shard(module, shard_placement_fn=(lambda _: Shard(dim)) if dim else None, **options)
     by_calls_alone(alone, ranks=False)  # a pass of all ranks is one update
@@ -118,6 +129,19 @@ def fsdp(recipe: str, *, dim: int = 0, **options: Any) -> None:
                 assert_same([ours.grad], [mine(theirs.grad, ours)], f"step {step}, gradient")
             theirs.grad = ours.grad.full_tensor()
         stepped(optimizers, model, alone, step)
+        if step == 1:
+            f8.precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def _require_codes(weight: Any) -> None:
+    assert type(weight) is CodedWeight, type(weight)
+
+
+def float8_gather(recipe: str, *, experts: int = EXPERTS, **options: Any) -> None:
+    """Weights that FSDP2 gathers as float8: of any number of experts, of which a rank may have none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "EXPERTS", experts)
+        fsdp(recipe, gathers=True, **options)
 
 
 def expert_parallel(recipe: str, *, replicas: int = 1, checkpoints: bool = False, backend: str | None = None) -> None:
@@ -255,6 +279,8 @@ def order_of_ranks() -> None:
 
 
 def refusals() -> None:
+    with pytest.raises(UnsupportedError, match="sharded along its experts, dimension 0"):
+        float8_gather("rowwise", dim=1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     style = f8.ExpertParallel()
     with pytest.raises(OperandError, match="must be a Float8Experts"):
@@ -275,6 +301,10 @@ case = functools.partial
 CASES: dict[int, dict[str, Callable[[], None]]] = {
     2: {
         **{f"FSDP2, {recipe}": case(fsdp, recipe) for recipe in RECIPES},
+        **{f"float8 gather, {recipe}": case(float8_gather, recipe) for recipe in RECIPES[:3]},
+        "float8 gather, not resharded": case(float8_gather, "rowwise", experts=3, reshard_after_forward=False),
+        "float8 gather, checkpointed": case(float8_gather, "rowwise", experts=3, checkpoints=True),
+        "float8 gather, compiled": case(float8_gather, "rowwise", backend="aot_eager"),
         "FSDP2 by rows": case(fsdp, "rowwise", dim=1),
         **{f"expert parallel, {recipe}": case(expert_parallel, recipe) for recipe in RECIPES},
         "checkpointed": case(expert_parallel, "rowwise", checkpoints=True),
@@ -285,6 +315,8 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
     },
     4: {
         "FSDP2": case(fsdp, "rowwise", reshard_after_forward=False),
+        "float8 gather": case(float8_gather, "rowwise", experts=5),
+        "float8 gather, tensorwise": case(float8_gather, "tensorwise", experts=5, reshard_after_forward=False),
         "expert parallel": case(expert_parallel, "rowwise"),
         "expert parallel and FSDP2": case(expert_parallel, "delayed", replicas=2),
     },

@@ -15,7 +15,12 @@ from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.chip import CHIP
-from f8emu.torch.conversion.experts import ConvertedExperts, convert_experts, dequantize_experts
+from f8emu.torch.conversion.experts import (
+    ConvertedExperts,
+    convert_experts,
+    dequantize_experts,
+    gather_experts_as_codes,
+)
 from f8emu.torch.conversion.mixtures import are_multiplied_apart
 from f8emu.torch.conversion.report import (
     ConversionReport,
@@ -85,7 +90,9 @@ def convert_to_float8_training(
             is an instance of both its old class and Float8Linear.
         enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard` after this call) gather the weights as float8, with
             the scales of the whole weight: see `precompute_float8_dynamic_scale_for_fsdp`. The shards stay in high
-            precision. For tensorwise, rowwise, rowwise_with_gw_hp and delayed. Experts are gathered as they are.
+            precision. For tensorwise, rowwise, rowwise_with_gw_hp and delayed. So are the weights of experts, those of
+            `Float8Experts` too, unless scaling is delayed. Experts must be whole on a rank: keep `shard_placement_fn`
+            at its default, dimension 0.
         float8_primary_weights: like TransformerEngine's `fp8_model_init`: on the device a layer holds only float8 codes
             and scales of its weight, 1 byte an element under tensorwise and delayed, 2 under rowwise and
             rowwise_with_gw_hp. The values move to the host, and become the float32 masters of the optimizer,
@@ -145,6 +152,7 @@ def convert_to_float8_training(
     for fqn, part, experts in chosen_experts:
         if not isinstance(part, ConvertedExperts):  # one with several names
             convert_experts(fqn, part, experts, recipe, engine, group)
+    has_gathered = enable_fsdp_float8_all_gather and not float8_primary_weights and gather_experts_as_codes(module)
     _log.info("%s: %s", _CALL, report)
     if chosen_experts and are_multiplied_apart(recipe) and rank_of_process()[0] == 0:
         _log.warning(
@@ -152,7 +160,7 @@ def convert_to_float8_training(
             "run one by one, and the host waits for their sizes; on a GPU config='rowwise' is faster",
             *(_CALL, recipe.label),
         )
-    if not chosen and not chosen_experts:
+    if not chosen and not chosen_experts and not has_gathered:
         reasons = (f"{entry.fqn or 'the module'}: {entry.reason}" for entry in report.entries if entry.reason)
         known = f"{report.summary}; {first}" if (first := next(reasons, "")) else report.summary
         told = f"nothing to convert; {known}; plan_conversion(model) gives the report"

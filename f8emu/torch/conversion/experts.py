@@ -20,16 +20,18 @@ from torch.overrides import TorchFunctionMode
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
-from f8emu.torch.conversion.mixtures import TRANSFORMERS, Experts, Layout, file_of
+from f8emu.torch.conversion.mixtures import LAYOUTS, TRANSFORMERS, Experts, Layout, file_of
 from f8emu.torch.float8_layer import Float8Layer, LayersOfExperts
 from f8emu.torch.layer.delayed_update import UpdateGroup
-from f8emu.torch.layer.experts import ExpertsSettings, GroupedState
+from f8emu.torch.layer.experts import ExpertsSettings, Float8Experts, GroupedState
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.grouped_linear import grouped_linear
 from f8emu.torch.parallel.placements import own_experts, own_groups
 from f8emu.torch.torch_internals import Function, is_dtensor, not_compiled, own_buffers, own_parameters, to_list
+from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 _OF_OBSERVERS = ("is_watched", "watched", "layers_of_experts")  # attributes that copies do not take along
+_OF_FLOAT8_EXPERTS = LAYOUTS[TRANSFORMERS]
 
 
 class ConvertedExperts(LayersOfExperts):
@@ -255,6 +257,29 @@ def convert_experts(
     module.__class__ = experts_subclass(type(module))
     converted.layout = experts.layout
     converted._compiled_call_impl = None  # set by module.compile(); it would run the old forward
+
+
+def gather_experts_as_codes(module: nn.Module) -> bool:
+    """Have FSDP2 gather the weights of `module`'s experts as float8, those of `Float8Experts` too; whether it has any.
+
+    Experts under delayed scaling, or whose weights have two formats, are gathered as they are, and so are those that
+    compute something else than `down(silu(gate) * up)`.
+    """
+    new: dict[int, nn.Parameter] = {}  # by identity: modules that share a weight go on sharing it
+    for part in module.modules():
+        if not isinstance(part, ConvertedExperts | Float8Experts):
+            continue
+        recipe, layout = part.settings.recipe, part.layout if isinstance(part, ConvertedExperts) else _OF_FLOAT8_EXPERTS
+        formats = {recipe.output.b.format, recipe.grad_input.b.format}
+        if layout is None or recipe.delayed is not None or None in formats or len(formats) > 1:
+            continue
+        for name in (*layout.gate_up, layout.down):
+            old = getattr(part, name)
+            if id(old) not in new and not isinstance(old, ShardedWeight) and not is_dtensor(old):
+                new[id(old)] = nn.Parameter(ShardedWeight(old.detach(), recipe), old.requires_grad)
+                new[id(old)].grad = old.grad
+            setattr(part, name, new.get(id(old), old))
+    return bool(new)
 
 
 def dequantize_experts(module: ConvertedExperts) -> None:

@@ -53,6 +53,7 @@ from f8emu.torch.torch_internals import (
     release,
     top_saved_tensors_hooks,
 )
+from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 States = tuple[DelayedStates, ...]  # of gate_up, or of w1 and w3, and of down
 _DYNAMIC: DelayedStates = (None, None, None)
@@ -226,7 +227,7 @@ class FusedExperts(Function):
         rule, fmt = recipe.scale_rule, _name(recipe.grad_input.a)
         g, g_transposed = cast_tokens(grads[0].contiguous(), groups, recipe.grad_input.a, cols, rule, of_down[2])
         assert g is not None, "it was requested"
-        operand = cast_weight_again(down, w_down, recipe)
+        operand = cast_weight_again(down, w_down, recipe, g.codes)
         grad_hidden = multiply_rows(g, operand, recipe.grad_input, groups, settings, dtype)
         if ctx.is_own and known is None and w_down.grad_input is not None:
             release([w_down.grad_input.codes])
@@ -257,7 +258,7 @@ class FusedExperts(Function):
         d_input = d_down = None
         if needs_input:
             for i, (weight, w) in enumerate(ups):
-                operand = cast_weight_again(weight, w, recipe)
+                operand = cast_weight_again(weight, w, recipe, rows[i].codes)
                 product = multiply_rows(rows[i], operand, recipe.grad_input, groups, settings, dtype)
                 d_input = product if d_input is None else d_input + product
                 if ctx.is_own and known is None and w.grad_input is not None:
@@ -463,7 +464,7 @@ class ExpertsSettings(nn.Module):
             UnsupportedError: sharded weights, of which FSDP2 gathers the values anew, and a rank's part does not count
                 the writes to the whole; delayed scaling.
         """
-        if self.states or any(is_dtensor(weight) for weight in weights):
+        if self.states or any(is_dtensor(weight) or isinstance(weight, ShardedWeight) for weight in weights):
             raise UnsupportedError(
                 "Float8Experts.precompute_weights: weights must be whole tensors, under a recipe without delayed "
                 "scaling; leave the call out"

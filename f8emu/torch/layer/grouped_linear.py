@@ -25,6 +25,7 @@ from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.layer.operands import Both, Delayed, Operand, format_name
 from f8emu.torch.library import differentiable_once, fake, no_gradients, operator
 from f8emu.torch.torch_internals import Function
+from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
 
 _CAST_FROM = "_f8emu_cast_from"  # of a scale: the version and the place of the weight that was cast
 
@@ -179,6 +180,8 @@ def cast_weight(weight: Tensor, recipe: Recipe, wants_input: bool, state: Delaye
     Under rowwise scales the amaxes of both come from the reading that casts the first, and the second is cast where it
     is needed: 6 bytes an element are moved, and none is kept. With one scale a group, one reading casts both.
     """
+    if isinstance(weight, CodedWeight):
+        return WeightOperands(Operand(weight.rows.flatten(0, 1), weight.row_scale))
     rows, cols, rule = recipe.output.b, recipe.grad_input.b if wants_input else None, recipe.scale_rule
     number, matrix = weight.shape[0], weight.flatten(0, 1)
     if rows.format is not None and rows.granularity is Granularity.ROWWISE:
@@ -194,10 +197,16 @@ def cast_weight(weight: Tensor, recipe: Recipe, wants_input: bool, state: Delaye
     return WeightOperands(both[0], _stacked(both[1]))
 
 
-def cast_weight_again(weight: Tensor, operands: WeightOperands, recipe: Recipe) -> Operand:
-    """The operand of `grad_input` of a weight."""
+def cast_weight_again(weight: Tensor, operands: WeightOperands, recipe: Recipe, after: Tensor) -> Operand:
+    """The operand of `grad_input` of a weight; `after` is a tensor of the backward pass."""
     if operands.grad_input is not None:
         return operands.grad_input
+    if isinstance(weight, CodedWeight):
+        codes, scale = weight.of_grad_input()
+        require_gathered(codes)
+        if weight.cols is None or torch.compiler.is_compiling():  # a view of them could move to the forward pass
+            codes = copied_experts(codes, after, weight.cols is None)
+        return Operand(codes.flatten(0, 1), scale)
     cast, number = recipe.grad_input.b, weight.shape[0]
     if cast.format is None:
         return Operand(weight.mT.to(torch.bfloat16).flatten(0, 1), None)
@@ -207,10 +216,22 @@ def cast_weight_again(weight: Tensor, operands: WeightOperands, recipe: Recipe) 
     return operand
 
 
+@operator()
+def copied_experts(codes: Tensor, after: Tensor, transposed: bool) -> Tensor:
+    """Codes [E, N, K] as a new tensor, of this shape or [E, K, N]; `after` is as for `transpose_codes`."""
+    found = codes.view(torch.uint8)
+    return (found.mT.contiguous() if transposed else found.clone()).view(codes.dtype)
+
+
+@fake(copied_experts)
+def _(codes: Tensor, after: Tensor, transposed: bool) -> Tensor:
+    return codes.new_empty(codes.mT.shape if transposed else codes.shape)
+
+
 def kept_weight(weight: Tensor, recipe: Recipe) -> WeightOperands:
     """Both operands of a weight, for all passes until it changes."""
     first = cast_weight(weight, recipe, True)
-    both = WeightOperands(first.output, cast_weight_again(weight, first, recipe))
+    both = WeightOperands(first.output, cast_weight_again(weight, first, recipe, weight))
     assert both.output.scale is not None, "float8 has one"
     setattr(both.output.scale, _CAST_FROM, (weight._version, weight.data_ptr()))
     return both
@@ -367,7 +388,7 @@ class GroupedLinear(Function):
         g, g_transposed = cast_tokens(grads[0].contiguous(), groups, rows, cols, recipe.scale_rule)
         d_input = d_weight = None
         if g is not None:
-            operand = cast_weight_again(weight, w, recipe)
+            operand = cast_weight_again(weight, w, recipe, g.codes)
             d_input = multiply_rows(g, operand, recipe.grad_input, groups, plan, ctx.dtype)
         if g_transposed is not None and kept is not None:
             x = Operand(kept, kept_scale)

@@ -29,7 +29,7 @@ _OF_IDLE_OPERAND = (
 
 
 class CodedWeight(Tensor):
-    """[N, K] in the dtype of the gradient. Only a Float8Linear can compute with it."""
+    """[N, K], or experts [E, N, K], in the dtype of the gradient. Only float8 layers can compute with it."""
 
     cols: Tensor | None
     row_scale: Tensor
@@ -37,7 +37,7 @@ class CodedWeight(Tensor):
     master_amax: Tensor | None
     memory: "GatherMemory | None" = None  # where gathered codes lie, if the two operands have codes of their own
     refusal = (
-        "the weight was gathered as float8 codes, with which only Float8Linear computes; read the sharded "
+        "the weight was gathered as float8 codes, with which only float8 layers compute; read the sharded "
         "weight (model.state_dict() outside of the forward and backward pass), or convert without "
         "enable_fsdp_float8_all_gather"
     )
@@ -50,7 +50,7 @@ class CodedWeight(Tensor):
 
     @property
     def rows(self) -> Tensor:
-        """[N, K] float8, the operand of `output`. Compiled code reads it by this name, and may save it."""
+        """Float8, the operand of `output`. Compiled code reads it by this name, and may save it."""
         if self.memory is not None and not torch.compiler.is_compiling():
             self.memory.before_read(self._rows)
         return self._rows
@@ -64,7 +64,7 @@ class CodedWeight(Tensor):
         return Operand(self.rows, self.row_scale)
 
     def of_grad_input(self) -> Operand:
-        """The operand of `grad_input`, [N, K], still to be transposed."""
+        """The operand of `grad_input`, [N, K], still to be transposed. The `cols` of experts are, [E, K, N]."""
         return Operand(self.rows if self.cols is None else self.cols, self.col_scale)
 
     def note_call(self, delayed: Delayed | None) -> None:
@@ -80,6 +80,15 @@ class CodedWeight(Tensor):
         same.memory = self.memory
         return same
 
+    def experts(self) -> list["CodedWeight"]:
+        """The matrices of experts, each a weight [N, K]."""
+        count, cols = self.shape[0], [None] * self.shape[0] if self.cols is None else self.cols.mT
+        scales = [scale.unflatten(0, (count, -1)) for scale in (self.row_scale, self.col_scale)]
+        parts = [CodedWeight(WeightCodes(*x), self.dtype) for x in zip(self._rows, *scales, cols, strict=True)]
+        for part in parts:
+            part.memory = self.memory
+        return parts
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return [name for name, value in self.held._asdict().items() if value is not None], self.dtype
 
@@ -93,6 +102,8 @@ class CodedWeight(Tensor):
         if isinstance(x, CodedWeight):
             if func in ALIASES and (len(args) < 2 or tuple(args[1]) == tuple(x.shape)):
                 return internals.with_aliases(func, args, kwargs or {}, x.alias())
+            if func is _aten.unbind.int and x.ndim == 3 and args[1:] in ((), (0,)):
+                return internals.with_aliases(func, args, kwargs or {}, x.experts())
             result = x.result_of(func, args, kwargs or {})
         if result is None:
             raise UnsupportedError(f"{func}: {cls.refusal}")

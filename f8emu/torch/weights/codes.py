@@ -1,5 +1,7 @@
 """A weight [N, K] as float8 codes: the scales of the whole of it, and the casts of any of its rows.
 
+Of experts [E, N, K] a rank holds whole matrices, each with scales of its own.
+
 Exactness: amaxes, scales and codes are those of the whole weight on one device.
 """
 
@@ -17,8 +19,10 @@ from torch.nn.functional import pad
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import UNCALLED, UNSET
+from f8emu.torch.fused.fused_cast import CODES
 from f8emu.torch.layer.operands import Delayed, cast_delayed
 from f8emu.torch.parallel.sharding import Shards, global_delayed
 from f8emu.torch.torch_internals import foreach_copy, is_dtensor, reduce_amax
@@ -30,22 +34,26 @@ _ALIGNMENT = 4  # floats: the GEMMs take scales that lie at multiples of 16 byte
 
 
 class WeightScales(NamedTuple):
-    """The scales of a whole weight, float32: each [1, 1], or a vector [N, 1] for its rows or [K, 1] for its columns."""
+    """The scales of a whole weight, float32: each [1, 1], or a vector [N, 1] for its rows or [K, 1] for its columns.
+
+    Those of experts lie one after the other: [E, 1], or [E * N, 1] and [E * K, 1].
+    """
 
     row_amax: Tensor
     row_inv_scale: Tensor
     row_scale: Tensor  # for the operand of `output`
     col_inv_scale: Tensor
     col_scale: Tensor  # for the operand of `grad_input`
+    col_amax: Tensor
 
 
 class WeightCodes(NamedTuple):
-    """The operands of a weight: what a layer needs of it."""
+    """The operands of a weight: what a layer needs of it. Those of experts have a dimension more."""
 
     rows: Tensor  # [N, K], the operand of `output`
     row_scale: Tensor  # [1, 1] or [N, 1]
     col_scale: Tensor  # [1, 1] or [K, 1]
-    cols: Tensor | None = None  # [N, K], the operand of `grad_input` before its transpose; None where it is `rows`
+    cols: Tensor | None = None  # [N, K], or experts' [E, K, N]: the operand of `grad_input`; None where it is `rows`
     master_amax: Tensor | None = None  # [1, 1], under delayed scaling of a weight at rest: each call records it
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "WeightCodes":
@@ -56,7 +64,7 @@ class WeightCodes(NamedTuple):
 class OwnRows:
     """Which rows of a weight this rank holds, and who holds the others."""
 
-    n: int  # rows of the whole
+    n: int  # rows of the whole, or its experts
     ranks: int = 1
     rank: int = 0
     group: Any = None  # the process group of these ranks; None if there is one rank
@@ -65,10 +73,12 @@ class OwnRows:
     @classmethod
     def of(cls, mesh: Any, outer_size: torch.Size, module: Any, x: Tensor) -> "OwnRows":
         """The rows `x`, as FSDP2 describes them to its hooks; UnsupportedError if they were sharded along K."""
-        if x.shape[1] != outer_size[1]:
+        if x.shape[1:] != outer_size[1:]:
+            rows = "rows" if x.ndim == 2 else "experts"
             raise UnsupportedError(
-                f"Float8Linear: with enable_fsdp_float8_all_gather a weight must be sharded along its rows, dimension "
-                f"0; got a shard {list(x.shape)} of {list(outer_size)}; leave shard_placement_fn at its default"
+                f"{type(module).__name__}: with enable_fsdp_float8_all_gather a weight must be sharded along its "
+                f"{rows}, dimension 0; got a shard {list(x.shape)} of {list(outer_size)}; leave shard_placement_fn at "
+                "its default"
             )
         weight, others = module._parameters.get("weight"), []
         if is_dtensor(weight):
@@ -93,14 +103,14 @@ class OwnRows:
         return (*(() if self.group is None else (self.group,)), *(group for group, _ in self.others))
 
     def pad(self, codes: Tensor) -> Tensor:
-        """The codes of this rank as bytes, zero-padded to the rows that every rank sends."""
+        """The codes of this rank as bytes, zero-padded to the rows, or experts, that every rank sends."""
         codes = codes.view(torch.uint8)
         missing = self.padded - codes.shape[0]
-        return pad(codes, (0, 0, 0, missing)) if missing else codes
+        return pad(codes, (0, 0) * (codes.ndim - 1) + (0, missing)) if missing else codes
 
 
 class LocalWeight(NamedTuple):
-    """A rank's rows of a weight."""
+    """A rank's rows of a weight, or its experts."""
 
     values: Tensor
     recipe: Recipe
@@ -171,7 +181,8 @@ def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
         inv_scales, scales = (_split(x, parts) for x in both)
         for at, i in enumerate(members):
             row, col = 2 * at, 2 * at + 1
-            found[i] = WeightScales(amaxes[row], inv_scales[row], scales[row], inv_scales[col], scales[col])
+            of_cols = inv_scales[col], scales[col], amaxes[col]
+            found[i] = WeightScales(amaxes[row], inv_scales[row], scales[row], *of_cols)
     return [found[i] for i in range(len(weights))]
 
 
@@ -187,6 +198,8 @@ def _split(flat: Tensor, parts: list[_Part]) -> list[Tensor]:
 def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
     # For `output` and for `grad_input`.
     x, recipe, own = weight
+    if x.ndim == 3:
+        return _amaxes_of_experts(x, recipe, own)
     by_row = recipe.output.b.granularity is Granularity.ROWWISE
     by_col = recipe.grad_input.b.granularity is Granularity.ROWWISE
     of_rows = of_cols = None
@@ -200,6 +213,24 @@ def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
     return _Part(rows, own.n, own.rows.start) if by_row else _Part(rows, 1), _Part(cols, cols.numel())
 
 
+def _amaxes_of_experts(x: Tensor, recipe: Recipe, own: OwnRows) -> tuple[_Part, _Part]:
+    count, n, k = x.shape
+
+    def amaxes(by_group: bool) -> Tensor:
+        if not count:
+            return x.new_empty(0, dtype=torch.float32)
+        return grouped.amaxes_of_groups(x.flatten(0, 1), None, count, by_group).flatten()
+
+    kinds, first = (recipe.output.b.granularity, recipe.grad_input.b.granularity), own.rows.start
+    lines = amaxes(False).split([count * n, count * k]) if Granularity.ROWWISE in kinds else ()
+    whole = amaxes(True) if Granularity.TENSORWISE in kinds else x
+    rows, cols = (
+        _Part(lines[i], own.n * size, first * size) if kind is Granularity.ROWWISE else _Part(whole, own.n, first)
+        for i, (kind, size) in enumerate(zip(kinds, (n, k), strict=True))
+    )
+    return rows, cols
+
+
 def _reduce_over_others(own: OwnRows, row_amax: Tensor, col_amax: Tensor) -> None:
     # In place. Tensor parallelism along N, dimension 0, has cut the columns; along K, the rows.
     for group, dim in own.others:
@@ -209,18 +240,36 @@ def _reduce_over_others(own: OwnRows, row_amax: Tensor, col_amax: Tensor) -> Non
 
 
 def cast_rows(x: Tensor, recipe: Recipe, scales: WeightScales, own: slice = slice(None)) -> Tensor:
-    """The codes of `x`, the rows `own` of a weight, for `output`."""
+    """The codes of `x`, the rows or experts `own` of a weight, for `output`."""
+    if x.ndim == 3:
+        return _cast_experts(x, recipe, scales.row_amax, scales.row_inv_scale, own, cols=False)
     fmt, rule = format_of(recipe), recipe.scale_rule
     if scales.row_amax.numel() == 1:
         return fused.cast_pair_given(x, fmt, scales.row_inv_scale, True, False)[0]
     return fused.cast_pair(x, fmt, scales.row_amax[own], None, rule.power_of_two, rule.amax_floor)[0]
 
 
-def cast_cols(x: Tensor, recipe: Recipe, scales: WeightScales) -> Tensor:
-    """The codes of `x`, some rows of a weight, for `grad_input`."""
+def cast_cols(x: Tensor, recipe: Recipe, scales: WeightScales, own: slice = slice(None)) -> Tensor:
+    """The codes of `x`, the rows or experts `own` of a weight, for `grad_input`."""
+    if x.ndim == 3:
+        return _cast_experts(x, recipe, scales.col_amax, scales.col_inv_scale, own, cols=True)
     if scales.col_inv_scale.numel() == 1:
         return fused.cast_pair_given(x, format_of(recipe), scales.col_inv_scale, True, False)[0]
     return fused.cast_columns(x, format_of(recipe), scales.col_inv_scale)
+
+
+def _cast_experts(x: Tensor, recipe: Recipe, amax: Tensor, inv_scale: Tensor, own: slice, *, cols: bool) -> Tensor:
+    # [E, N, K] under the scales of rows, or [E, K, N] under those of columns, of the experts `own`.
+    (count, n, k), fmt, floor = x.shape, format_of(recipe), recipe.scale_rule.amax_floor
+    shape = (count, k, n) if cols else (count, n, k)
+    if not count:
+        return x.new_empty(shape, dtype=CODES[fmt])
+    by_group = (recipe.grad_input if cols else recipe.output).b.granularity is Granularity.TENSORWISE
+    each, of_all = (1, inv_scale) if by_group else (shape[1], amax)
+    source = of_all[own.start * each : own.stop * each]
+    sides = (None, source) if cols else (source, None)
+    found = grouped.cast_groups(x.flatten(0, 1), None, count, fmt, *sides, by_group, floor, None)
+    return found[2 if cols else 0].view(shape)
 
 
 def cast_rows_delayed(x: Tensor, recipe: Recipe, delayed: Delayed) -> tuple[Tensor, Tensor]:

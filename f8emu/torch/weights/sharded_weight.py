@@ -78,7 +78,7 @@ class GatherState:
 class Sent(NamedTuple):
     """From `fsdp_pre_all_gather` to `fsdp_post_all_gather`."""
 
-    n: int  # rows of the whole weight, without padding
+    n: int  # rows, or experts, of the whole weight, without padding
     row_scale: Tensor
     col_scale: Tensor  # the same tensor where both operands have the same codes
     master_amax: Tensor | None = None  # as in `WeightCodes`
@@ -232,7 +232,7 @@ class ShardedWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What to gather, [padded rows of a rank, K] as bytes, and what to pass to `fsdp_post_all_gather`."""
+        """What to gather, [padded rows or experts of a rank, ...] as bytes, and what the other hook is told."""
         x, state, recipe = self.plain, self.state, self.recipe
         if state.was is not None:
             raise UnsupportedError(
@@ -242,14 +242,15 @@ class ShardedWeight(Tensor):
         if state.own is None:
             state.own = OwnRows.of(mesh, outer_size, module, x)
         own = state.own
-        self.rest_with(module.delayed)
+        buffers: DelayedBuffers | None = getattr(module, "delayed", None)  # experts have none
+        self.rest_with(buffers)
         if (rest := self.codes_at_rest(own)) is not None:
             return self._sent(rest.row_scale, rest.col_scale, rest.master_amax)
         # 1. Under delayed scaling the scale is that of earlier passes. An evaluated model has those of its weights.
-        if module.delayed is not None and module.training:
-            module.delayed.follow(x.device)
-            groups = Shards(rows=own.groups, is_set=module.delayed.are_set()[1])
-            delayed = module.delayed.of_tensors()[1]
+        if buffers is not None and module.training:
+            buffers.follow(x.device)
+            groups = Shards(rows=own.groups, is_set=buffers.are_set()[1])
+            delayed = buffers.of_tensors()[1]
             if delayed is not None:
                 delayed = global_delayed(x, recipe.output.b, recipe.scale_rule, delayed, groups)
                 codes, scale = cast_rows_delayed(x, recipe, delayed)
@@ -290,8 +291,8 @@ class ShardedWeight(Tensor):
                 "Float8Linear: the weight was written to after FSDP2 had gathered it, and not gathered again; reshard "
                 "the module before the optimizer's step (set_reshard_after_backward(True), or reshard())"
             )
-        x = self.plain
-        return own.pad(cast_cols(x, self.recipe, scales) if cols else cast_rows(x, self.recipe, scales, own.rows))
+        x, cast = self.plain, cast_cols if cols else cast_rows
+        return own.pad(cast(x, self.recipe, scales, own.rows).view(x.shape))  # any layout: FSDP2 checks the shape
 
     def _gather(self, *, cols: bool) -> None:
         own, memory = self.state.own, self.state.memory
@@ -333,6 +334,8 @@ class ShardedWeight(Tensor):
         memory = self.state.memory = GatherMemory.adopt(codes)
         self._gather(cols=True)
         rows, cols = (flat.view(codes.shape)[: sent.n].view(dtype) for flat in (memory.rows, memory.cols))
+        if codes.ndim == 3:
+            cols = cols.view(sent.n, codes.shape[2], codes.shape[1])
         weight = CodedWeight(WeightCodes(rows, sent.row_scale, sent.col_scale, cols), param_dtype)
         weight.memory, memory.operand, memory.gather_rows = memory, rows, self._gather_rows
         return weight, memory
