@@ -72,20 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.announce(f", transformers {run.report['versions']['transformers']}")
     ids = torch.randint(config["vocab_size"], shape, device=device)
 
-    def prepare(entry: Entry) -> Callable[[], Tensor]:
-        """The subject's step after its warm-up; its peak memory is measured beside what others hold."""
-        others = held_bytes(device)
+    def built(subject: str) -> Any:
         torch.manual_seed(0)  # the same weights for every subject
         with device:
             model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).to(torch.bfloat16)
-        converted(entry["subject"], model, left_out=("lm_head",), recompute_casts=arguments.recompute_casts)
-        for layer in model.model.layers if arguments.mode == "compiled" else ():
-            layer.compile(**compile_options(entry["subject"]))
-        step = training(model, ids)
-        entry["losses"] = [step().item() for _ in range(WARMUP)]
-        own, above = held_bytes(device) - others, peak_bytes(step, device)
-        entry["peak_bytes"] = None if above is None else own + above
-        return step
+        return converted(subject, model, left_out=("lm_head",), recompute_casts=arguments.recompute_casts)
+
+    def prepare(entry: Entry) -> Callable[[], Tensor]:
+        return warmed_up(entry, built, ids, is_compiled=arguments.mode == "compiled")
 
     entries: list[Entry] = [{"subject": name} for name in arguments.subjects]
     for entry, step in runner.race(entries, prepare, lambda step: back_to_back(step, steps, device).ms, rounds):
@@ -99,6 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.record(subjects=entries)
     forget()
     return int(any(map(is_wrong, entries)))
+
+
+def warmed_up(entry: Entry, built: Callable[[str], Any], ids: Tensor, *, is_compiled: bool) -> Callable[[], Tensor]:
+    """The subject's step after its warm-up; its peak memory is measured beside what others hold."""
+    device, others = ids.device, held_bytes(ids.device)
+    model = built(entry["subject"])
+    for layer in model.model.layers if is_compiled else ():
+        layer.compile(**compile_options(entry["subject"]))
+    step = training(model, ids)
+    entry["losses"] = [step().item() for _ in range(WARMUP)]
+    own, above = held_bytes(device) - others, peak_bytes(step, device)
+    entry["peak_bytes"] = None if above is None else own + above
+    return step
 
 
 def training(model: Any, ids: Tensor) -> Callable[[], Tensor]:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import runner
-from benchmarks.huggingface import WARMUP, training
+from benchmarks.huggingface import warmed_up
 from benchmarks.measure import forget
 from benchmarks.models import read_corpus
 from benchmarks.runner import BASELINE, Entry, is_wrong, say
-from benchmarks.subjects import FAST, MODES, compile_options, converted
-from benchmarks.timing import back_to_back, draw_kernels, held_bytes, kernels, peak_bytes
+from benchmarks.subjects import FAST, MODES, converted
+from benchmarks.timing import back_to_back, draw_kernels, kernels
 
 RECIPES = ("rowwise", f"rowwise{FAST}", "rowwise_with_gw_hp", "tensorwise", "delayed")
 SUBJECTS = (BASELINE, *(f"f8emu/{name}" for name in RECIPES))
@@ -99,16 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ids = torch.randint(_LARGE["vocab_size"], (2, 8192), device=device)
 
     def prepare(entry: Entry) -> Callable[[], Tensor]:
-        others = held_bytes(device)
-        model = built("Qwen3Moe", _LARGE, entry["subject"], torch.bfloat16)
-        entry["parameters"] = sum(p.numel() for p in model.parameters())
-        for layer in model.model.layers if arguments.mode == "compiled" else ():
-            layer.compile(**compile_options(entry["subject"]))
-        step = training(model, ids)
-        entry["losses"] = [step().item() for _ in range(WARMUP)]
-        own, above = held_bytes(device) - others, peak_bytes(step, device)
-        entry["peak_bytes"] = None if above is None else own + above
-        return step
+        def large(subject: str) -> Any:
+            model = built("Qwen3Moe", _LARGE, subject, torch.bfloat16)
+            entry["parameters"] = sum(p.numel() for p in model.parameters())
+            return model
+
+        return warmed_up(entry, large, ids, is_compiled=arguments.mode == "compiled")
 
     entries: list[Entry] = [{"subject": name} for name in arguments.subjects]
     turns = runner.race(entries, prepare, lambda step: back_to_back(step, arguments.steps, device).ms, arguments.rounds)
