@@ -40,7 +40,7 @@ def group_slices(x: Tensor, tiles: Tensor | None, groups: int) -> Iterator[tuple
         yield from zip(runs, runs, strict=True)
         return
     start = place = 0
-    for stop, end in torch.stack([tiles[:groups], tiles[groups : 2 * groups]], dim=1).tolist():
+    for stop, end in torch.stack([tiles[:groups], padded_offs(tiles, groups)], dim=1).tolist():
         yield slice(start, stop), slice(place, place + stop - start)
         start, place = stop, end
 

@@ -29,12 +29,13 @@ from f8emu.torch.fused.scale_kernels import (
 )
 from f8emu.torch.fused.silu_kernels import grad_gate_of, grad_up_of, hidden_of, sigmoid_of, silu_of
 
-PLANES = 5  # of a table of tiles: group, first padded row, first and last of the group's rows in it, shift to the rows
-
 
 @triton.jit(do_not_specialize=["G", "T", "count"])
 def tiles_kernel(offs, tiles, G, T, count, BLOCK_G: tl.constexpr, BM: tl.constexpr):
-    """`tiles`: the ends [G], the padded ends [G], and the table [PLANES, count] of tiles; those left over are empty."""
+    """`tiles`: the ends [G], the padded ends [G], and the table [5, count] of tiles; those left over are empty.
+
+    Of a tile: its group, its first padded row, the first and last of the group's rows in it, the shift to the rows.
+    """
     group, i, j = tl.program_id(0), tl.arange(0, BLOCK_G), tl.arange(0, 128)
     ends = tl.minimum(tl.load(offs + i, mask=i < G, other=0), T)
     starts = tl.minimum(tl.load(offs + i - 1, mask=(i > 0) & (i < G), other=0), T)
