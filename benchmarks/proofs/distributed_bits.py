@@ -14,10 +14,10 @@ Tensor parallelism, in torch's styles and in f8emu's: the output of a column-par
 device, and so are the weight gradients of a column-parallel and of a row-parallel layer and the input gradient of the
 latter. What is a sum over ranks is left out; it is rounded otherwise than the sum of one device.
 
-Experts (`Float8Experts`, blocks of `x + experts(x)`): by FSDP2, beside one device that is given the batches of the
-ranks in turn; by `ExpertParallel`, beside one device that is given the tokens of all ranks at once, by expert and then
-by rank. Groups have any size, and in one step no rank has tokens for the experts of the last. Compiled expert-parallel
-blocks are split at the exchange of tokens, whose numbers the host reads.
+Experts (`Float8Experts`, blocks of `x + experts(x)`): by FSDP2, with and without float8 all-gather, beside one device
+that is given the batches of the ranks in turn; by `ExpertParallel`, beside one device that is given the tokens of all
+ranks at once, by expert and then by rank. Groups have any size, and in one step no rank has tokens for the experts of
+the last. Compiled expert-parallel blocks are split at the exchange of tokens, whose numbers the host reads.
 
 Eager layers are compared with eager ones, compiled with compiled ones: the compiler's LayerNorm has bits of its own.
 Every rank has other data, and each compares its part; the counts are those of all ranks. Weights are bfloat16.
@@ -250,7 +250,7 @@ def ends(experts: Tensor) -> Tensor:
     return torch.bincount(experts, minlength=EXPERTS).cumsum(0).int()
 
 
-def experts(setting: Setting, *, is_cut: bool, is_parallel: bool) -> Trace:
+def experts(setting: Setting, *, is_cut: bool, is_parallel: bool, gathers: bool = False) -> Trace:
     """By `ExpertParallel` or FSDP2, or what one device has in its place: this rank's part of what must be equal."""
     # 1. The model, its shards if it is cut.
     torch.manual_seed(0)
@@ -262,6 +262,8 @@ def experts(setting: Setting, *, is_cut: bool, is_parallel: bool) -> Trace:
     elif is_parallel:
         parallelize_module(model, setting.mesh, {"*": f8.ExpertParallel()})
     else:
+        if gathers:
+            f8.convert_to_float8_training(model, config=setting.config, enable_fsdp_float8_all_gather=True)
         for module in (*model, model):
             fully_shard(module, mesh=setting.mesh)
     for block in model if setting.mode == "compiled" else ():
@@ -327,11 +329,13 @@ def compared(observed: Trace, expected: Trace) -> Counts:
 def cases_of_experts(setting: Setting) -> Iterator[tuple[str, Callable[[], Counts]]]:
     """(name, call) of a recipe and a mode."""
 
-    def beside_one(is_parallel: bool) -> Counts:
-        traces = [experts(setting, is_cut=is_cut, is_parallel=is_parallel) for is_cut in (True, False)]
+    def beside_one(is_parallel: bool, **how: bool) -> Counts:
+        traces = [experts(setting, is_cut=is_cut, is_parallel=is_parallel, **how) for is_cut in (True, False)]
         return compared(*traces)
 
     yield "experts, FSDP2", partial(beside_one, False)
+    if not setting.recipe.startswith("delayed"):  # those are gathered as they are
+        yield "experts, FSDP2, float8 gather", partial(beside_one, False, gathers=True)
     yield "experts, expert parallel", partial(beside_one, True)
 
 
