@@ -6,7 +6,7 @@ from results_records import NO_FIGURE, Entry, percent, record, source, subject, 
 
 from benchmarks.kernel_kinds import kinds
 
-_EXPERTS = "experts-h100"
+_EXPERTS = "experts-h200"
 _LIMITS = ("ms", "gemms_ms", "bytes_ms")
 _LIMITED = (("bf16", "compiled"), ("f8emu/rowwise, fast", "compiled"), ("f8emu/delayed, fast", "compiled"))
 _LIMITED += (("f8emu/rowwise", "eager"),)
