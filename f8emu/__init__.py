@@ -5,6 +5,7 @@ Importing `f8emu` gives the recipe spec and loads neither numpy, torch nor jax. 
 """
 
 from f8emu.spec import BLOCKWISE as BLOCKWISE
+from f8emu.spec import BLOCKWISE_UE8M0 as BLOCKWISE_UE8M0
 from f8emu.spec import DELAYED as DELAYED
 from f8emu.spec import E4M3FN as E4M3FN
 from f8emu.spec import E5M2 as E5M2

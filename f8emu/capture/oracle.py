@@ -111,7 +111,7 @@ def _operand(
             expected = x.astype(np.float32).astype(dtype_of(BFLOAT16))
         return {"codes": Expected(expected, different(codes, expected))}
     # 2. The scale, where this tensor alone decides it.
-    scales = f8ref.scale_from_amax(f8ref.amax(x, cast.granularity), cast.format, recipe.scale_rule)
+    scales = f8ref.scale_from_amax(f8ref.amax(x, cast.granularity), cast.format, recipe.rule_of(cast))
     foreign = different(scale, scales.scale)
     found = {"scale": Expected(scales.scale, foreign)} if is_local else {}
     # 3. The codes. A scale that is its own has one inv_scale; any other is judged by those whose reciprocal it is.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from f8emu.cli.frame import DIFFERENT, console, guarded, opened, text_of
-from f8emu.spec import RECIPE_ALIASES, RECIPES, SpecError, recipe_by_name
+from f8emu.spec import RECIPE_ALIASES, RECIPES, SERVING_RECIPES, Recipe, SpecError, recipe_by_name
 
 if TYPE_CHECKING:
     import typer
@@ -70,7 +70,7 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _recipes(name: str | None, as_toml: bool, as_json: bool) -> int:
-    chosen = list(RECIPES.values()) if name is None else [recipe_by_name(name)]
+    chosen = [*RECIPES.values(), *SERVING_RECIPES.values()] if name is None else [recipe_by_name(name)]
     if as_toml and as_json:
         raise SpecError("recipes: --toml and --json exclude each other; pass one of them")
     if as_json:
@@ -81,15 +81,15 @@ def _recipes(name: str | None, as_toml: bool, as_json: bool) -> int:
     elif name is not None:
         print(chosen[0].explain())
     else:
-        _print_recipes()
+        _print_recipes(chosen)
     return 0
 
 
-def _print_recipes() -> None:
+def _print_recipes(recipes: list[Recipe]) -> None:
     from rich.table import Column, Table
 
     table = Table(Column("recipe", overflow="fold"), "output", "grad_input", "grad_weight", "scales")
-    for recipe in RECIPES.values():
+    for recipe in recipes:
         gemms = [f"{gemm.a}\n{gemm.b}" + ("\nfast" if gemm.use_fast_accum else "") for gemm in recipe.gemms.values()]
         scales = ["delayed" if recipe.delayed else "dynamic"] + ["power of two"] * recipe.scale_rule.power_of_two
         older = [f"= {alias}" for alias, target in RECIPE_ALIASES.items() if target == recipe.name]

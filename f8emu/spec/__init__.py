@@ -47,11 +47,13 @@ from f8emu.spec.gemm import GemmTrace as GemmTrace
 from f8emu.spec.gemm import LinearTrace as LinearTrace
 from f8emu.spec.gemm import OperandTrace as OperandTrace
 from f8emu.spec.recipe import BLOCKWISE as BLOCKWISE
+from f8emu.spec.recipe import BLOCKWISE_UE8M0 as BLOCKWISE_UE8M0
 from f8emu.spec.recipe import DELAYED as DELAYED
 from f8emu.spec.recipe import RECIPE_ALIASES as RECIPE_ALIASES
 from f8emu.spec.recipe import RECIPES as RECIPES
 from f8emu.spec.recipe import ROWWISE as ROWWISE
 from f8emu.spec.recipe import ROWWISE_WITH_GW_HP as ROWWISE_WITH_GW_HP
+from f8emu.spec.recipe import SERVING_RECIPES as SERVING_RECIPES
 from f8emu.spec.recipe import TENSORWISE as TENSORWISE
 from f8emu.spec.recipe import Recipe as Recipe
 from f8emu.spec.recipe import recipe_by_name as recipe_by_name

@@ -10,14 +10,14 @@ Each GEMM is `a @ b^T` of two operands seen as `[rows, summed dimension]`, and e
 dimension that its own GEMM sums over. A trace holds what the three computed, in any array type (`Any` below).
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, OPERAND_FORMATS
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import Format
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import Granularity, ScaleRule
 
 GEMM_NAMES = ("output", "grad_input", "grad_weight")
 """The three GEMMs of a linear layer, in the order in which they run."""
@@ -41,6 +41,8 @@ class Cast:
 
     format: Format | None
     granularity: Granularity = Granularity.TENSORWISE
+    scale_rule: ScaleRule | None = None
+    """The rule of its scales, the same in both casts of a tensor; None: that of the recipe."""
 
     def __post_init__(self) -> None:
         if self.format is not None and self.format not in OPERAND_FORMATS:
@@ -54,6 +56,11 @@ class Cast:
                 f"Cast: a high precision operand has no scales; got granularity {self.granularity.value}. "
                 "Leave the granularity out, or give a float8 format"
             )
+        if self.is_high_precision and self.scale_rule is not None:
+            raise SpecError(
+                f"Cast: a high precision operand has no scales; got {self.scale_rule}. "
+                "Leave scale_rule out, or give a float8 format"
+            )
 
     @property
     def is_high_precision(self) -> bool:
@@ -61,10 +68,11 @@ class Cast:
 
     def to_dict(self) -> dict[str, object]:
         scale = {} if self.format is None else {"granularity": self.granularity.value}
-        return {"format": str(self.format or self), **scale}
+        own = {} if self.scale_rule is None else {"scale_rule": asdict(self.scale_rule)}
+        return {"format": str(self.format or self), **scale, **own}
 
     def __repr__(self) -> str:
-        return f"Cast({self})"
+        return f"Cast({self})" if self.scale_rule is None else f"Cast({self}, {self.scale_rule})"
 
     def __str__(self) -> str:
         return "bfloat16" if self.format is None else f"{self.format.name} {self.granularity.value}"

@@ -72,12 +72,22 @@ class Recipe:
                 raise SpecError(
                     f"{call}: {tensor} is cast to {names}; one tensor has one float8 format in all its GEMMs"
                 )
+            if len({cast.scale_rule for _, _, cast in self.casts(tensor) if cast.format is not None}) > 1:
+                raise SpecError(
+                    f"{call}: the casts of {tensor} have different scale rules; one reading of a tensor gives both, so "
+                    "give both the same scale_rule"
+                )
         # 3. Delayed scales are tensorwise; so is the granularity of what is not cast.
         for gemm, tensor, cast in self.casts():
             if self.delayed_scaling_of(tensor) is not None and cast.granularity is not Granularity.TENSORWISE:
                 raise SpecError(
                     f"{call}: delayed scaling keeps one amax a tensor, so every cast of one must be tensorwise; "
                     f"{tensor} of {gemm} is {cast.granularity.value}; leave {tensor} out of delayed.tensors"
+                )
+            if self.delayed is not None and cast.scale_rule is not None:
+                raise SpecError(
+                    f"{call}: delayed scaling has one scale rule for all its states; {tensor} of {gemm} has its own; "
+                    "set scale_rule of the recipe, or leave delayed out"
                 )
 
     @property
@@ -96,6 +106,13 @@ class Recipe:
         """The delayed scaling of `tensor`; None if its casts use their own amax."""
         return self.delayed if self.delayed is not None and tensor in self.delayed.tensors else None
 
+    def rule_of(self, *casts: Cast | None) -> ScaleRule:
+        """The scale rule of one tensor's casts, of which None was not asked for: their own, or that of the recipe."""
+        for cast in casts:
+            if cast is not None and cast.scale_rule is not None:
+                return cast.scale_rule
+        return self.scale_rule
+
     @property
     def delayed_tensors(self) -> tuple[str, ...]:
         """The tensors that have a state of delayed scaling: those with delayed scales that are cast at all."""
@@ -112,7 +129,7 @@ class Recipe:
     @property
     def label(self) -> str:
         """The name. Unless it is a named recipe, the start of the content hash and a chip other than Hopper follow."""
-        if RECIPES.get(self.name) == self:
+        if (RECIPES | SERVING_RECIPES).get(self.name) == self:
             return self.name
         on = "" if self.chip == HOPPER.name else f" on {CHIPS[self.chip]}"
         return f"{self.name} ({self.content_hash[:12]}){on}"
@@ -160,12 +177,17 @@ class Recipe:
                 f"scales: delayed, from the {delayed.reduction.value} of the last {delayed.history_length} amaxes, "
                 f"margin {delayed.margin} (format max * 2^-{delayed.margin}){some}"
             )
-        power = ", cut to a power of two" if self.scale_rule.power_of_two else ""
-        lines.append(f"        inv_scale = max / max(amax, {self.scale_rule.amax_floor!r}){power}")
+        lines.append(f"        inv_scale = {_inv_scale(self.scale_rule)}")
+        own = {tensor: self.rule_of(*(cast for _, _, cast in self.casts(tensor))) for tensor in TENSORS}
+        lines += [f"        of {t}: {_inv_scale(rule)}" for t, rule in own.items() if rule != self.scale_rule]
         for name, gemm in self.gemms.items():
             lines += [f"{name} {_EQUATIONS[name]}", f"    a: {gemm.a}", f"    b: {gemm.b}"]
             lines.append(f"    {_accumulation(gemm, chip)}")
         return "\n".join(lines)
+
+
+def _inv_scale(rule: ScaleRule) -> str:
+    return f"max / max(amax, {rule.amax_floor!r})" + (", cut to a power of two" if rule.power_of_two else "")
 
 
 def _accumulation(gemm: Gemm, chip: Chip) -> str:
@@ -209,8 +231,25 @@ DELAYED = replace(TENSORWISE, name="delayed", delayed=DelayedScaling())
 BLOCKWISE = _alike("blockwise", _VECTOR, _SQUARE, _VECTOR, fast_output=False)
 """1x128 blocks of activations and gradients, 128x128 blocks of weights; E4M3 everywhere."""
 
+BLOCKWISE_UE8M0 = replace(
+    _alike(
+        "blockwise_ue8m0",
+        replace(_VECTOR, scale_rule=ScaleRule(power_of_two=True, amax_floor=448e-10)),
+        replace(_SQUARE, scale_rule=ScaleRule(power_of_two=True, amax_floor=1e-4)),
+        _VECTOR,
+        fast_output=False,
+    ),
+    scale_rule=ScaleRule(power_of_two=True),
+)
+"""Blockwise with scales that are powers of two, UE8M0, by the rules of vLLM with DeepGEMM on Hopper: of input those of
+its `per_token_group_quant`, of weight those of its requantization. No server casts gradients: their floor is that of
+`BLOCKWISE`."""
+
 RECIPES: dict[str, Recipe] = {r.name: r for r in (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, DELAYED, BLOCKWISE)}
 """The named recipes."""
+
+SERVING_RECIPES: dict[str, Recipe] = {BLOCKWISE_UE8M0.name: BLOCKWISE_UE8M0}
+"""Named recipes that are one of `RECIPES` but for a serving stack's scale rules."""
 
 RECIPE_ALIASES: dict[str, str] = {
     "all_tensorwise": "tensorwise",
@@ -226,9 +265,10 @@ def recipe_by_name(name: str) -> Recipe:
     Raises:
         SpecError: an unknown recipe; the message lists the known names.
     """
-    recipe = RECIPES.get(RECIPE_ALIASES.get(name, name))
+    recipes = RECIPES | SERVING_RECIPES
+    recipe = recipes.get(RECIPE_ALIASES.get(name, name))
     if recipe is None:
-        known = ", ".join(RECIPES)
+        known = ", ".join(recipes)
         older = ", ".join(f"{old} (= {new})" for old, new in RECIPE_ALIASES.items())
         raise SpecError(f"recipe_by_name: unknown recipe {name!r}; known recipes: {known}; older names: {older}")
     return recipe

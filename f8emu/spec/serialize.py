@@ -78,7 +78,9 @@ def _read(kind: Any, value: object, place: str) -> Any:
 def _part(kind: Any, data: object, place: str) -> Any:
     values = _values(kind, _table(kind, data, place), f"{place}.")
     if kind is Cast and values["format"] is None and len(values) > 1:
-        raise SpecError(f"recipe: {place} is {HIGH_PRECISION_CAST} and has no granularity; remove the key")
+        raise SpecError(
+            f"recipe: {place} is {HIGH_PRECISION_CAST} and has no granularity and no scale_rule; remove the key"
+        )
     return _at(place, kind, **values)
 
 

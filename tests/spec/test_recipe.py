@@ -12,11 +12,13 @@ from f8emu.spec.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16
 from f8emu.spec.gemm import GEMM_NAMES, HIGH_PRECISION_CAST, OPERANDS, Cast, Gemm
 from f8emu.spec.recipe import (
     BLOCKWISE,
+    BLOCKWISE_UE8M0,
     DELAYED,
     RECIPE_ALIASES,
     RECIPES,
     ROWWISE,
     ROWWISE_WITH_GW_HP,
+    SERVING_RECIPES,
     TENSORWISE,
     Recipe,
     recipe_by_name,
@@ -48,6 +50,7 @@ HASHES = {
     "rowwise_with_gw_hp": "27d6c3e1fb002de73cc72e55efab0b067a1e65ccb64fff1b490bfd23ebfc9445",
     "delayed": "0aedd2334dbb44a29269fb047e8dee0017c9e1d58410c4a95ef850be9392e241",
     "blockwise": "c0ec3af7adec30b1da9c8941fef54807f13bdc0b105ce9bb2cedc9c35495d687",
+    "blockwise_ue8m0": "64d0a1f3605f3fad7f7bf9505cad447850f60cee32370f9ae126d8ad88779340",
 }
 
 
@@ -92,7 +95,7 @@ def test_unknown_recipe_lists_the_known(name: str) -> None:
         recipe_by_name(name)
     assert str(caught.value) == (
         f"recipe_by_name: unknown recipe {name!r}; known recipes: tensorwise, rowwise, rowwise_with_gw_hp, delayed, "
-        "blockwise; older names: all_tensorwise (= tensorwise), all_axiswise (= rowwise), "
+        "blockwise, blockwise_ue8m0; older names: all_tensorwise (= tensorwise), all_axiswise (= rowwise), "
         "lw_axiswise_with_gw_hp (= rowwise_with_gw_hp)"
     )
 
@@ -113,6 +116,20 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (
         lambda: Cast(format=None, granularity=Granularity.ROWWISE),
         "Cast: a high precision operand has no scales; got granularity rowwise. Leave the granularity out, or give a",
+    ),
+    (
+        lambda: Cast(format=None, scale_rule=ScaleRule()),
+        "Cast: a high precision operand has no scales; got ScaleRule(). Leave scale_rule out",
+    ),
+    (
+        lambda: replace(BLOCKWISE, output=BLOCKWISE_UE8M0.output),
+        "Recipe 'blockwise': the casts of input have different scale rules; one reading of a tensor gives both, so",
+    ),
+    (
+        lambda: replace(
+            TENSORWISE, output=Gemm(a=e4m3(), b=replace(e4m3(), scale_rule=ScaleRule())), delayed=DelayedScaling()
+        ),
+        "the casts of weight have different scale rules",
     ),
     (
         lambda: Gemm(a=e4m3(), b=HIGH),
@@ -189,7 +206,7 @@ def test_tensors_with_a_state_of_delayed_scaling() -> None:
 
 def test_content_hashes_are_pinned() -> None:
     """A changed hash says that recorded results belong to other bits: it needs a line under "Bit changes"."""
-    assert {name: recipe.content_hash for name, recipe in RECIPES.items()} == HASHES
+    assert {name: recipe.content_hash for name, recipe in (RECIPES | SERVING_RECIPES).items()} == HASHES
 
 
 def test_content_hash_and_equality_ignore_the_name() -> None:
@@ -202,6 +219,7 @@ def test_content_hash_and_equality_ignore_the_name() -> None:
 
 VARIANTS: dict[str, Recipe] = {
     **RECIPES,
+    "a rule of its own": BLOCKWISE_UE8M0,
     "power of two": replace(TENSORWISE, scale_rule=ScaleRule(power_of_two=True)),
     "floor": replace(TENSORWISE, scale_rule=ScaleRule(amax_floor=1e-4)),
     "slow output": replace(TENSORWISE, output=replace(TENSORWISE.output, use_fast_accum=False)),
@@ -265,3 +283,15 @@ def test_explanation_of_scales() -> None:
     assert lines[1] == "scales: delayed, from the most_recent of the last 4 amaxes, margin 2 (format max * 2^-2)"
     assert lines[2] == "        inv_scale = max / max(amax, 1.23456789e-10), cut to a power of two"
     assert lines[3:] == DELAYED.explain().splitlines()[3:]
+
+
+def test_explanation_of_a_rule_of_its_own() -> None:
+    """The floors of vLLM and DeepGEMM: 1e-10 under a scale of activations, 1e-4 under an amax of weights."""
+    rules = (
+        "max / max(amax, 1e-12)",
+        "of input: max / max(amax, 4.48e-08)",
+        "of weight: max / max(amax, 0.0001)",
+    )
+    cut = [line.split("  ")[-1] for line in BLOCKWISE_UE8M0.explain().splitlines() if "cut to a power of two" in line]
+    assert cut == [f"{'inv_scale = ' * (i == 0)}{rule}, cut to a power of two" for i, rule in enumerate(rules)]
+    assert BLOCKWISE_UE8M0 == recipe_by_name("blockwise_ue8m0") and str(BLOCKWISE_UE8M0) == "Recipe('blockwise_ue8m0')"

@@ -65,14 +65,20 @@ grad_weight = { a = { format = "bfloat16" }, b = { format = "bfloat16" } }
 
 
 @st.composite
-def gemms(draw: st.DrawFn, a: Format, b: Format, pairs: tuple[tuple[Granularity, Granularity], ...]) -> Gemm:
+def gemms(
+    draw: st.DrawFn,
+    a: Format,
+    b: Format,
+    pairs: tuple[tuple[Granularity, Granularity], ...],
+    rules: tuple[ScaleRule | None, ScaleRule | None],
+) -> Gemm:
     if (a, b) == (E5M2, E5M2) or draw(st.booleans()):
         return Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST)
     possible = [pair for pair in pairs if E5M2 not in (a, b) or not any(g.is_blockwise for g in pair)]
     granularity_a, granularity_b = draw(st.sampled_from(possible))
     return Gemm(
-        a=Cast(format=a, granularity=granularity_a),
-        b=Cast(format=b, granularity=granularity_b),
+        a=Cast(format=a, granularity=granularity_a, scale_rule=rules[0]),
+        b=Cast(format=b, granularity=granularity_b, scale_rule=rules[1]),
         use_fast_accum=draw(st.booleans()) and not (granularity_a.is_blockwise or granularity_b.is_blockwise),
     )
 
@@ -92,14 +98,14 @@ def recipes(draw: st.DrawFn) -> Recipe:
         )
     )
     pairs = PAIRS if delayed is None else ((T, T),)
+    rule = st.builds(ScaleRule, power_of_two=st.booleans(), amax_floor=st.floats(MIN_AMAX_FLOOR, 1, exclude_max=True))
+    own = draw(st.tuples(*[st.none() if delayed else st.none() | rule] * 3))
     return Recipe(
         name=draw(st.text()),
-        output=draw(gemms(input, weight, pairs)),
-        grad_input=draw(gemms(grad_output, weight, pairs)),
-        grad_weight=draw(gemms(grad_output, input, pairs)),
-        scale_rule=ScaleRule(
-            power_of_two=draw(st.booleans()), amax_floor=draw(st.floats(MIN_AMAX_FLOOR, 1, exclude_max=True))
-        ),
+        output=draw(gemms(input, weight, pairs, (own[0], own[1]))),
+        grad_input=draw(gemms(grad_output, weight, pairs, (own[2], own[1]))),
+        grad_weight=draw(gemms(grad_output, input, pairs, (own[2], own[0]))),
+        scale_rule=draw(rule),
         delayed=delayed,
     )
 
@@ -165,7 +171,11 @@ MALFORMED: list[tuple[str, str, str]] = [
     ("a = {", "c = {", "recipe: output has keys ['a', 'b', 'use_fast_accum']; missing ['a']"),
     ("use_fast_accum", "fast", "recipe: output has keys ['a', 'b', 'use_fast_accum']; unknown ['fast']"),
     ('a = { format = "float8_e4m3fn", granularity = "tensorwise" }', 'a = "float8_e4m3fn"', "recipe: output.a must be"),
-    ('format = "float8_e4m3fn", ', "", "recipe: output.a has keys ['format', 'granularity']; missing ['format']"),
+    (
+        'format = "float8_e4m3fn", ',
+        "",
+        "recipe: output.a has keys ['format', 'granularity', 'scale_rule']; missing ['format']",
+    ),
     (
         "float8_e4m3fn",
         "float8_e4m3",
@@ -174,7 +184,7 @@ MALFORMED: list[tuple[str, str, str]] = [
     ('"float8_e4m3fn"', "8", "recipe: output.a.format must be of type str; got 8"),
     ("float8_e4m3fn", "float16", "recipe: output.a: Cast: format must be the Format float8_e4m3fn or"),
     ('"tensorwise"', '"axiswise"', "recipe: output.a.granularity must be one of tensorwise, rowwise, blockwise_1x128,"),
-    ("float8_e4m3fn", "bfloat16", "recipe: output.a is bfloat16 and has no granularity; remove the key"),
+    ("float8_e4m3fn", "bfloat16", "recipe: output.a is bfloat16 and has no granularity and no scale_rule; remove"),
     (
         'float8_e4m3fn", granularity = "tensorwise" }\nuse_fast_accum = false',
         'float8_e5m2", granularity = "tensorwise" }\nuse_fast_accum = false',

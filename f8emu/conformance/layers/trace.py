@@ -198,7 +198,7 @@ def engine_linear(
                 scale = np.float32(1) / inv_scale
         else:
             margin = 0 if delayed is None else delayed.margin
-            inv_scale, scale = verbs["scale_from_amax"](amax, cast.format, recipe.scale_rule, margin=margin)
+            inv_scale, scale = verbs["scale_from_amax"](amax, cast.format, recipe.rule_of(cast), margin=margin)
         return OperandTrace(amax, inv_scale, scale, verbs["quantize"](x, inv_scale, cast.format, cast.granularity))
 
     def product(name: str, x: np.ndarray, y: np.ndarray) -> GemmTrace:

@@ -152,11 +152,11 @@ def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, 
     d_input = d_weight = d_state = None
     input_is_t, weight_is_t = plan.is_input_transposed, plan.is_weight_transposed
     if g is not None:
-        w = _taken(kept.weight, recipe.grad_input.b, recipe.scale_rule, weight_is_t, after=grad_output)
+        w = _taken(kept.weight, recipe.grad_input.b, recipe, weight_is_t, after=grad_output)
         w = _gathered(w, recipe.grad_input.b, (axes.gathered_k, axes.gathered_n))
         d_input = _product("grad_input", recipe.grad_input, g, w, plan.input_dtype, plan, input_is_t)
     if g_transposed is not None:
-        x = _taken(kept.input, recipe.grad_weight.b, recipe.scale_rule, input_is_t, after=grad_output)
+        x = _taken(kept.input, recipe.grad_weight.b, recipe, input_is_t, after=grad_output)
         d_weight = _product("grad_weight", recipe.grad_weight, g_transposed, x, plan.input_dtype, plan, weight_is_t)
         n, k = axes.gathered_n, axes.gathered_k
         d_weight = scattered_sum(d_weight, (k, n) if weight_is_t else (n, k)).astype(plan.weight_dtype.name)
@@ -230,13 +230,16 @@ def _scale(operand: Operand, granularity: Granularity) -> jax.Array:
 
 def _has_safe_powers_of_two(recipe: Recipe, spec: recipes.Gemm) -> bool:
     """Whether a product may be rounded before it is scaled: what `hardware.form_of` asks for."""
-    is_usual = recipe.scale_rule == ScaleRule(power_of_two=True) and recipe.delayed is None
+    rules = {recipe.rule_of(cast) for cast in (spec.a, spec.b)}
+    is_usual = rules == {ScaleRule(power_of_two=True)} and recipe.delayed is None
     return is_usual and spec.a.format == spec.b.format == E4M3FN
 
 
-def _taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: Any) -> Side:
+def _taken(side: Side, cast: Cast, recipe: Recipe, is_transposed: bool, after: Any) -> Side:
     """The operand of the transpose of a matrix that was kept; `is_transposed`: the matrix was given so."""
-    return side.operand(cast, rule, 0 if is_transposed else 1, after) if isinstance(side, Deferred) else side
+    if not isinstance(side, Deferred):
+        return side
+    return side.operand(cast, recipe.rule_of(cast), 0 if is_transposed else 1, after)
 
 
 def _gathered(operand: Side, cast: Cast, axes: tuple[Axes, Axes]) -> Side:

@@ -95,7 +95,7 @@ class Recorder:
             is_whole = cast.granularity is Granularity.TENSORWISE
             key = ("" if recipe is seen.recipe else recipe.name, cast if is_whole else (cast, transposed))
             if key not in casts:
-                casts[key] = matrix.cast(cast, transposed, recipe.scale_rule, config.statistics, state)
+                casts[key] = matrix.cast(cast, transposed, recipe.rule_of(cast), config.statistics, state)
             return casts[key]
 
         # 3. What each GEMM that has the matrix as an operand will need, until the GEMM is shown.

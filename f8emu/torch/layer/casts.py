@@ -198,7 +198,7 @@ def cast_weight(weight: Tensor, plan: LayerPlan, delayed: Delayed | None) -> tup
     if isinstance(weight, CodedWeight):
         codes, scale = weight.of_grad_input()
         return weight.of_output(), WeightSource(scale=scale, codes=codes)
-    rows, cols, rule = plan.recipe.output.b, plan.recipe.grad_input.b, plan.recipe.scale_rule
+    rows, cols, rule = plan.recipe.output.b, plan.recipe.grad_input.b, plan.recipe.rule_of(plan.recipe.output.b)
     if plan.layout is not None:
         operand, source = cast_sharded_weight(weight, rows, cols, rule, delayed, plan.layout.weight)
     elif delayed is not None:
@@ -214,7 +214,7 @@ def cast_weight_again(
     weight: Tensor | None, source: WeightSource, plan: LayerPlan, delayed: Delayed | None, like: Tensor
 ) -> Operand:
     """The operand of `grad_input`; `like` is a tensor of the backward pass."""
-    cols, rule = plan.recipe.grad_input.b, plan.recipe.scale_rule
+    cols, rule = plan.recipe.grad_input.b, plan.recipe.rule_of(plan.recipe.grad_input.b)
     if source.codes is not None:
         require_gathered(source.codes)
         return Operand(transpose_codes(source.codes, like), source.scale)
@@ -240,7 +240,7 @@ def _cast_matrix(
     shards: Shards | None,
     recompute: bool = False,
 ) -> Both:
-    rule = recipe.scale_rule
+    rule = recipe.rule_of(rows, cols)
     if shards is not None:
         return cast_sharded(x, rows, cols, rule, delayed, shards, recompute=recompute)
     if delayed is not None:

@@ -134,7 +134,12 @@ def require_groups(call: str, recipe: Recipe) -> None:
                 f"{call}: {name} of recipe {recipe.label!r} has one scale for a and one a row for b, which no grouped "
                 "GEMM takes; make both rowwise"
             )
-    for _, _, cast in recipe.casts():
+    for name, _, cast in recipe.casts():
+        if cast.scale_rule is not None:
+            raise UnsupportedError(
+                f"{call}: {name} of recipe {recipe.label!r} has a cast with a scale rule of its own, which grouped "
+                "casts do not take; set scale_rule of the recipe"
+            )
         is_rowwise = cast.format is not None and cast.granularity is Granularity.ROWWISE
         if is_rowwise and not recipe.scale_rule.power_of_two:
             raise UnsupportedError(

@@ -136,7 +136,7 @@ def _operand(
         scales = _scales_of_state(state)
     else:
         margin = 0 if delayed is None else delayed.margin
-        scales = verbs.scale_from_amax(own_amax, cast.format, recipe.scale_rule, margin=margin)
+        scales = verbs.scale_from_amax(own_amax, cast.format, recipe.rule_of(cast), margin=margin)
     codes = verbs.quantize(x, scales.inv_scale, cast.format, cast.granularity)
     return OperandTrace(own_amax, scales.inv_scale, scales.scale, codes)
 
