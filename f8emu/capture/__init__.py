@@ -4,6 +4,7 @@
 """
 
 from f8emu.capture.record import CaptureError as CaptureError
+from f8emu.capture.record import ForeignRecord as ForeignRecord
 from f8emu.capture.record import GemmRecord as GemmRecord
 from f8emu.capture.record import LeftOut as LeftOut
 from f8emu.capture.record import StepHeader as StepHeader

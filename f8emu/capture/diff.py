@@ -14,7 +14,7 @@ import numpy as np
 
 from f8emu.capture.findings import Finding, Found, absences, findings_page, numbered
 from f8emu.capture.read import CapturedRecord, CapturedStep
-from f8emu.capture.record import CaptureError, GemmRecord, Record
+from f8emu.capture.record import CaptureError, GemmRecord, Record, TensorRecord
 from f8emu.conformance.compare import different, distances, mismatches
 from f8emu.conformance.run.result import Progress
 from f8emu.report.page import Page
@@ -217,7 +217,7 @@ def _compared(x: np.ndarray | None, y: np.ndarray | None, case: str, part: str, 
 
 
 def _tensor(record: Record, part: str) -> str:
-    if not isinstance(record, GemmRecord):
+    if isinstance(record, TensorRecord):
         return record.tensor
     return "" if part == "product" else OPERANDS[record.gemm]["ab".index(part[0])]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from f8emu.capture.record import GemmRecord, LeftOut, StepHeader, TensorRecord
+from f8emu.capture.record import ForeignRecord, GemmRecord, LeftOut, StepHeader, TensorRecord
 from f8emu.capture.session import Session
 from f8emu.capture.writer import Stored
 from f8emu.environment import versions
@@ -103,11 +103,18 @@ class Handle:
                     record = TensorRecord(layer=layer, tensor=tensor, dtype=name_of(value.dtype), **numbers)
                     self._session.add(record, value.nbytes, lambda: {"value": self._stored(value)})
 
-    def _keep_gemm(self, layer: str, gemm: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def _keep_gemm(
+        self,
+        layer: str,
+        gemm: str,
+        arrays: Mapping[str, Any],
+        options: Mapping[str, Any],
+        kind: type[GemmRecord] | type[ForeignRecord] = GemmRecord,
+    ) -> None:
         with self._session.lock:
             if self._session.is_wanted:
                 self._look(arrays["product"], f"{gemm} of {layer}")
-                record = GemmRecord(layer=layer, gemm=gemm, **self._session.next(layer, gemm), **options)
+                record = kind(layer=layer, gemm=gemm, **self._session.next(layer, gemm), **options)
                 size = sum(array.nbytes for array in arrays.values())
                 self._session.add(record, size, lambda: {name: self._stored(x) for name, x in arrays.items()})
 

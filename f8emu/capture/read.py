@@ -25,10 +25,12 @@ from f8emu.capture.record import (
     STEP_NAME,
     UNFINISHED,
     CaptureError,
+    ForeignRecord,
     GemmRecord,
     LeftOut,
     Record,
     StepHeader,
+    TensorRecord,
     record_from_json,
     require_types,
 )
@@ -57,7 +59,8 @@ class CapturedRecord:
     def load(self) -> Arrays:
         """Its arrays, typed and read-only.
 
-        Of a GEMM a.codes, a.scale, b.codes, b.scale and product, no scales in high precision; of a tensor its value.
+        Of a GEMM a.codes, a.scale, b.codes, b.scale and product, no scales in high precision, of another stack's layer
+        what it shows; of a tensor its value.
 
         Raises:
             CaptureError: the file is missing, cut short, foreign, or holds something else.
@@ -237,8 +240,16 @@ def _decoded(path: Path, size: int | None = None) -> tuple[Arrays, dict[str, str
 def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: Path) -> Arrays:
     # 1. What the record says that its file holds.
     expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-    if isinstance(record, GemmRecord):
+    if not isinstance(record, TensorRecord):
         expected["product"] = (_dtype(record.out_dtype), (record.m, record.n))
+    if isinstance(record, ForeignRecord):
+        for side, rows in (("a", record.m), ("b", record.n)):
+            block_rows, block_columns = record.block(side)
+            if name := getattr(record, f"{side}_format"):
+                expected[f"{side}.codes"] = (_dtype(name), (rows, record.k))
+            if name := getattr(record, f"{side}_scale"):
+                expected[f"{side}.scale"] = (_dtype(name), (-(-rows // block_rows), -(-record.k // block_columns)))
+    elif isinstance(record, GemmRecord):
         for side, name, granularity, rows in (
             ("a", record.a_format, record.granularity_a, record.m),
             ("b", record.b_format, record.granularity_b, record.n),

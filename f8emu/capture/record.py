@@ -1,8 +1,9 @@
 """The records of a captured step as data, to JSON and back.
 
 A step of a rank is a directory: `index.json` and one safetensors file a record. A record is a GEMM (`a.codes`,
-`a.scale`, `b.codes`, `b.scale`, `product`) or a tensor before its casts (`value`), and its text is in the metadata of
-its file too: the files of a step that was never finished can still be read.
+`a.scale`, `b.codes`, `b.scale`, `product`), the same of another stack's layer as far as the layer shows it, or a tensor
+before its casts (`value`). Its text is in the metadata of its file too: the files of a step that was never finished can
+still be read.
 """
 
 import re
@@ -150,12 +151,64 @@ class TensorRecord(_Record):
         self._require(_TENSOR_DTYPES, "dtype")
 
 
-Record = GemmRecord | TensorRecord
-_KINDS: dict[type, str] = {GemmRecord: "gemm", TensorRecord: "tensor"}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignRecord(_Record):
+    """One GEMM `output = input @ weight^T` of another stack's layer, as far as the layer shows it.
+
+    What the layer does not show has the format "", and is not in the file: nothing is computed in its place. Scales are
+    the factors that decode, one for each block of the codes, [ceil(rows / block rows), ceil(k / block columns)].
+    """
+
+    order: int
+    layer: str
+    gemm: str
+    turn: int
+    m: int
+    n: int
+    k: int
+    a_format: str
+    b_format: str
+    """Formats of the codes, or ""."""
+    a_scale: str
+    b_scale: str
+    """Formats of the scales, or ""."""
+    a_block_rows: int
+    a_block_columns: int
+    b_block_rows: int
+    b_block_columns: int
+    """The blocks of codes that share a scale; 0 without scales."""
+    out_dtype: str
+    has_bias: bool
+    """Whether the product has a bias added to it, which a GemmRecord's never has."""
+    module: str
+    """The class of the layer, with its package and its version."""
+
+    def __post_init__(self) -> None:
+        self._require(GEMM_NAMES, "gemm")
+        self._require(FORMATS, "out_dtype")
+        self._require(("", *FORMATS), "a_format", "b_format", "a_scale", "b_scale")
+        for side in "ab":
+            if getattr(self, f"{side}_scale") and 0 in self.block(side):
+                raise SpecError(f"the blocks of {side} must have 1 row and 1 column at least; found {self.block(side)}")
+
+    def block(self, side: str) -> tuple[int, int]:
+        """Rows and columns that share a scale of `a` or `b`."""
+        return getattr(self, f"{side}_block_rows"), getattr(self, f"{side}_block_columns")
+
+    @property
+    def not_shown(self) -> tuple[str, ...]:
+        """The arrays that the layer did not show: `a.codes`, ..."""
+        kinds = [(f"{side}.{kind}", f"{side}_{name}") for side in "ab" for kind, name in _OF_A_SIDE]
+        return tuple(part for part, name in kinds if not getattr(self, name))
+
+
+_OF_A_SIDE = (("codes", "format"), ("scale", "scale"))
+Record = GemmRecord | ForeignRecord | TensorRecord
+_KINDS: dict[type, str] = {GemmRecord: "gemm", ForeignRecord: "foreign gemm", TensorRecord: "tensor"}
 
 
 def record_from_json(entry: object) -> Record:
-    """A record of either kind.
+    """A record of any kind.
 
     Raises:
         SpecError: an invalid record.

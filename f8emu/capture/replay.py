@@ -25,7 +25,7 @@ from f8emu.capture.oracle import (
     sampled,
 )
 from f8emu.capture.read import CapturedRecord, CapturedStep
-from f8emu.capture.record import CaptureError, GemmRecord
+from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord
 from f8emu.conformance.compare import Mismatch, abbreviated, counted, different, mismatches
 from f8emu.conformance.run.result import Progress
 from f8emu.conformance.run.subject import NotOffered, Subject, load_subject
@@ -154,6 +154,8 @@ class _Step:
         # 2. A changed file is named, and replayed all the same: its bits say what was changed.
         if not captured.is_intact():
             self.found.damaged.append(captured.named)
+        if isinstance(record, ForeignRecord):
+            self.left(record, "is of another stack's layer: f8emu diff compares it")
         if not isinstance(record, GemmRecord):
             return
         # 3. Scales and codes from the tensors before their casts.
@@ -175,7 +177,7 @@ class _Step:
         cause = likely_cause(sample, wrong, judge) if wrong.any() else ""
         self.compare(record, "product", observed, Expected(product, wrong), cause=cause, sample=sample)
 
-    def left(self, record: GemmRecord, why: str) -> None:
+    def left(self, record: GemmRecord | ForeignRecord, why: str) -> None:
         self.found.not_replayed.append(f"{self.step.name}: {record.place} {why}")
 
     def compare(

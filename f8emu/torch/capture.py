@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from f8emu.capture.handle import Handle, arrays_of, facts_of, session_of
+from f8emu.capture.handle import Handle, arrays_of, facts_of, name_of, session_of
+from f8emu.capture.record import ForeignRecord
 from f8emu.capture.session import LIMIT_BYTES, Session
 from f8emu.capture.writer import Stored
-from f8emu.torch.float8_layer import Float8Layer, float8_layers
+from f8emu.torch.float8_layer import Float8Layer, all_float8_layers, chosen_layers
+from f8emu.torch.foreign_layers import ForeignSeen, ForeignWatch, foreign_layers
 from f8emu.torch.layer.observers import GemmSeen, Observation, TensorSeen
 from f8emu.torch.torch_internals import is_dtensor, not_compiled, rank_of_process
 
@@ -44,8 +46,13 @@ def capture(
     Between chosen steps the capture observes nothing, so it counts them by what ended the last observed step: the
     optimizer or the call.
 
+    Float8 linear layers of other stacks are captured too, in their forward passes and as far as they show themselves
+    (`f8emu.capture.ForeignRecord`): transformers' FP8Linear, torchao's Float8Linear, and layers with a float8 `weight`
+    and a `weight_scale` or `weight_scale_inv`, as vLLM has them. A server ends a step with `Capture.step()`, or with
+    the capture.
+
     Args:
-        model: a model with `Float8Linear` layers.
+        model: a model with `Float8Linear` layers, or with another stack's.
         path: the directory to write to; it is created. All ranks give the same.
         steps: the numbers of the steps to capture; by default the first.
         ring: instead of `steps`: keep this many steps in host memory, and write them when a NaN or an infinity
@@ -63,26 +70,37 @@ def capture(
         OperandError: no layer to capture.
         CaptureError: `path` cannot be created, or this rank has captured into it before.
     """
-    chosen = float8_layers(model, layers, call=_CALL)
-    device = next((p.device for layer in chosen.values() for p in layer.parameters()), torch.device("cpu"))
+    others = foreign_layers(model)
+    every = chosen_layers({**all_float8_layers(model), **others}, layers, call=_CALL)
+    chosen = {name: layer for name, layer in every.items() if isinstance(layer, Float8Layer)}
+    others = {name: layer for name, layer in every.items() if name not in chosen}
+    device = next((p.device for layer in every.values() for p in layer.parameters()), torch.device("cpu"))
     recipes = {layer.recipe.content_hash: layer.recipe for layer in chosen.values()}
     options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     session = session_of(_CALL, path, "torch", name, rank_of_process(), recipes, **options)
-    return Capture(model, chosen, session, tensors)
+    return Capture(model, chosen, others, session, tensors)
 
 
 class Capture(Handle):
     """A running capture, returned by `capture`; a context manager. A failing capture never stops the training."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Float8Layer], session: Session, tensors: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Float8Layer],
+        others: Mapping[str, nn.Module],
+        session: Session,
+        tensors: bool,
+    ) -> None:
         super().__init__(session, tensors, _stored, _fault)
         self._sharded: dict[str, bool] = {}
         self._has_seen = False
         self._ended_by: Callable[[], object] = lambda: None
         hook = register_optimizer_step_post_hook(not_compiled(lambda optimizer, *_: self._end(optimizer)))
         self._observation = Observation(model, layers, self, hook)
-        self._observation.turn(session.is_wanted)
+        self._others = ForeignWatch(others, self._foreign)
+        self._turn(session.is_wanted)
 
     @property
     def is_done(self) -> bool:
@@ -103,10 +121,15 @@ class Capture(Handle):
                 if self._session.is_over:
                     self.close()
                 else:
-                    self._observation.turn(self._session.is_wanted)
+                    self._turn(self._session.is_wanted)
+
+    def _turn(self, on: bool) -> None:
+        self._observation.turn(on)
+        self._others.turn(on)
 
     def _detach(self) -> None:
         self._observation.remove()
+        self._others.turn(False)
 
     def tensor(self, seen: TensorSeen) -> None:
         """Record a tensor before its casts; called by the layers' taps."""
@@ -129,6 +152,25 @@ class Capture(Handle):
             "is_sharded": self._sharded.get(seen.layer, True),
         }
         self._keep_gemm(seen.layer, seen.gemm, arrays_of(seen.a, seen.b, seen.product), options)
+
+    def _foreign(self, seen: ForeignSeen) -> None:
+        self._has_seen = True
+        # 1. The tensors before their casts.
+        for tensor, value in (("input", seen.input), ("weight", seen.weight)):
+            if value is not None:
+                self._keep_tensor(seen.layer, tensor, value)
+        # 2. What the layer showed of its product.
+        arrays, options = {"product": seen.product}, dict[str, Any]()
+        for side, shown in (("a", seen.a), ("b", seen.b)):
+            arrays |= {
+                f"{side}.{part}": x for part, x in (("codes", shown.codes), ("scale", shown.scale)) if x is not None
+            }
+            options[f"{side}_format"] = "" if shown.codes is None else name_of(shown.codes.dtype)
+            options[f"{side}_scale"] = "" if shown.scale is None else name_of(shown.scale.dtype)
+            options[f"{side}_block_rows"], options[f"{side}_block_columns"] = shown.block
+        options |= {"m": seen.product.shape[0], "n": seen.product.shape[1], "k": seen.k}
+        options |= {"out_dtype": name_of(seen.product.dtype), "has_bias": seen.has_bias, "module": seen.module}
+        self._keep_gemm(seen.layer, "output", arrays, options, ForeignRecord)
 
 
 def _fault(x: Tensor) -> str:

@@ -6,7 +6,7 @@
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,9 @@ class LayersOfExperts(nn.Module):
         raise NotImplementedError
 
 
+_Layer = TypeVar("_Layer", bound=nn.Module)
+
+
 def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.torch") -> dict[str, Float8Layer]:
     """The layers whose names match `pattern`, a regular expression that is searched, as in TransformerEngine.
 
@@ -101,7 +104,16 @@ def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.t
         SpecError: no regular expression.
         OperandError: no such layer.
     """
-    found = all_float8_layers(model)
+    return chosen_layers(all_float8_layers(model), pattern, call=call)
+
+
+def chosen_layers(found: dict[str, _Layer], pattern: str | None, *, call: str) -> dict[str, _Layer]:
+    """Those of `found` whose names match `pattern`, as `float8_layers` has it.
+
+    Raises:
+        SpecError: no regular expression.
+        OperandError: no such layer.
+    """
     try:
         chosen = {name: layer for name, layer in found.items() if pattern is None or re.search(pattern, name)}
     except (re.error, TypeError) as error:

@@ -35,7 +35,9 @@ SURFACE = {
         TRANSPOSED UnsupportedError chip_by_name float8_format format_by_name granularity_by_name output_format
         recipe_by_name recipe_from_dict recipe_from_json recipe_from_toml
     """,
-    "f8emu.capture": "Budget CaptureError GemmRecord LeftOut Session StepHeader StepWriter Stored TensorRecord",
+    "f8emu.capture": """
+        Budget CaptureError ForeignRecord GemmRecord LeftOut Session StepHeader StepWriter Stored TensorRecord
+    """,
     "f8ref.numpy": VERBS + " grouped_linear linear mma",
     "f8ref.jax": "mm mma scaled_grouped_mm scaled_mm",
     "f8emu.numpy": VERBS + " grouped_linear linear mma",
