@@ -1,6 +1,8 @@
 """What f8emu knows, and what this machine adds: `f8emu recipes`, `doctor`, `record` (of a GPU) and `plan` (split-K)."""
 
 import json
+from dataclasses import asdict, replace
+from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +11,8 @@ from f8emu.spec import RECIPE_ALIASES, RECIPES, SERVING_RECIPES, Recipe, SpecErr
 
 if TYPE_CHECKING:
     import typer
+
+    from f8emu.split_k.invariance import Invariance
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -48,15 +52,23 @@ def add_to(app: "typer.Typer") -> None:
     @app.command()
     def plan(
         shapes: Annotated[
-            Path,
+            Path | None,
             typer.Option(
                 metavar="IN",
                 help="A JSON list of objects: m, n, k, gemm (tensorwise, rowwise, bfloat16, "
                 "blockwise_1x128_1x128, blockwise_1x128_128x128, blockwise_128x128_1x128), accumulation (fast, "
                 "promoted; for float8 without block scales), layout (tn, nt, nn, tt; for bfloat16), out_dtype, and "
-                "a_dtype and b_dtype if not both are float8_e4m3fn.",
+                "a_dtype and b_dtype if not both are float8_e4m3fn. With --invariance only n and k, of weights; by "
+                "default those of Llama-3 8B.",
             ),
-        ],
+        ] = None,
+        invariance: Annotated[
+            bool,
+            typer.Option(
+                "--invariance", help="Instead: do a row's bits depend on the other rows? Of every recipe and weight."
+            ),
+        ] = False,
+        rows: Annotated[int, typer.Option(min=1, help="With --invariance: the most rows of a batch.")] = 8192,
         json_file: Annotated[
             Path | None, typer.Option("--json", metavar="OUT", help="Write the objects with split_k and source.")
         ] = None,
@@ -66,6 +78,8 @@ def add_to(app: "typer.Typer") -> None:
         chip: Annotated[str, typer.Option(metavar="NAME", help="Whose plan: Hopper, an H200's, or H100.")] = "Hopper",
     ) -> None:
         """Show the split-K that cuBLAS uses for these GEMMs: recorded, predicted or unknown."""
+        if invariance:
+            raise typer.Exit(guarded(_invariance, shapes, json_file, plan_file, chip, rows))
         raise typer.Exit(guarded(_plan, shapes, json_file, plan_file, chip))
 
 
@@ -123,10 +137,12 @@ def _record(out: Path, seed: int | None, only: str | None, check: bool, plans: P
     return DIFFERENT if is_bad else 0
 
 
-def _plan(shapes: Path, json_file: Path | None, plan_file: Path | None, chip: str) -> int:
+def _plan(shapes: Path | None, json_file: Path | None, plan_file: Path | None, chip: str) -> int:
     from f8emu.spec.chips import chip_by_name
     from f8emu.split_k.plan import gemms_from_json, plan_from_json, shipped_plan, with_splits
 
+    if shapes is None:
+        raise SpecError("plan: --shapes is missing; give a JSON list of GEMMs, or --invariance")
     with opened("plan", json_file) as out:
         items = gemms_from_json(text_of("plan", shapes), str(shapes))
         plan = shipped_plan(chip_by_name("plan", chip).plan)
@@ -138,6 +154,42 @@ def _plan(shapes: Path, json_file: Path | None, plan_file: Path | None, chip: st
         else:
             out.write_json(found)
     return 0
+
+
+def _invariance(shapes: Path | None, json_file: Path | None, plan_file: Path | None, chip: str, rows: int) -> int:
+    from f8emu.spec.chips import chip_by_name
+    from f8emu.split_k.invariance import GEMMS, LLAMA_3_8B, invariance, shapes_from_json
+
+    if plan_file is not None:
+        raise SpecError("plan: --plan goes without --invariance; leave one of them out")
+    on = chip_by_name("plan", chip).name
+    with opened("plan", json_file) as out:
+        weights = LLAMA_3_8B if shapes is None else shapes_from_json(text_of("plan", shapes), str(shapes))
+        recipes = [replace(recipe, chip=on) for recipe in RECIPES.values()]
+        found = [
+            invariance(recipe, n, k, gemm=gemm, rows=rows)
+            for recipe, gemm, (n, k) in product(recipes, GEMMS, dict.fromkeys(weights))
+        ]
+        if out is None:
+            _print_invariance(found, f"does a row's bits depend on the other rows, up to {rows}? {on}")
+        else:
+            out.write_json([asdict(one) | {"verdict": one.verdict.value} for one in found])
+    return 0
+
+
+def _print_invariance(found: "list[Invariance]", title: str) -> None:
+    from rich.table import Table
+
+    table = Table("recipe", "gemm", "weights [n, k]", "verdict", "because", title=title)
+    for (recipe, gemm, verdict, because, splits), group in groupby(
+        found, key=lambda one: (one.recipe, one.gemm, one.verdict.value, one.because, one.splits)
+    ):
+        weights = [f"{one.n} x {one.k}" for one in group]
+        changes = ", ".join(f"{s} from M = {m}" for m, s in splits[:4]) + (", ..." if len(splits) > 4 else "")
+        why = f"{because}: S = {changes}" if len(splits) > 1 else because
+        table.add_row(recipe, gemm, "\n".join(weights), verdict, why)
+    console().print(table)
+    print("grad_weight is a sum over the rows: it depends on all of them")
 
 
 def _print_plan(found: list[dict[str, Any]], title: str) -> None:

@@ -1,0 +1,132 @@
+"""Batch invariance: whether a row of a GEMM's output has the same bits whatever the other rows are, and by what.
+
+Two things can make a row depend on the others: a scale that rows share, and an S that the library chooses by M.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+
+from f8emu.spec.chips import CHIPS
+from f8emu.spec.errors import SpecError
+from f8emu.spec.gemm import OPERANDS
+from f8emu.spec.recipe import Recipe
+from f8emu.split_k.gemm import Source, of_layer
+from f8emu.split_k.plan import shipped_plan
+
+ROWS = 8192
+"""The largest M that is asked for, unless another is given."""
+LLAMA_3_8B = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336))
+"""The weights of a layer of Llama-3 8B, (n, k)."""
+GEMMS = ("output", "grad_input")
+"""The GEMMs whose rows are tokens. `grad_weight` is a sum over them."""
+
+
+class Verdict(Enum):
+    """Whether, and why, a row's bits do not depend on the others."""
+
+    BY_RULE = "invariant by rule"
+    """For every number of rows: nothing that a row's bits follow from is shared, and the library cannot choose."""
+    BY_PLAN = "invariant by the plan"
+    """For the rows that were asked: the library's heuristic, recorded or predicted, has one S for all of them."""
+    DEPENDS = "depends on the batch"
+    UNKNOWN = "unknown"
+    """The library chooses S by M, and there is no plan for this chip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invariance:
+    """The answer for one GEMM of a layer with a weight [n, k]."""
+
+    recipe: str
+    gemm: str
+    n: int
+    k: int
+    chip: str
+    verdict: Verdict
+    because: str
+    splits: tuple[tuple[int, int], ...] = ()
+    """(the first M, S) of each range of rows with one S, in order; empty where S is not asked for."""
+    share_recorded: float = 0.0
+    """How many of these S were recorded; the others are predicted."""
+
+    @property
+    def is_invariant(self) -> bool:
+        return self.verdict in (Verdict.BY_RULE, Verdict.BY_PLAN)
+
+
+def invariance(recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: int = ROWS) -> Invariance:
+    """Whether a row of a `gemm` of a layer with a weight [n, k] depends on the other rows, of up to `rows`.
+
+    1. A scale over rows: a tensorwise scale of the tensor at hand follows from the amax of all rows. A delayed one is
+       known before the call.
+    2. S: the library never splits a rowwise GEMM [CHAIN-3], nor one whose K is short [PLAN-2]. For the others the plan
+       of the recipe's chip gives S for every M; the outputs are bfloat16.
+
+    Exactness: as good as the plan, `reference/NUMERICS.md` 10. `f8emu fit KERNEL --m 1 --m 64` measures a kernel.
+
+    Raises:
+        SpecError: a GEMM whose rows are not tokens, or a size below 1.
+    """
+    if gemm not in GEMMS:
+        known = " or ".join(GEMMS)
+        raise SpecError(f"invariance: gemm must be {known}, whose rows are tokens; got {gemm!r}")
+    if min(n, k, rows) < 1:
+        raise SpecError(f"invariance: n, k and rows must be at least 1; got {n}, {k} and {rows}")
+    spec, chip = recipe.gemms[gemm], CHIPS[recipe.chip]
+    columns, summed = (n, k) if gemm == "output" else (k, n)
+
+    def found(verdict: Verdict, because: str, splits: Sequence[tuple[int, int]] = (), share: float = 0.0) -> Invariance:
+        names = {"recipe": recipe.label, "gemm": gemm, "chip": chip.name}
+        more = {"verdict": verdict, "because": because, "splits": tuple(splits), "share_recorded": share}
+        return Invariance(n=n, k=k, **names, **more)
+
+    # 1. Scales.
+    tensor, granularity = OPERANDS[gemm][0], spec.a.granularity
+    is_delayed = recipe.delayed_scaling_of(tensor) is not None
+    if not spec.is_high_precision and granularity.block[0] != 1 and not is_delayed:
+        return found(Verdict.DEPENDS, f"the rows of {tensor} share a scale: it follows from the amax of all of them")
+    own = "scales of earlier steps" if is_delayed else "a row has its own scales"
+    scale = "no scales" if spec.is_high_precision else own
+    # 2. S.
+    if not chip.plan:
+        return found(Verdict.UNKNOWN, f"{scale}, but there is no split-K plan for {chip}")
+    plan = shipped_plan(chip.plan)
+    asked = [of_layer(spec, (m, columns, summed), "bfloat16", "tn") for m in range(1, rows + 1)]
+    if asked[0].gemm == "rowwise":
+        return found(Verdict.BY_RULE, f"{scale}, and a rowwise GEMM is never split [CHAIN-3]")
+    if plan.slice_bytes is not None and asked[0].bytes_of_k <= 2 * plan.slice_bytes:
+        return found(Verdict.BY_RULE, f"{scale}, and K is too short to be split [PLAN-2]")
+    answers = [plan.split_k(one) for one in asked]
+    ranges = [next(group) for _, group in groupby(enumerate(answers, 1), key=lambda pair: pair[1])]
+    unknown = [m for m, split in ranges if split.source is Source.UNKNOWN]
+    if unknown:
+        return found(Verdict.UNKNOWN, f"{scale}, but the plan does not reach M = {unknown[0]}")
+    splits = [
+        next(group) for _, group in groupby(((m, split.split_k) for m, split in ranges), key=lambda pair: pair[1])
+    ]
+    share = sum(split.source is Source.RECORDED for split in answers) / rows
+    if len(splits) > 1:
+        return found(Verdict.DEPENDS, f"{scale}, but S depends on M", splits, share)
+    return found(Verdict.BY_PLAN, f"{scale}, and S = {splits[0][1]} up to M = {rows}", splits, share)
+
+
+def shapes_from_json(text: str, name: str) -> list[tuple[int, int]]:
+    """(n, k) of each object of a list; other keys, such as `m`, are the objects' own.
+
+    Raises:
+        SpecError: no list of objects with integers n and k of at least 1.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{name}: not JSON: {error}") from None
+    found: list[tuple[int, int]] = []
+    for index, entry in enumerate(data if isinstance(data, list) else [data]):
+        sizes = (entry.get("n"), entry.get("k")) if isinstance(entry, dict) and isinstance(data, list) else (None, None)
+        if not all(type(size) is int and size >= 1 for size in sizes):
+            raise SpecError(f"{name}: object {index}: expected integers n and k of at least 1; got {str(entry)[:60]}")
+        found.append(sizes)
+    return found
