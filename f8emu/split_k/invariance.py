@@ -124,9 +124,9 @@ def shapes_from_json(text: str, name: str) -> list[tuple[int, int]]:
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{name}: not JSON: {error}") from None
     found: list[tuple[int, int]] = []
-    for index, entry in enumerate(data if isinstance(data, list) else [data]):
-        sizes = (entry.get("n"), entry.get("k")) if isinstance(entry, dict) and isinstance(data, list) else (None, None)
-        if not all(type(size) is int and size >= 1 for size in sizes):
+    for index, entry in enumerate(data if isinstance(data, list) else [None]):
+        n, k = (entry.get("n"), entry.get("k")) if isinstance(entry, dict) else (None, None)
+        if type(n) is not int or type(k) is not int or min(n, k) < 1:
             raise SpecError(f"{name}: object {index}: expected integers n and k of at least 1; got {str(entry)[:60]}")
-        found.append(sizes)
+        found.append((n, k))
     return found
