@@ -32,6 +32,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "f8emu.jax.hosts.qwix",
     ),
     "f8emu.interop": ("f8emu.interop",),
+    "f8emu.dialects": ("f8emu.dialects",),
     "f8emu.conformance": ("f8emu.conformance",),
     "f8emu.capture": ("f8emu.capture",),
     "f8emu.doctor": ("f8emu.doctor",),

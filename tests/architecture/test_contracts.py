@@ -69,6 +69,8 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/numpy/dtypes.py", "from f8emu import interop"),
     ],
     "interop": [("f8emu/interop/arrays.py", "import f8ref.jax")],
+    "dialects": [("f8emu/dialects/arithmetic.py", "import torch")],
+    "dialects-are-data": [("f8emu/dialects/stacks.py", "import numpy")],
     "reference-is-for-the-suite": [
         ("f8emu/torch/gemm/scaled_mm.py", "import f8ref.numpy"),
         ("f8emu/cli/verify.py", "from f8ref.jax import cast"),

@@ -46,6 +46,7 @@ NEVER = {
     "f8ref.jax": {"torch", "f8ref.exact", "f8ref.numpy"},
     "f8emu.environment": ARRAYS | {"f8ref"},
     "f8emu.interop": ARRAYS | {"f8ref"},
+    "f8emu.dialects": FRAMEWORKS | {"f8ref"},
     "f8emu.torch": {"jax", "jaxlib", "f8ref"},
     "f8emu.jax": {"torch", "f8emu.torch", "f8emu.interop", "f8ref.exact", "f8ref.numpy"},
     "f8emu.numpy": FRAMEWORKS | {"f8emu.interop", "f8ref.exact", "f8ref.jax"},

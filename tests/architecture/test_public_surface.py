@@ -48,6 +48,9 @@ SURFACE = {
         linear_delayed_settled linear_delayed_state linear_delayed_update overwrite_with_gradient ragged_dot
         shared_delayed_state
     """,
+    "f8emu.dialects": """
+        CodeForm DIALECTS Dialect Quantized ScaleForm Stored dequantize dialect_by_name quantize zero_block_scale
+    """,
     "f8emu.interop": """
         DEFAULT_RULES ParameterRule delayed_state_dict_from_float8_states float8_states_from_delayed_state_dict
         jax_device params_from_state_dict require_jax require_torch state_dict_from_params to_jax to_numpy

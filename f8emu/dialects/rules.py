@@ -1,0 +1,279 @@
+"""The vocabulary of dialects: a few rules whose combinations are the quantizers of other stacks. Data, no array code.
+
+Notation: `amax` is the largest magnitude of a block. `s` decodes, `value = code * s`. `t` is multiplied while
+quantizing. `fl` rounds to float32. A constant beside an amax or a scale, such as a floor, is rounded to their dtype.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import Enum
+
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.formats import changed_fields
+from f8emu.spec.scaling import MIN_AMAX_FLOOR, ScaleRule
+
+Block = tuple[int | None, int | None]
+"""(rows, K) that share a scale; None is the whole extent."""
+TENSOR: Block = (None, None)
+ROW: Block = (1, None)
+GROUP: Block = (1, 128)
+SQUARE: Block = (128, 128)
+COLUMN: Block = (128, 1)
+MX_GROUP: Block = (1, 32)
+MX_COLUMN: Block = (32, 1)
+
+
+class Division(Enum):
+    """How an amax becomes a scale or a multiplier. Each operation rounds once, to the dtype of the arithmetic."""
+
+    QUOTIENT = "s = amax / 448"
+    """The IEEE quotient: torch on a CPU, `__fdiv_rn` and CUDA's `/` without fast math."""
+    RECIPROCAL = "s = amax * fl(1/448)"
+    """torch's `tensor / number` on CUDA; XLA's and Triton's division by a constant."""
+    MULTIPLIER = "t = 448 / amax"
+    """The IEEE quotient, as `torch.div(448.0, amax)` gives it. Then `s = 1/t`, rounded."""
+    MULTIPLIER_BY_RECIPROCAL = "t = fl(1/amax) * 448"
+    """torch's `number / tensor`: two roundings. Then `s = 1/t`, rounded."""
+    EXPONENT = "s = 2^(exponent(amax) - 8)"
+    """The exponent field of amax as float32, after `carry` is added to its bits: the rules of Microscaling."""
+
+
+class Arithmetic(Enum):
+    """The dtype of a step."""
+
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    """Computed in float64, then rounded to float32."""
+    INPUT = "x's dtype"
+    """Computed in float32, each result rounded to the dtype of the matrix."""
+
+
+class PowerOfTwo(Enum):
+    """How a scale becomes a power of two."""
+
+    UP = "s up to 2^k"
+    """By the bits, exactly."""
+    UP_LOG2 = "s = 2^ceil(log2 s)"
+    """log2 is rounded to float32, and is k for some s just above 2^k."""
+    DOWN = "t down to 2^k"
+    """By the bits, exactly."""
+    DOWN_LOG2 = "t = 2^floor(log2 t)"
+    """log2 is rounded to float32, and is k for some t just below 2^k."""
+
+
+class Limit(Enum):
+    """A number that depends on the dtype of the arithmetic, from its `finfo`."""
+
+    EPSILON = "eps"
+    ROOT_OF_TINY = "sqrt(tiny)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleForm:
+    """How an amax becomes a scale. The steps are taken in the order of the fields; None and 0 leave a step out."""
+
+    division: Division
+    arithmetic: Arithmetic = Arithmetic.FLOAT32
+    ignores_nan: bool = False
+    """A NaN is no magnitude (fmax of C). False: it makes amax NaN."""
+    nonfinite_amax: float | None = None
+    """What an amax that is inf or NaN counts as."""
+    nan_amax: float | None = None
+    """What a NaN amax alone counts as."""
+    small_amax: tuple[float, float] | None = None
+    """(limit, instead): an amax of at most `limit` counts as `instead`."""
+    amax_floor: float = 0.0
+    """`amax = max(amax, amax_floor)`."""
+    carry: int = 0
+    """What EXPONENT adds to the float32 bits of amax: 0 rounds the exponent down, 0x7FFFFF up."""
+    largest_multiplier: Arithmetic | None = None
+    """A t beyond the largest finite number of this dtype becomes that number."""
+    small_scale: tuple[float | Limit, float | Limit] | None = None
+    """(limit, instead): an s of at most (with ROOT_OF_TINY: below) `limit` becomes `instead`."""
+    scale_floor: float = 0.0
+    """`s = max(s, scale_floor)`."""
+    power_of_two: PowerOfTwo | None = None
+    exponents: tuple[int, int] = (0, 254)
+    """The range of the biased exponent of a power of two; `2^(byte - 127)`."""
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
+
+    @property
+    def is_multiplier(self) -> bool:
+        """Whether t comes first, and s from it."""
+        return self.division in (Division.MULTIPLIER, Division.MULTIPLIER_BY_RECIPROCAL)
+
+    @property
+    def is_power_of_two(self) -> bool:
+        return self.power_of_two is not None or self.division is Division.EXPONENT
+
+
+class CodeRule(Enum):
+    """How a value becomes the number that is cast to float8. Each operation rounds once."""
+
+    QUOTIENT = "x / s"
+    INVERSE = "x * (1/s)"
+    """The inverse is rounded too."""
+    MULTIPLIER = "x * t"
+
+
+class NanCode(Enum):
+    """The code of a NaN of x."""
+
+    NAN = "NaN"
+    """0x7F here. Stacks give 0x7F or 0xFF, and nobody promises which."""
+    MAX = "+448"
+    """The clamp `fmax(-448, fmin(x, 448))`."""
+    MIN = "-448"
+    """The clamp `fmin(448, fmax(x, -448))`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeForm:
+    """How a block's values become codes: the product or quotient, then a saturating cast to float8_e4m3fn."""
+
+    rule: CodeRule
+    arithmetic: Arithmetic = Arithmetic.FLOAT32
+    """INPUT: the inverse, and the product or quotient, are rounded to x's dtype before the cast rounds again."""
+    is_scale_rounded: bool = False
+    """Whether s is rounded to x's dtype first; the stored one is not."""
+    nan: NanCode = NanCode.NAN
+    scale_floor: float = 0.0
+    """`max(s, scale_floor)` is divided by; the stored scale is s."""
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The scale that a stack keeps beside the codes."""
+
+    dtype: str = "float32"
+    """`float32`, `float8_e8m0fnu` (stacks view these bytes as uint8) or `input`, x's dtype."""
+    is_multiplier: bool = False
+    """Whether t is kept. False: s, by which the stack multiplies to decode, whatever the tensor is called."""
+    names: tuple[str, ...] = ()
+    """Names of the tensor in a checkpoint; none of what is not written to one."""
+    is_rounded_to_output: bool = False
+    """Whether the stack rounds s to the dtype to which it decodes before it multiplies."""
+    layout: str = ""
+    """How the stack lays the grid [rows / block rows, K / block K] out, if otherwise."""
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """One quantizer of another stack, to float8_e4m3fn.
+
+    Exactness: with `is_compared`, the bytes of that package on a CPU, for float32, bfloat16 and float16, except where
+    `caveat` says so. Without, the bytes that the source text gives in IEEE arithmetic; what runs on a GPU was not run.
+    """
+
+    name: str
+    stack: str
+    source: str
+    """File and function."""
+    version: str
+    is_compared: bool = False
+    """Whether the tests compare every byte with the package `version`, PACKAGE==VERSION; otherwise it was read."""
+    scale: ScaleForm | None
+    """None: the scale is given, from a calibration or a checkpoint."""
+    code: CodeForm
+    stored: Stored = Stored()
+    blocks: tuple[Block, ...]
+    """The blocks that it exists with, the usual one first."""
+    caveat: str = ""
+    """Corners in which the stack's bytes differ from these, and what else it depends on."""
+    scale_ulps: int = 0
+    """How far the stack's scale may be from this one, in units of its last place: its arithmetic is not IEEE."""
+    code_steps: int = 0
+    """How far its codes may be from these, in neighbouring codes, given the same scale."""
+
+    def __repr__(self) -> str:
+        return f"Dialect({self.name!r})"
+
+    @property
+    def standing(self) -> str:
+        """`compared with PACKAGE==VERSION` or `read in VERSION`."""
+        return f"compared with {self.version}" if self.is_compared else f"read in {self.version}"
+
+    @property
+    def formula(self) -> str:
+        """The rule in a line, as tables and errors show it."""
+        return f"{_scale_formula(self.scale)}; code = {_code_formula(self.code)}"
+
+    @property
+    def scale_rule(self) -> ScaleRule:
+        """The `ScaleRule` with which f8emu's own casts give the bytes of this dialect, for finite inputs.
+
+        They multiply by an inverse scale that is correctly rounded from `448 / max(amax, floor)`, so a dialect has one
+        if it does the same, or if its scales are powers of two, which leave nothing to round.
+
+        Raises:
+            UnsupportedError: there is none; the message says why.
+        """
+        if why := self._differs_from_scale_rules():
+            raise UnsupportedError(
+                f"Dialect.scale_rule: a ScaleRule must give the bytes of {self.name}, {self.formula}; {why}; quantize "
+                "with f8emu.dialects.quantize"
+            )
+        assert self.scale is not None
+        return ScaleRule(power_of_two=self.scale.is_power_of_two, amax_floor=_amax_floor(self.scale))
+
+    def _differs_from_scale_rules(self) -> str:
+        form = self.scale
+        if form is None:
+            return "its scales are given"
+        if form.division is Division.EXPONENT or form.power_of_two in (PowerOfTwo.UP_LOG2, PowerOfTwo.DOWN_LOG2):
+            return "its powers of two are not always those next to 448 / amax"
+        if self.stored.dtype == "input" or form.arithmetic is Arithmetic.INPUT:
+            return "its scales are rounded to the dtype of x, a ScaleRule's are float32"
+        if form.small_amax or form.small_scale or not MIN_AMAX_FLOOR <= _amax_floor(form) < 1:
+            return "it gives an all-zero block a scale of its own, or none"
+        if form.power_of_two is None and (
+            form.division is not Division.MULTIPLIER or self.code.rule is not CodeRule.MULTIPLIER
+        ):
+            return "its division rounds otherwise"
+        return ""
+
+
+def _amax_floor(form: ScaleForm) -> float:
+    """The smallest amax, as the dtype of the division has it, that the two floors leave."""
+    floor = form.amax_floor if form.arithmetic is Arithmetic.FLOAT64 else _float32(form.amax_floor)
+    return max(floor, form.scale_floor * 448.0)
+
+
+def _float32(x: float) -> float:
+    (rounded,) = struct.unpack("f", struct.pack("f", x))
+    return rounded
+
+
+def _scale_formula(form: ScaleForm | None) -> str:
+    if form is None:
+        return "s given"
+    amax = f"max(amax, {form.amax_floor:g})" if form.amax_floor else "amax"
+    steps = [form.division.value.replace("amax", amax)]
+    if form.carry:
+        steps[0] = steps[0].replace("exponent(amax)", f"exponent(amax + {form.carry:#x} in the last place)")
+    if form.arithmetic is Arithmetic.INPUT:
+        steps[0] += " in x's dtype"
+    if form.scale_floor:
+        steps.append(f"at least {form.scale_floor:g}")
+    if form.power_of_two is not None:
+        steps.append(form.power_of_two.value)
+    if form.small_scale is not None:
+        limit, instead = (one.value if isinstance(one, Limit) else f"{one:g}" for one in form.small_scale)
+        steps.append(f"{limit} becomes {instead}" if limit == "0" else f"s below {limit} becomes {instead}")
+    if form.small_amax is not None:
+        limit, instead = form.small_amax
+        steps.insert(0, f"amax {'0' if limit == 0 else f'up to {limit:g}'} counts as {instead:g}")
+    return ", ".join(steps)
+
+
+def _code_formula(form: CodeForm) -> str:
+    s = f"max(s, {form.scale_floor:g})" if form.scale_floor else "s"
+    return form.rule.value.replace("s", s) + (" in x's dtype" if form.arithmetic is Arithmetic.INPUT else "")
