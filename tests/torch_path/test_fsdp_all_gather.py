@@ -419,6 +419,15 @@ def what_was_precomputed_is_forgotten() -> None:
         assert_same([model(batch(0, rank))], [reference.model(batch(0, rank))], "output")
 
 
+def loaded(recipe: str) -> None:
+    """Between steps a state dict is loaded, for which FSDP2 pads the shard of the last rank anew."""
+
+    def load(model: Any, step: int) -> None:
+        model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
+
+    compare(recipe, hidden=17, before=load)
+
+
 def what_was_not_gathered() -> None:
     """Resharding that is turned off after the first step is an error, not other codes."""
     model = shard(make("rowwise", True), reshard_after_forward=True)
@@ -482,6 +491,7 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "the scale of one rank": scale_of_one_rank,
         **{f"NaN, {r}": case(not_a_number, r) for r in ("tensorwise", "rowwise")},
         "forgotten": what_was_precomputed_is_forgotten,
+        "loaded": case(loaded, "rowwise"),
         "codes are no values": codes_are_no_values,
         "not gathered": what_was_not_gathered,
     },
@@ -492,7 +502,7 @@ _AT_REST = {
     *(f"{recipe}, reshards True" for recipe in ("tensorwise", *TWO)),
     *("mixed precision, delayed", "from meta, rowwise", "checkpointed, rowwise", "unusual, delayed"),
     *("hybrid", "compiled, delayed", "fused", "traffic, rowwise", "traffic, recomputed", "held", "skipped"),
-    *("NaN, rowwise", "forgotten", "not gathered", "rowwise", "unequal and empty shards, delayed"),
+    *("NaN, rowwise", "forgotten", "loaded", "not gathered", "rowwise", "unequal and empty shards, delayed"),
 }
 for _cases in CASES.values():
     _cases |= {f"{name}, at rest": case(at_rest, _cases[name]) for name in sorted(_AT_REST & _cases.keys())}

@@ -71,6 +71,12 @@ class GatherState:
         """The state of a weight with values of its own."""
         return GatherState(resting=None if self.resting is None else Resting(self.resting.delayed))
 
+    def of_padded(self) -> "GatherState":
+        """The state of the tensor by which FSDP2 pads this one when a state dict is loaded; it is gathered in its place."""
+        state = self.of_another()
+        state.own, state.memory = self.own, self.memory
+        return state
+
     def __deepcopy__(self, memo: Any) -> "GatherState":
         return self.of_another()
 
@@ -127,7 +133,9 @@ class ShardedWeight(Tensor):
         if func in MOVES or func in _OTHERS or (_is_view(func) and func is not torch.ops.aten.view.dtype):
             first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
             dtype = kwargs.get("dtype") or first.dtype
-            state = first.state.of_another() if func in _OTHERS else first.state
+            state = first.state
+            if func in _OTHERS:
+                state = state.of_padded() if func in NEW else state.of_another()
             if dtype != first.dtype:
                 state = first.state.of_another()
                 state.was = None if first.state.own is None else first.dtype
