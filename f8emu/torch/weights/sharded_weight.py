@@ -72,7 +72,7 @@ class GatherState:
         return GatherState(resting=None if self.resting is None else Resting(self.resting.delayed))
 
     def of_padded(self) -> "GatherState":
-        """The state of the tensor by which FSDP2 pads this one when a state dict is loaded; it is gathered in its place."""
+        """The state of the tensor by which FSDP2 pads this one after a state dict was loaded: gathered in its place."""
         state = self.of_another()
         state.own, state.memory = self.own, self.memory
         return state
