@@ -23,7 +23,7 @@ from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.float8_layer import Scaled
 from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
-from f8emu.torch.layer.delayed_state import DelayedBuffers, DelayedScalingError, Report, report_of
+from f8emu.torch.layer.delayed_state import DelayedBuffers, DelayedScalingError, Report, report_of, stacked
 from f8emu.torch.weights.float8_weight import refill
 
 
@@ -267,8 +267,26 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Scaled, DelayedBuffers]]:
             yield name and f"{name}.", module, module.delayed
 
 
-def warn_of_lost_state() -> None:
-    """Warn that a layer was loaded without its state of delayed scaling."""
+def load_with_weights(
+    delayed: DelayedBuffers, place: str, entry: Mapping[str, Tensor] | None, has_weights: bool, errors: list[str]
+) -> bool:
+    """After a module's weights were loaded: load its state, or start anew where none is given; whether it changed."""
+    if entry is None:
+        if delayed.notes.is_loaded or not has_weights:
+            return False  # the state came first; or what is loaded is of other modules, as adapters are
+        delayed.reset()
+        if not delayed.notes.has_own_entry:
+            _warn_of_lost_state()
+        return True
+    try:
+        delayed.load(f"load_state_dict: {place}", stacked(entry))
+    except OperandError as error:
+        errors.append(str(error))
+        return False
+    return True
+
+
+def _warn_of_lost_state() -> None:
     warnings.warn(
         "Float8Linear: the state dict has no state of delayed scaling (it is in the metadata, which some checkpoint "
         "formats drop), so scaling starts anew; save and load it with the checkpoint: Hugging Face "
@@ -278,5 +296,5 @@ def warn_of_lost_state() -> None:
         'torch.distributed.checkpoint {..., "float8": f8emu.torch.DelayedScalingState(model)}; or '
         "f8emu.torch.delayed_state_dict(model) and load_delayed_state_dict(model, state)",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

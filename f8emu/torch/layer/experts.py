@@ -22,8 +22,8 @@ from f8emu.torch.float8_layer import DELAYED_KEY, Scaled
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm.engine import check_engine
-from f8emu.torch.layer.delayed_state import DelayedBuffers, stacked
-from f8emu.torch.layer.delayed_update import UpdateGroup, warn_of_lost_state
+from f8emu.torch.layer.delayed_state import DelayedBuffers
+from f8emu.torch.layer.delayed_update import UpdateGroup, load_with_weights
 from f8emu.torch.layer.grouped_linear import (
     SAVED_OF_WEIGHT,
     GroupedLinear,
@@ -355,17 +355,9 @@ class GroupedState(Scaled):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)  # pyright: ignore[reportUnknownMemberType]
         assert self.delayed is not None, "set above"
-        state = local_metadata.get(DELAYED_KEY)
-        if state is None:
-            if not self.delayed.notes.is_loaded:
-                self.delayed.reset()
-                if not self.delayed.notes.has_own_entry:
-                    warn_of_lost_state()
-            return
-        try:
-            self.delayed.load(f"load_state_dict: {prefix[:-1]}", stacked(state))
-        except OperandError as error:
-            rest[-1].append(str(error))  # error_msgs
+        of_experts = prefix.rpartition("settings.states.")[0]
+        has_weights = any(name.startswith(of_experts) for name in state_dict)
+        load_with_weights(self.delayed, prefix[:-1], local_metadata.get(DELAYED_KEY), has_weights, rest[-1])
 
 
 class Float8Experts(nn.Module):

@@ -14,8 +14,8 @@ from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
 from f8emu.torch.float8_layer import DELAYED_KEY, Float8Layer, refuse_torchscript, require_no_transform
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.layer.casts import LayerPlan, TracedInput, cast_input
-from f8emu.torch.layer.delayed_state import DelayedBuffers, stacked
-from f8emu.torch.layer.delayed_update import UpdateGroup, warn_of_lost_state
+from f8emu.torch.layer.delayed_state import DelayedBuffers
+from f8emu.torch.layer.delayed_update import UpdateGroup, load_with_weights
 from f8emu.torch.layer.matmul import add_bias, float8_matmul
 from f8emu.torch.layer.observers import begin_call, show_tensor
 from f8emu.torch.layer.operands import DelayedStates
@@ -210,17 +210,7 @@ class Float8Linear(Float8Layer):
             return
         if self.delayed.amax_input.device != self.weight.device:  # the new parameter may be on another device
             self.delayed.to_empty(device=self.weight.device)
-        state = local_metadata.get(DELAYED_KEY)
-        if state is None:
-            if self.delayed.notes.is_loaded or not any(f"{prefix}{name}" in state_dict for name in self._parameters):
-                return  # the state came first; or what is loaded is of other layers, as adapters are
-            self.delayed.reset()
+        has_weights = any(f"{prefix}{name}" in state_dict for name in self._parameters)
+        place, entry, errors = prefix[:-1] or "the layer", local_metadata.get(DELAYED_KEY), rest[-1]
+        if load_with_weights(self.delayed, place, entry, has_weights, errors):
             refill(self.weight)
-            if not self.delayed.notes.has_own_entry:
-                warn_of_lost_state()
-            return
-        try:
-            self.delayed.load(f"load_state_dict: {prefix[:-1] or 'the layer'}", stacked(state))
-            refill(self.weight)
-        except OperandError as error:
-            rest[-1].append(str(error))  # error_msgs
