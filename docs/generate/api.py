@@ -33,6 +33,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "f8emu.interop": ("f8emu.interop",),
     "f8emu.dialects": ("f8emu.dialects",),
+    "f8emu.audit": ("f8emu.audit",),
     "f8emu.conformance": ("f8emu.conformance",),
     "f8emu.capture": ("f8emu.capture",),
     "f8emu.doctor": ("f8emu.doctor",),

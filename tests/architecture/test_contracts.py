@@ -21,6 +21,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/jax/cast.py", "import f8emu.torch"),
         ("f8emu/numpy/cast.py", "import f8emu.jax"),
         ("f8emu/doctor/diagnosis.py", "import f8emu.conformance.run.verify"),
+        ("f8emu/report/page.py", "import f8emu.audit"),
         ("f8emu/homeless.py", ""),
     ],
     "captures-are-written": [("f8emu/capture/writer.py", "import numpy")],

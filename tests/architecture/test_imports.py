@@ -52,6 +52,7 @@ NEVER = {
     "f8emu.numpy": FRAMEWORKS | {"f8emu.interop", "f8ref.exact", "f8ref.jax"},
     "f8emu.conformance": FRAMEWORKS,
     "f8emu.doctor": FRAMEWORKS,
+    "f8emu.audit": FRAMEWORKS,
     "f8emu.cli": FRAMEWORKS,
 }
 # Packages whose modules need nothing but the standard library.

@@ -38,6 +38,7 @@ SURFACE = {
     "f8emu.capture": """
         Budget CaptureError ForeignRecord GemmRecord LeftOut Session StepHeader StepWriter Stored TensorRecord
     """,
+    "f8emu.audit": "Audit CHECKS Check CheckpointError Finding Severity audit",
     "f8ref.numpy": VERBS + " grouped_linear linear mma",
     "f8ref.jax": "mm mma scaled_grouped_mm scaled_mm",
     "f8emu.numpy": VERBS + " grouped_linear linear mma",
@@ -62,10 +63,10 @@ SURFACE = {
         Float8ColwiseParallel Float8Experts Float8FeedForward Float8Linear Float8RowwiseParallel Float8Weight
         InspectConfig Inspector
         MasterWeights OtherWeight Outcome PrepareFloat8ModuleInput capture convert_to_float8_training
-        delayed_state_dict dequantize_float8_training engine_of export_float8 filter_small_layers
-        float8_checkpoint_policy float8_experts grouped_linear inspect load_delayed_state_dict plan_conversion
+        delayed_state_dict dequantize_float8_training engine_of filter_small_layers float8_checkpoint_policy
+        float8_experts grouped_linear inspect load_delayed_state_dict plan_conversion
         precompute_float8_dynamic_scale_for_fsdp set_amax_reduction_group swap_linear_with_float8_linear
-        sync_float8_amax_and_scale_history verify_export
+        sync_float8_amax_and_scale_history
     """,
 }
 # The verbs as the oracle has them; those of GEMMs are in `f8ref.jax` too.

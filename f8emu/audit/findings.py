@@ -1,0 +1,106 @@
+"""What an audit found."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from f8emu.audit.faults import CHECKS, Severity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fault of one tensor."""
+
+    check: str
+    """The key in CHECKS."""
+    severity: Severity
+    tensor: str
+    block: tuple[int, ...] | None
+    """The first block it is in, as an index of the grid of scales; None: the whole tensor."""
+    blocks: int
+    """The number of blocks it is in."""
+    expected: str
+    found: str
+    effect: str
+    remedy: str
+    thread: str
+
+    @property
+    def place(self) -> str:
+        """The tensor, and the block in it."""
+        if self.block is None:
+            return self.tensor
+        more = f" and {self.blocks - 1} more" if self.blocks > 1 else ""
+        return f"{self.tensor} block [{', '.join(map(str, self.block))}]{more}"
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether it decides the exit status."""
+        return self.severity is not Severity.NOTE
+
+
+def finding(
+    check: str,
+    tensor: str,
+    expected: str,
+    found: str,
+    *,
+    block: Sequence[int] | None = None,
+    blocks: int = 0,
+    severity: Severity | None = None,
+    effect: str = "",
+    remedy: str = "",
+) -> Finding:
+    """A finding with what its check says."""
+    of = CHECKS[check]
+    return Finding(
+        check=check,
+        severity=severity or of.severity,
+        tensor=tensor,
+        block=None if block is None else tuple(map(int, block)),
+        blocks=blocks,
+        expected=expected,
+        found=found,
+        effect=effect or of.effect,
+        remedy=remedy or of.remedy,
+        thread=of.thread,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Audit:
+    """What an audit found; also of one that was interrupted."""
+
+    path: str
+    format: str
+    consumer: str = ""
+    source: str = ""
+    tensors: int = 0
+    """Float8 weights that were examined."""
+    tensors_total: int = 0
+    blocks: int = 0
+    elements: int = 0
+    scales: str = ""
+    """The kinds of scales."""
+    zero_blocks: dict[str, int] = field(default_factory=dict)
+    """What the scales of zero blocks are, and which dialects give that -> the number of blocks."""
+    dialects: dict[str, int] = field(default_factory=dict)
+    """With a source: dialect -> the tensors of which it gives every byte of codes and scales."""
+    compared: int = 0
+    """With a source: the tensors that were compared with it."""
+    findings: list[Finding] = field(default_factory=list)
+    is_interrupted: bool = False
+
+    @property
+    def has_difference(self) -> bool:
+        """Whether any finding is a fault."""
+        return any(one.is_fault for one in self.findings)
+
+    @property
+    def is_equal(self) -> bool:
+        """Every float8 weight was examined, there is one, and nothing is a fault."""
+        return not self.has_difference and not self.is_interrupted and self.tensors_total > 0
+
+    @property
+    def dialect(self) -> str:
+        """The dialects that give every byte of every compared tensor, or empty."""
+        return ", ".join(name for name, of in self.dialects.items() if of == self.compared > 0)

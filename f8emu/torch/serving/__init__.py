@@ -1,1 +1,0 @@
-"""Float8 checkpoints for the servers of other stacks."""
