@@ -198,7 +198,6 @@ def test_delayed_experts_equal_layers(recipe: Any, backend: str | None, assert_s
     # A state dict has the states; so has their own checkpoint.
     other = f8.Float8Experts(4, 32, 48, recipe=recipe, dtype=torch.bfloat16)
     other.load_state_dict(experts.state_dict())
-    other.load_state_dict({}, strict=False)  # of other modules, as adapters are
     again = f8.Float8Experts(4, 32, 48, recipe=recipe, dtype=torch.bfloat16)
     f8.load_delayed_state_dict(again, f8.delayed_state_dict(experts))
     for name, value in f8.delayed_state_dict(experts).items():

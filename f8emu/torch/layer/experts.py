@@ -355,9 +355,8 @@ class GroupedState(Scaled):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)  # pyright: ignore[reportUnknownMemberType]
         assert self.delayed is not None, "set above"
-        of_experts = prefix.rpartition("settings.states.")[0]
-        has_weights = any(name.startswith(of_experts) for name in state_dict)
-        load_with_weights(self.delayed, prefix[:-1], local_metadata.get(DELAYED_KEY), has_weights, rest[-1])
+        # The weights are the parent's: torch does not show here whether they were given.
+        load_with_weights(self.delayed, prefix[:-1], local_metadata.get(DELAYED_KEY), True, rest[-1])
 
 
 class Float8Experts(nn.Module):
