@@ -2,7 +2,7 @@
 
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from f8emu.cli.frame import STATUSES, guarded, opened, run_and_show, show
 from f8emu.spec import SpecError
@@ -72,18 +72,25 @@ def add_to(app: "typer.Typer") -> None:
     def diff(
         a: Annotated[Path, typer.Argument(metavar="A", help="A capture, or one of its step-... directories.")],
         b: Annotated[Path, typer.Argument(metavar="B", help="Another: from a process, machine, framework or rank.")],
+        names: Annotated[
+            list[str] | None,
+            typer.Option("--map", metavar="REGEX=REPLACEMENT", help="Makes the names of A's layers those of B's."),
+        ] = None,
         json_file: Path | None = json_option,
         errors: int = errors_option,
     ) -> None:
-        """Name the first stage, in the order of execution, at which two captured runs have different bits.
+        """Name the first stage, in the order of execution, at which two captured runs have different bits, and why.
+
+        A may be a trainer and B a server of another stack: fused layers are compared shard by shard, and where codes
+        or scales part, the dialects that give those of each side are named.
 
         Steps are matched by number and rank; if each capture has one step, those two are compared. Ctrl-C ends it, and
         the findings so far are reported.
         """
-        raise typer.Exit(guarded(_run, "diff", [a, b], json_file, {"errors": errors}))
+        raise typer.Exit(guarded(_run, "diff", [a, b], json_file, {"errors": errors, "names": names or ()}))
 
 
-def _run(command: str, paths: list[Path], json_file: Path | None, options: dict[str, int | str | None]) -> int:
+def _run(command: str, paths: list[Path], json_file: Path | None, options: dict[str, Any]) -> int:
     from f8emu.capture import diff, replay
     from f8emu.capture.read import read_capture
 

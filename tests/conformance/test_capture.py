@@ -27,7 +27,8 @@ from f8emu.capture import (
     TensorRecord,
     writer,
 )
-from f8emu.capture.diff import diff_captures, diff_verdict, ulps
+from f8emu.capture.diff import diff_captures, diff_verdict
+from f8emu.capture.divergence import ulps
 from f8emu.capture.handle import arrays_of, facts_of
 from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record

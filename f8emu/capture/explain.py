@@ -1,0 +1,167 @@
+"""Why two captures of a matrix have different codes or scales: the dialect, or the rule, that gives those of each side.
+
+A dialect explains a side if it gives every code and every scale from the tensor before its cast. Where none does, a
+rule of the same vocabulary may: another division, another floor, a scale that was rounded after the cast.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.conformance.compare import different
+from f8emu.dialects import DIALECTS, CodeForm, Dialect, ScaleForm, Stored, arithmetic, dequantize, quantize
+from f8emu.dialects.rules import Arithmetic, CodeRule, Division, PowerOfTwo
+from f8emu.spec import BFLOAT16, E4M3FN
+
+_SHOWN = 4
+"""Dialects named of a side; those that agree on the matrix at hand may be many."""
+_DIVISIONS = (
+    Division.QUOTIENT,
+    Division.RECIPROCAL,
+    Division.MULTIPLIER,
+    Division.MULTIPLIER_BY_RECIPROCAL,
+)
+_CODES = (CodeRule.MULTIPLIER, CodeRule.INVERSE, CodeRule.QUOTIENT)
+_ANY = next(iter(DIALECTS.values()))
+"""A dialect whose rules are replaced by others."""
+Change = Callable[[np.ndarray], np.ndarray]
+_OF_SHARDS = "vllm_fused_shards"
+_LATE = "the scale was rounded up to a power of two after the cast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """The operand of one capture, [rows, K]."""
+
+    codes: np.ndarray
+    scale: np.ndarray
+    """The factors that decode, [ceil(rows / block rows), ceil(K / block columns)]."""
+    block: tuple[int, int]
+    stack: str
+    """The package of the layer, or the one whose rule f8emu's recipes have: its dialects are named first."""
+
+    @property
+    def factors(self) -> np.ndarray:
+        """The scales as float32, whatever dtype they are kept in."""
+        return self.scale.astype(np.float32)
+
+
+def explained(value: np.ndarray | None, a: Side, b: Side) -> str:
+    """`A: torchao_rowwise; B: vllm_group_ue8m0`: what gives the codes and scales of both sides from `value`.
+
+    Without the value, what the sides tell of each other; empty where nothing fits.
+    """
+    found = _related(a, b)
+    for name, side in (("A", a), ("B", b)):
+        if name not in found and value is not None and side.codes.dtype == dtype_of(E4M3FN):
+            found[name] = _origin(value, side)
+    return "; ".join(f"{name}: {found[name]}" for name in sorted(found))
+
+
+def first_block(wrong: Any, block: tuple[int, int], shape: tuple[int, ...]) -> str:
+    """The first block with an element that differs, of codes of this shape, and how many blocks have one."""
+    grid = tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
+    if wrong.shape != grid:
+        padded = np.pad(wrong, [(0, count * of - size) for count, of, size in zip(grid, block, shape, strict=True)])
+        wrong = padded.reshape(grid[0], block[0], grid[1], block[1]).any(axis=(1, 3))
+    i, j = (int(index) for index in np.argwhere(wrong)[0])
+    ends = min((i + 1) * block[0], shape[0]), min((j + 1) * block[1], shape[1])
+    place = f"rows {i * block[0]} to {ends[0] - 1}, columns {j * block[1]} to {ends[1] - 1}"
+    return f"first in block [{i}, {j}] ({place}), {np.count_nonzero(wrong)} of {wrong.size} blocks"
+
+
+def fused(shards: Sequence[np.ndarray], own: Side, of_fused: Side, names: Sequence[str]) -> str:
+    """Whether one scale of a fused weight is the largest of its shards' scales, as vLLM and SGLang make it."""
+    largest = np.max([scale.astype(np.float32).max() for scale in shards]).reshape(1, 1)
+    if of_fused.scale.size != 1 or different(of_fused.factors, largest).any():
+        return ""
+    text = f"shards fused: one scale, the largest of {', '.join(names)}"
+    if own.scale.size == 1 and own.codes.dtype == dtype_of(E4M3FN):
+        value = dequantize(own.codes, own.factors, _OF_SHARDS, out_dtype="float16")
+        if not different(quantize(value, _OF_SHARDS, scale=largest).codes, of_fused.codes).any():
+            return f"{text}; its codes are cast again by {_OF_SHARDS}"
+    return text
+
+
+def _related(a: Side, b: Side) -> dict[str, str]:
+    # What two scales of equal codes tell of each other.
+    if a.codes.shape != b.codes.shape or a.scale.shape != b.scale.shape or different(a.codes, b.codes).any():
+        return {}
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        pair = a.factors, b.factors
+        for name, (x, y) in (("B", pair), ("A", pair[::-1])):
+            if np.array_equal(_up(x), y):
+                return {name: _LATE}
+        if any(np.array_equal(np.float32(1) / x, y) for x, y in (pair, pair[::-1])):
+            return {"B": "the scales are the inverses of A's"}
+        ratio = np.unique(pair[1] / pair[0])
+    is_shifted = ratio.size == 1 and abs(np.frexp(ratio[0])[0]) == 0.5
+    return {"B": f"the codes of A, with scales that are {ratio[0]:g} times A's"} if is_shifted else {}
+
+
+def _up(scale: np.ndarray) -> np.ndarray:
+    mantissa, exponent = np.frexp(scale)
+    return np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+
+
+def _origin(value: np.ndarray, side: Side) -> str:
+    # 1. Of the value as it is, or as a checkpoint in bfloat16 has it.
+    casts = {"": _Cast(value, side)}
+    if value.dtype == np.float32:
+        with np.errstate(over="ignore", invalid="ignore"):
+            casts[" of the value rounded to bfloat16"] = _Cast(value.astype(dtype_of(BFLOAT16)), side)
+    # 2. A dialect; one whose scale was rounded afterwards; a rule that no dialect has.
+    known = sorted(DIALECTS, key=lambda name: not name.startswith(side.stack))
+    for of, cast in casts.items():
+        names = [name for name in known if cast.is_by(DIALECTS[name])]
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            return ", ".join(names[:_SHOWN]) + more + of
+        late = next((name for name in known if cast.is_by(DIALECTS[name], _up)), "")
+        if late:
+            return f"codes of {late}, but {_LATE}{of}"
+    return next((f"no dialect; {rule}{of}" for of, cast in casts.items() if (rule := cast.rule())), "no dialect")
+
+
+class _Cast:
+    """A value and what one side made of it."""
+
+    def __init__(self, value: np.ndarray, side: Side) -> None:
+        self._value, self._side = value, side
+        self._amaxes: dict[bool, np.ndarray] = {}
+
+    def is_by(self, dialect: Dialect, change: Change = np.asarray) -> bool:
+        """Whether the dialect gives every scale, after a change, and every code."""
+        value, side, form = self._value, self._side, dialect.scale
+        rows, columns = value.shape
+        own = next((one for one in dialect.blocks if (one[0] or rows, one[1] or columns) == side.block), None)
+        if own is None or form is None or value.shape != side.codes.shape:
+            return False
+        # scales, which are few, tell most dialects apart
+        if form.ignores_nan not in self._amaxes:
+            self._amaxes[form.ignores_nan] = arithmetic.block_amax(value, own, ignores_nan=form.ignores_nan)
+        factors = arithmetic.factors_from_amax(self._amaxes[form.ignores_nan], dialect, value.dtype)
+        decoding = factors.scale if dialect.stored.is_multiplier else factors.stored.astype(np.float32)
+        if different(change(decoding), side.factors).any():
+            return False
+        return not different(arithmetic.encode(value, factors, dialect, own), side.codes).any()
+
+    def rule(self) -> str:
+        """The formula of a combination of the vocabulary, without a floor or with the one that the scales show."""
+        least = float(np.fmin.reduce(self._side.factors, axis=None))
+        forms = [
+            ScaleForm(division=division, arithmetic=numbers, power_of_two=power)
+            for division, numbers, power in product(_DIVISIONS, Arithmetic, (None, PowerOfTwo.UP))
+        ]
+        if (self._side.factors > least).any():  # else any scale is a floor
+            floored = [replace(form, amax_floor=float(f"{448 * least:.3g}")) for form in forms]
+            forms += [*floored, *(replace(form, scale_floor=least) for form in forms)]
+        for form, code in product(forms, _CODES):
+            one = replace(_ANY, scale=form, code=CodeForm(rule=code), stored=Stored(), blocks=(self._side.block,))
+            if self.is_by(one):
+                return one.formula
+        return ""

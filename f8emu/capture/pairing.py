@@ -1,0 +1,139 @@
+"""Which records of a trainer's and a server's capture are of the same thing: names, fused layers, what is not shown.
+
+A server fuses layers that have one input: `qkv_proj` has the rows of `q_proj`, `k_proj` and `v_proj`, `gate_up_proj`
+those of `gate_proj` and `up_proj`. Where one capture has the fused layer and the other its shards, the rows of the
+weight and the columns of the product are compared shard by shard.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from f8emu.capture.explain import Side
+from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
+from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord, Record, TensorRecord
+from f8emu.spec import OPERANDS, TRANSPOSED, Granularity, SpecError
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_SHOWN = ("input", "output")
+"""What layers of other stacks show of a forward pass."""
+Key = tuple[str, str, int]
+"""Layer, GEMM or tensor, and call."""
+Records = dict[Key, CapturedRecord]
+
+
+def renamed(step: CapturedStep, names: Sequence[str]) -> CapturedStep:
+    """The step with other names of layers: each of `names` is `REGEX=REPLACEMENT`, as `re.sub` takes them.
+
+    Raises:
+        SpecError: of another form.
+    """
+    records = step.records
+    for name in names:
+        pattern, equals, replacement = name.rpartition("=")
+        try:
+            layers = [re.sub(pattern, replacement, one.record.layer) for one in records]
+        except (re.error, IndexError) as error:
+            equals, name, layers = "", f"{name}: {error}", []
+        if not equals:
+            raise SpecError(
+                f"diff: map must be REGEX=REPLACEMENT, as re.sub takes them; got {name}; escape dots as \\."
+            )
+        pairs = zip(records, layers, strict=True)
+        records = tuple(replace(one, record=replace(one.record, layer=layer)) for one, layer in pairs)
+    return replace(step, records=records)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard(CapturedRecord):
+    """The rows `start` to `stop` of a fused weight, and the columns of its product."""
+
+    whole: CapturedRecord
+    start: int
+    stop: int
+    siblings: tuple[str, ...]
+    """The layers that are fused, this one among them."""
+
+    def load(self) -> Arrays:
+        """As of a layer of its own; without scales whose blocks reach into another shard."""
+        arrays, rows, record = self.whole.load(), slice(self.start, self.stop), self.whole.record
+        if isinstance(record, TensorRecord):
+            return {"value": arrays["value"][rows] if record.tensor == "weight" else arrays["value"]}
+        arrays["product"] = arrays["product"][:, rows]
+        if (codes := arrays.get("b.codes")) is not None:
+            arrays["b.codes"] = codes[rows]
+        if (scale := arrays.pop("b.scale", None)) is not None:
+            block = block_of(record, "b")[0]
+            if len(scale) == 1:
+                arrays["b.scale"] = scale
+            elif self.start % block == 0 and (self.stop % block == 0 or self.stop == record.n):
+                arrays["b.scale"] = scale[self.start // block : -(-self.stop // block)]
+        return arrays
+
+
+def without_fusion(ours: Records, others: Records) -> Records:
+    """`ours` with the shards of `others` in the place of each fused layer that `others` does not have."""
+    found: Records = {}
+    for (layer, what, turn), one in ours.items():
+        stem, _, name = layer.rpartition(".")
+        shards = tuple(f"{stem}.{shard}".lstrip(".") for shard in FUSED.get(name, ()))
+        gemms = [others[key].record for shard in shards if (key := (shard, "output", 1)) in others]
+        sizes = [gemm.n for gemm in gemms if not isinstance(gemm, TensorRecord)]
+        mine = ours.get((layer, "output", 1), one).record
+        is_fused = bool(shards) and len(sizes) == len(shards) and sum(sizes) == getattr(mine, "n", 0)
+        if not is_fused or what not in (*_SHOWN, "weight") or (layer, what, turn) in others:
+            found[layer, what, turn] = one
+            continue
+        for shard, (start, stop) in zip(shards, pairwise(accumulate(sizes, initial=0)), strict=True):
+            own = {} if isinstance(one.record, TensorRecord) else {"n": stop - start}
+            record = replace(one.record, layer=shard, **own)
+            places = {"path": one.path, "size": one.size, "sha256": one.sha256, "whole": one, "siblings": shards}
+            found[shard, what, turn] = Shard(record=record, start=start, stop=stop, **places)
+    return found
+
+
+def is_never_shown(step: CapturedStep, record: Record) -> bool:
+    """Whether a capture of another stack's layers alone cannot have this: only forward passes are shown."""
+    gemms = {type(one.record) for one in step.records if not isinstance(one.record, TensorRecord)}
+    return gemms == {ForeignRecord} and record.what not in _SHOWN
+
+
+def unseen(one: CapturedRecord, other: CapturedRecord) -> Iterator[tuple[str, str]]:
+    """(part, why) of what a layer of another stack does not show, or shows with something added."""
+    if isinstance(one.record, ForeignRecord):
+        yield from ((part, f"{part} is not shown by {one.record.module}") for part in one.record.not_shown)
+        if one.record.has_bias and not getattr(other.record, "has_bias", False):
+            yield "product", f"the product of {one.record.module} has a bias added to it"
+
+
+def block_of(record: GemmRecord | ForeignRecord, side: str) -> tuple[int, int]:
+    """Rows and columns of `a` or `b` that share a scale."""
+    if isinstance(record, ForeignRecord):
+        return record.block(side)
+    rows, columns = Granularity(getattr(record, f"granularity_{side}")).block
+    return rows or (record.m if side == "a" else record.n), columns or record.k
+
+
+def side_of(record: Record, arrays: Arrays, side: str) -> Side | None:
+    """An operand with codes and scales, or None."""
+    codes, scale = arrays.get(f"{side}.codes"), arrays.get(f"{side}.scale")
+    if isinstance(record, TensorRecord) or codes is None or scale is None:
+        return None
+    rows, columns = block_of(record, side)
+    stack = record.module.partition(" ")[0] if isinstance(record, ForeignRecord) else "torchao"
+    return Side(codes=codes, scale=scale, block=(min(rows, len(codes)), columns), stack=stack)
+
+
+def value_of(records: Records, key: Key, side: str) -> np.ndarray | None:
+    """The tensor that `a` or `b` of a GEMM was cast from, as its operand lies; None if it was not captured."""
+    layer, gemm, turn = key
+    tensor, is_transposed = OPERANDS[gemm]["ab".index(side)], TRANSPOSED[gemm]["ab".index(side)]
+    one = records.get((layer, tensor, turn)) or records.get((layer, tensor, 1))
+    try:
+        value = None if one is None else one.load()["value"]
+    except CaptureError:  # whoever reads the records in turn says so
+        return None
+    return value.T if value is not None and is_transposed else value
