@@ -61,8 +61,8 @@ def linears() -> Attention:
     return Attention(layers)
 
 
-def captured(model: nn.Module, path: Path) -> Path:
-    with capture(model, path), torch.no_grad():
+def captured(model: nn.Module, path: Path, *, mode: Any = torch.no_grad) -> Path:
+    with capture(model, path), mode():
         model(draw())
     return path
 
@@ -135,7 +135,8 @@ def served(
     if isinstance(weight, dict):
         codes, scales = zip(*weight.values(), strict=True)
         weight = Quantized(torch.cat(codes), torch.cat(scales))
-    return captured(Attention({"qkv_proj": ServedLinear(weight, block, **options)}), path)
+    model = Attention({"qkv_proj": ServedLinear(weight, block, **options)})
+    return captured(model, path, mode=torch.inference_mode)  # as servers run
 
 
 def trained(path: Path, recipe: str) -> Path:
