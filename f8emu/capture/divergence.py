@@ -117,12 +117,11 @@ class Pair:
                 facts["cause"] = "" if divergences else "of equal operands: the GEMM itself"
             where = {"step": self.step, "place": a.record.place, "part": part, "tensor": _tensor(a.record, part)}
             divergences.append(Divergence(**where, elements=size, **facts))
-        # 3. Why the operands differ: said of the first part of each.
-        told = set[str]()
-        for i, one in enumerate(divergences):
-            if one.part[1:2] == "." and one.part[0] not in told:
-                told.add(one.part[0])
-                divergences[i] = self._explained(one, key, arrays)
+        # 3. Why the operands differ: said of the first part of each, in as many lines as are shown.
+        if len(found.divergences) <= self.errors:
+            firsts = {one.part[0]: i for i, one in reversed(tuple(enumerate(divergences))) if one.part[1:2] == "."}
+            for i in firsts.values():
+                divergences[i] = self._explained(divergences[i], key, arrays)
         found.divergences += divergences
 
     def _explained(self, one: Divergence, key: Key, arrays: tuple[Arrays, Arrays]) -> Divergence:

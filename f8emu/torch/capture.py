@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from f8emu.capture.handle import Handle, arrays_of, facts_of, name_of, session_of
+from f8emu.capture.handle import Handle, arrays_of, facts_of, session_of
 from f8emu.capture.record import ForeignRecord
 from f8emu.capture.session import LIMIT_BYTES, Session
 from f8emu.capture.writer import Stored
 from f8emu.torch.float8_layer import Float8Layer, all_float8_layers, chosen_layers
-from f8emu.torch.foreign_layers import ForeignSeen, ForeignWatch, foreign_layers
+from f8emu.torch.foreign_layers import ForeignWatch, foreign_layers
 from f8emu.torch.layer.observers import GemmSeen, Observation, TensorSeen
 from f8emu.torch.torch_internals import is_dtensor, not_compiled, rank_of_process
 
@@ -70,8 +70,7 @@ def capture(
         OperandError: no layer to capture.
         CaptureError: `path` cannot be created, or this rank has captured into it before.
     """
-    others = foreign_layers(model)
-    every = chosen_layers({**all_float8_layers(model), **others}, layers, call=_CALL)
+    every = chosen_layers({**all_float8_layers(model), **foreign_layers(model)}, layers, call=_CALL)
     chosen = {name: layer for name, layer in every.items() if isinstance(layer, Float8Layer)}
     others = {name: layer for name, layer in every.items() if name not in chosen}
     device = next((p.device for layer in every.values() for p in layer.parameters()), torch.device("cpu"))
@@ -153,24 +152,13 @@ class Capture(Handle):
         }
         self._keep_gemm(seen.layer, seen.gemm, arrays_of(seen.a, seen.b, seen.product), options)
 
-    def _foreign(self, seen: ForeignSeen) -> None:
+    def _foreign(
+        self, layer: str, tensors: Mapping[str, Tensor], arrays: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> None:
         self._has_seen = True
-        # 1. The tensors before their casts.
-        for tensor, value in (("input", seen.input), ("weight", seen.weight)):
-            if value is not None:
-                self._keep_tensor(seen.layer, tensor, value)
-        # 2. What the layer showed of its product.
-        arrays, options = {"product": seen.product}, dict[str, Any]()
-        for side, shown in (("a", seen.a), ("b", seen.b)):
-            arrays |= {
-                f"{side}.{part}": x for part, x in (("codes", shown.codes), ("scale", shown.scale)) if x is not None
-            }
-            options[f"{side}_format"] = "" if shown.codes is None else name_of(shown.codes.dtype)
-            options[f"{side}_scale"] = "" if shown.scale is None else name_of(shown.scale.dtype)
-            options[f"{side}_block_rows"], options[f"{side}_block_columns"] = shown.block
-        options |= {"m": seen.product.shape[0], "n": seen.product.shape[1], "k": seen.k}
-        options |= {"out_dtype": name_of(seen.product.dtype), "has_bias": seen.has_bias, "module": seen.module}
-        self._keep_gemm(seen.layer, "output", arrays, options, ForeignRecord)
+        for tensor, value in tensors.items():
+            self._keep_tensor(layer, tensor, value)
+        self._keep_gemm(layer, "output", arrays, facts, ForeignRecord)
 
 
 def _fault(x: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Float8 linear layers of other stacks, read for a capture: by their public attributes, and by what they multiply.
 
-- A layer that keeps float8 weights has `weight` and `weight_scale_inv` or `weight_scale`: transformers' FP8Linear, the
-  layers of vLLM and SGLang whose `quant_method` is a float8 one, compressed-tensors'.
+- A layer that keeps float8 weights has `weight`, and `weight_scale_inv` or `weight_scale`: transformers' FP8Linear,
+  compressed-tensors', the layers of vLLM and SGLang.
 - torchao's Float8Linear casts in every call: both operands are read where it multiplies them.
 - Codes and scales of an activation are read from the operator that multiplies them, if torch sees one (`_OPERATORS`).
   Where a kernel casts by itself they are not shown, and nothing is computed in their place.
@@ -10,14 +10,15 @@ Only forward passes are read. While a layer is watched torch.compile leaves it e
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from f8emu.capture.handle import name_of
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.torch_internals import is_in_backward_pass, named_modules, not_compiled
 
@@ -29,32 +30,13 @@ _OPERATORS = {
 }
 """Operator -> the places of a and of its scale among its arguments. Those of vLLM as it is at 0.33."""
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-"""Dtypes of scales that mean what they say; packed ones (int32) are not shown."""
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
-_TORCHAO = "torchao.float8.float8_linear"
-
-
-class Shown(NamedTuple):
-    """An operand as far as it was shown: codes [rows, K], scales [ceil(rows / block rows), ceil(K / block columns)]."""
-
-    codes: Tensor | None = None
-    scale: Tensor | None = None
-    block: tuple[int, int] = (0, 0)
-
-
-class ForeignSeen(NamedTuple):
-    """A forward pass of a foreign layer."""
-
-    layer: str
-    k: int
-    input: Tensor | None  # [M, K] in high precision
-    weight: Tensor | None  # [N, K] in high precision, of a layer that keeps one
-    a: Shown
-    b: Shown
-    product: Tensor  # [M, N], the output of the module
-    has_bias: bool
-    module: str  # package, version and class
+_SCALES = (*_VALUES, torch.float8_e8m0fnu)
+"""Dtypes of scales that mean what they say; packed ones (int32) are not shown."""
+Operand = tuple[Tensor, Tensor]
+"""Codes [rows, K] and the scale as the stack has it."""
+Show = Callable[[str, Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Any]], None]
+"""Takes the layer, its tensors in high precision, the arrays of its GEMM, and the fields of a ForeignRecord."""
 
 
 def foreign_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -66,25 +48,22 @@ def _is_foreign(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if isinstance(module, Float8Layer) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return False
-    return _is_torchao(module) or (weight.dtype in _FLOAT8 and _scale_of(module) is not None)
-
-
-def _is_torchao(module: nn.Module) -> bool:
-    return any(kind.__module__ == _TORCHAO and kind.__name__ == "Float8Linear" for kind in type(module).__mro__)
+    kinds = {(kind.__module__, kind.__name__) for kind in type(module).__mro__}
+    is_torchao = ("torchao.float8.float8_linear", "Float8Linear") in kinds
+    return is_torchao or (weight.dtype in _FLOAT8 and _scale_of(module) is not None)
 
 
 def _scale_of(module: nn.Module) -> Tensor | None:
-    # vLLM and SGLang have `weight_scale_inv` from DeepSeek's checkpoints: despite its name the factor that decodes
+    # despite its name `weight_scale_inv`, of DeepSeek's checkpoints, is the factor that decodes
     found = (getattr(module, name, None) for name in ("weight_scale_inv", "weight_scale"))
-    return next((scale for scale in found if isinstance(scale, Tensor)), None)
+    return next((scale.detach() for scale in found if isinstance(scale, Tensor)), None)
 
 
 class ForeignWatch:
-    """Hooks on foreign layers, which show forward passes to `show` while they are on; they go with the model."""
+    """Hooks on foreign layers, which show forward passes while they are on; they go with the model."""
 
-    def __init__(self, layers: Mapping[str, nn.Module], show: Callable[[ForeignSeen], None]) -> None:
-        self._layers = weakref.WeakValueDictionary(layers)
-        self._show = show
+    def __init__(self, layers: Mapping[str, nn.Module], show: Show) -> None:
+        self._layers, self._show = weakref.WeakValueDictionary(layers), show
         self._hooks: list[Any] = []
 
     def turn(self, on: bool) -> None:
@@ -95,16 +74,15 @@ class ForeignWatch:
             hook.remove()
         self._hooks = []
         for name, layer in self._layers.items() if on else ():
-            before, after = self._hooks_of(name)
+            modes: list[_Operands] = []  # one a call in progress
+            before, after = self._hooks_of(name, modes)
             self._hooks += [
                 layer.register_forward_pre_hook(not_compiled(before)),
                 # also of a call that fails: its mode must end
                 layer.register_forward_hook(not_compiled(after), with_kwargs=True, always_call=True),
             ]
 
-    def _hooks_of(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        modes: list[_Operands] = []  # one a call in progress
-
+    def _hooks_of(self, name: str, modes: "list[_Operands]") -> tuple[Callable[..., None], Callable[..., None]]:
         def before(module: nn.Module, args: Any) -> None:
             modes.append(_Operands())
             modes[-1].__enter__()
@@ -118,86 +96,89 @@ class ForeignWatch:
             y = output[0] if isinstance(output, tuple) else output  # of vLLM's with its bias beside it
             # a call that failed has no output; what activation checkpointing repeats is seen once
             if x is not None and isinstance(y, Tensor) and y.dtype in _VALUES and not is_in_backward_pass():
-                self._show(_seen(name, module, x.detach(), y.detach(), mode))
+                self._show(name, *_seen(module, x.detach(), y.detach(), mode))
 
         return before, after
 
 
 class _Operands(TorchDispatchMode):
-    """Keeps the operands of the first float8 product: (codes, scale) of a, and of b where torchao multiplies."""
+    """Keeps the operands of the first float8 product: a, and b where torchao multiplies."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a: tuple[Tensor, Tensor] | None = None
-        self.b: tuple[Tensor, Tensor] | None = None
+    a: Operand | None = None
+    b: Operand | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
+        name, kwargs = func._schema.name, kwargs or {}
         if self.a is None and name in _OPERATORS:
-            named = [one.name for one in func._schema.arguments]
-            of = [args[i] if i < len(args) else (kwargs or {}).get(named[i]) for i in _OPERATORS[name]]
-            if isinstance(of[0], Tensor) and isinstance(of[1], Tensor) and of[0].dtype in _FLOAT8:
-                self.a = of[0].detach(), of[1].detach()
+            names = [one.name for one in func._schema.arguments]
+            codes, scale = (args[i] if i < len(args) else kwargs.get(names[i]) for i in _OPERATORS[name])
+            if isinstance(codes, Tensor) and isinstance(scale, Tensor) and codes.dtype in _FLOAT8:
+                self.a = codes.detach(), scale.detach()
         elif self.a is None and name == "aten::mm" and all(hasattr(one, "_data") for one in args):
             # torchao keeps the factor that encodes; its product takes the reciprocal
-            self.a, of_b = ((one._data.detach(), one._scale.detach().reciprocal()) for one in args)
-            self.b = of_b[0].t(), of_b[1].t()
-        return func(*args, **(kwargs or {}))
+            self.a, (codes, scale) = ((one._data.detach(), one._scale.detach().reciprocal()) for one in args)
+            self.b = codes.t(), scale.t()
+        return func(*args, **kwargs)
 
 
-def _seen(name: str, module: nn.Module, x: Tensor, y: Tensor, mode: _Operands) -> ForeignSeen:
+def _seen(
+    module: nn.Module, x: Tensor, y: Tensor, mode: _Operands
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    weight, bias = module.weight, getattr(module, "bias", None)
+    (m, k), n, weight = x.shape, y.shape[1], module.weight
     assert isinstance(weight, Tensor)
-    (m, k), n, block, own = x.shape, y.shape[1], _block_of(module), mode.b
-    if own is None and (scale := _scale_of(module)) is not None:
-        own = _upright(weight.detach(), n, k), scale.detach()
+    # 1. The operands; the blocks are an attribute of transformers, then of vLLM.
+    block, b = getattr(module, "block_size", None) or getattr(module, "weight_block_size", None), mode.b
+    block = (int(block[0]), int(block[1])) if isinstance(block, list | tuple) and len(block) == 2 else None
+    if b is None and (scale := _scale_of(module)) is not None:
+        # vLLM keeps per-tensor and per-channel weights as a transpose, [K, N] with strides (1, K)
+        is_transposed = weight.shape == (k, n) and (n != k or weight.stride() == (1, k))
+        b = (weight.t() if is_transposed else weight).detach(), scale
     root = type(module).__module__.partition(".")[0]
-    return ForeignSeen(
-        layer=name,
-        k=k,
-        input=x if x.dtype in _VALUES else None,
-        weight=weight.detach() if weight.dtype in _VALUES else None,
-        a=_shown(mode.a, m, k, block and (1, block[1])),
-        b=_shown(own, n, k, block, getattr(module, "logical_widths", ())),
-        product=y,
-        has_bias=isinstance(bias, Tensor) and not getattr(module, "skip_bias_add", False),
-        module=f"{root} {_version(root)}: {type(module).__qualname__}",
+    has_bias = isinstance(getattr(module, "bias", None), Tensor) and not getattr(module, "skip_bias_add", False)
+    arrays: dict[str, Tensor] = {"product": y}
+    facts: dict[str, Any] = {"m": m, "n": n, "k": k, "out_dtype": name_of(y.dtype), "has_bias": has_bias}
+    facts["module"] = f"{root} {_version(root)}: {type(module).__qualname__}"
+    widths = tuple(getattr(module, "logical_widths", ()))
+    # 2. What was shown of them.
+    for side, shown in (
+        ("a", _shown(mode.a, m, k, block and (1, block[1]))),
+        ("b", _shown(b, n, k, block, widths)),
+    ):
+        codes, scale, (rows, columns) = shown
+        arrays |= {f"{side}.{part}": one for part, one in (("codes", codes), ("scale", scale)) if one is not None}
+        facts |= {f"{side}_format": _name(codes), f"{side}_scale": _name(scale)}
+        facts |= {f"{side}_block_rows": rows, f"{side}_block_columns": columns}
+    return (
+        {name: one for name, one in (("input", x), ("weight", weight.detach())) if one.dtype in _VALUES},
+        arrays,
+        facts,
     )
 
 
-def _upright(weight: Tensor, n: int, k: int) -> Tensor:
-    # vLLM keeps per-tensor and per-channel weights as a transpose, [K, N] with strides (1, K).
-    is_transposed = weight.shape == (k, n) and (n != k or (weight.stride() == (1, k) and k > 1))
-    return weight.t() if is_transposed else weight
-
-
-def _block_of(module: nn.Module) -> tuple[int, int] | None:
-    # transformers' attribute, then vLLM's
-    found = getattr(module, "block_size", None) or getattr(module, "weight_block_size", None)
-    return (int(found[0]), int(found[1])) if isinstance(found, list | tuple) and len(found) == 2 else None
-
-
 def _shown(
-    operand: tuple[Tensor, Tensor] | None, rows: int, k: int, block: tuple[int, int] | None, widths: Iterable[int] = ()
-) -> Shown:
-    # 1. Codes; kernels pad rows.
+    operand: Operand | None, rows: int, k: int, block: tuple[int, int] | None, widths: tuple[int, ...] = ()
+) -> tuple[Tensor | None, Tensor | None, tuple[int, int]]:
+    # Codes, scales as a grid, and its blocks. Kernels pad rows.
     if operand is None or operand[0].dim() != 2 or operand[0].shape[0] < rows or operand[0].shape[1] != k:
-        return Shown()
+        return None, None, (0, 0)
     codes, scale = operand[0][:rows], operand[1]
-    if scale.dtype not in _SCALES:
-        return Shown(codes)
-    # 2. One scale a shard of a fused weight is one for each of its rows.
-    if scale.numel() == len(widths := tuple(widths)) > 1 and sum(widths) == rows:
+    # 1. One scale a shard of a fused weight is one for each of its rows.
+    if scale.numel() == len(widths) > 1 and sum(widths) == rows:
         scale = scale.reshape(-1).repeat_interleave(torch.tensor(widths, device=scale.device))
-    # 3. The grid: blocks, one for all, one a row.
-    if block is not None and scale.shape == (-(-rows // block[0]), -(-k // block[1])):
-        return Shown(codes, scale, block)
-    if scale.numel() == 1:
-        return Shown(codes, scale.reshape(1, 1), (rows, k))
-    if scale.dim() in (1, 2) and scale.shape[0] >= rows and scale.numel() == scale.shape[0]:
-        return Shown(codes, scale.reshape(-1, 1)[:rows], (1, k))
-    return Shown(codes)
+    # 2. The grid: blocks, one for all, one a row.
+    if scale.dtype in _SCALES:
+        if block is not None and scale.shape == (-(-rows // block[0]), -(-k // block[1])):
+            return codes, scale, block
+        if scale.numel() == 1:
+            return codes, scale.reshape(1, 1), (rows, k)
+        if scale.numel() == scale.shape[0] >= rows:
+            return codes, scale.reshape(-1, 1)[:rows], (1, k)
+    return codes, None, (0, 0)
+
+
+def _name(x: Tensor | None) -> str:
+    return "" if x is None else name_of(x.dtype)
 
 
 def _version(package: str) -> str:

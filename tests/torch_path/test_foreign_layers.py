@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from f8emu.capture import ForeignRecord
+from f8emu.capture import CaptureError, ForeignRecord
 from f8emu.capture.read import read_capture
 from f8emu.dialects import Dialect, Quantized, dialect_by_name, quantize
+from f8emu.spec import SpecError
 from f8emu.torch import capture, convert_to_float8_training, scaled_mm
 from tests.conformance.command import invoke
 
@@ -126,6 +128,34 @@ def test_what_a_layer_of_vllm_shows(tmp_path: Path) -> None:
         assert arrays[f"{side}.codes"].tobytes() == expected.codes.view(torch.uint8).numpy().tobytes()
         assert arrays[f"{side}.scale"].tobytes() == expected.scale.numpy().tobytes()
     assert arrays["product"].shape == (16, sum(SIZES.values()))
+
+
+def test_what_is_not_as_its_record_says_is_refused(tmp_path: Path) -> None:
+    """And a call that fails leaves nothing behind; a replay says that it computed nothing."""
+    layer = ServedLinear(quantize(torch.cat(list(weights().values())), "vllm_weight_channel"))
+    with capture(layer, tmp_path), torch.inference_mode():
+        layer.activation = "no such dialect"
+        with pytest.raises(SpecError):
+            layer(draw())
+        assert _get_current_dispatch_mode() is None
+        layer.activation = "vllm_token"
+        layer(draw())
+    (step,) = read_capture(tmp_path)
+    assert [one.record.what for one in step.records] == ["input", "output"]
+    status, text, _ = invoke("replay", tmp_path, COLUMNS="2000")
+    assert status == 2 and "output is of another stack's layer" in text and "NOT VERIFIED" in text
+    index = step.path / "index.json"
+    for old, new, message in (
+        ('"b_block_rows": 1', '"b_block_rows": 2', r"b.scale float32\[256, 1\]; found float32\[512, 1\]"),
+        ('"b_scale": "float32"', '"b_scale": ""', "expected the tensors a.codes, a.scale, b.codes, product"),
+        ('"b_block_rows": 1', '"b_block_rows": 0', "the blocks of b must have"),
+    ):
+        text = index.read_text()
+        index.write_text(text.replace(old, new))
+        assert index.read_text() != text
+        with pytest.raises(CaptureError, match=message):
+            read_capture(tmp_path)[0].records[1].load()
+        index.write_text(text)
 
 
 def served(
