@@ -20,14 +20,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 from f8emu import __version__
-from f8emu.cli import audit, captures, fit, recipes, verify
+from f8emu.cli import audit, captures, export, fit, recipes, verify
 from f8emu.cli.frame import BAD_USAGE, STATUSES
 
 if TYPE_CHECKING:
     import typer
     from _typeshed import ReadableBuffer
 
-_COMMANDS = (verify, fit, captures, audit, recipes)
+_COMMANDS = (verify, fit, captures, audit, export, recipes)
 """The commands, in the order of the help."""
 _WITH_KERNELS = (["verify"], ["fit"])
 """Commands that run other people's code, which may end the process."""

@@ -62,21 +62,25 @@ if _typing.TYPE_CHECKING:
     from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel as Float8ColwiseParallel
     from f8emu.torch.parallel.tensor_parallel import Float8RowwiseParallel as Float8RowwiseParallel
     from f8emu.torch.parallel.tensor_parallel import PrepareFloat8ModuleInput as PrepareFloat8ModuleInput
+    from f8emu.torch.serving.directory import verify_export as verify_export
+    from f8emu.torch.serving.export import export_float8 as export_float8
 
-_PARALLEL_STYLES = {
-    "ExpertParallel": "expert_parallel",
-    "Float8ColwiseParallel": "tensor_parallel",
-    "Float8RowwiseParallel": "tensor_parallel",
-    "PrepareFloat8ModuleInput": "tensor_parallel",
+_LATE = {
+    "ExpertParallel": "parallel.expert_parallel",
+    "Float8ColwiseParallel": "parallel.tensor_parallel",
+    "Float8RowwiseParallel": "parallel.tensor_parallel",
+    "PrepareFloat8ModuleInput": "parallel.tensor_parallel",
+    "export_float8": "serving.export",
+    "verify_export": "serving.directory",
 }
-"""Loaded on first use, each from its file: they derive from classes of torch that take half a second to load."""
+"""Loaded on first use, each from its file: they need classes of torch that take half a second to load."""
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name not in _PARALLEL_STYLES:
+    if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_module(f"f8emu.torch.parallel.{_PARALLEL_STYLES[name]}"), name)
+    return getattr(_import_module(f"f8emu.torch.{_LATE[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PARALLEL_STYLES])
+    return sorted([*globals(), *_LATE])

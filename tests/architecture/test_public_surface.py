@@ -63,10 +63,10 @@ SURFACE = {
         Float8ColwiseParallel Float8Experts Float8FeedForward Float8Linear Float8RowwiseParallel Float8Weight
         InspectConfig Inspector
         MasterWeights OtherWeight Outcome PrepareFloat8ModuleInput capture convert_to_float8_training
-        delayed_state_dict dequantize_float8_training engine_of filter_small_layers float8_checkpoint_policy
-        float8_experts grouped_linear inspect load_delayed_state_dict plan_conversion
+        delayed_state_dict dequantize_float8_training engine_of export_float8 filter_small_layers
+        float8_checkpoint_policy float8_experts grouped_linear inspect load_delayed_state_dict plan_conversion
         precompute_float8_dynamic_scale_for_fsdp set_amax_reduction_group swap_linear_with_float8_linear
-        sync_float8_amax_and_scale_history
+        sync_float8_amax_and_scale_history verify_export
     """,
 }
 # The verbs as the oracle has them; those of GEMMs are in `f8ref.jax` too.

@@ -1,6 +1,7 @@
 """A trained model, sharded or not, as one plain file for other libraries."""
 
 import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,12 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:
         raise MissingExtraError("export_safetensors", "safetensors", "torch") from error
-    # 1. One tensor at a time, so that no rank but the first holds more than one whole tensor.
+    # 1. Of all ranks the first keeps what it writes.
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    state = get_model_state_dict(model)
-    repeated = _repeated(model)
     tensors: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor) or name in repeated:
-            continue
-        value = value.to(dtype) if value.is_floating_point() else value
-        whole = _plain(value.full_tensor() if isinstance(value, DTensor) else value)
+    for name, value in whole_tensors(model, dtype):
         if is_first:
-            tensors[name] = whole.detach().cpu().contiguous()
+            tensors[name] = value.cpu().contiguous()
     # 2. Under another name until it is complete.
     if is_first:
         unfinished = Path(f"{os.fspath(path)}.unfinished")
@@ -56,13 +51,27 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
         unfinished.replace(path)
 
 
-def _repeated(model: nn.Module) -> set[str]:
-    # The names of parameters that have an earlier name too.
+def whole_tensors(model: nn.Module, dtype: torch.dtype, keep: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the state dict, whole, by the names of the model before its conversion; tied ones once.
+
+    Floating-point tensors are rounded to `dtype`, but those in `keep`. Every rank iterates: shards are gathered one
+    tensor at a time, so that no rank has to hold more.
+    """
+    repeated = {name for names in names_of_parameters(model).values() for name in names[1:]}
+    for name, value in get_model_state_dict(model).items():
+        if not isinstance(value, Tensor) or name in repeated:
+            continue
+        value = value.to(dtype) if value.is_floating_point() and name not in keep else value
+        yield name, _plain(value.full_tensor() if isinstance(value, DTensor) else value).detach()
+
+
+def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """The id of each parameter -> all its names."""
     found: dict[int, list[str]] = {}
     for prefix, module in named_modules(model, remove_duplicate=False):
         for name, parameter in own_parameters(module).items():
             found.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
-    return {name for names in found.values() for name in names[1:]}
+    return found
 
 
 def _plain(x: Any) -> Any:

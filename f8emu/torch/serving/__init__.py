@@ -1,0 +1,1 @@
+"""Float8 checkpoints for the servers of other stacks."""

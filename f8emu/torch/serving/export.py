@@ -1,0 +1,177 @@
+"""A float8 checkpoint with the very codes and scales that the layers multiply in their GEMM `output`."""
+
+import fnmatch
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.recipe import Recipe
+from f8emu.spec.scaling import Granularity
+from f8emu.torch.chip import CHIP, name_of
+from f8emu.torch.conversion.experts import ConvertedExperts
+from f8emu.torch.conversion.report import linear_layers
+from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
+from f8emu.torch.layer.experts import Float8Experts
+from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.layer.operands import cast_rows_first
+from f8emu.torch.parallel.checkpoints import names_of_parameters, whole_tensors
+from f8emu.torch.serving.directory import CONFIG, INDEX, Writer, files_of, json_of, shapes_of, tensors_of
+from f8emu.torch.serving.formats import BLOCK, CheckpointFormat, format_of
+from f8emu.torch.torch_internals import named_modules
+
+SKIPPED = ("lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*_gate", "*router*")
+"""Modules of a checkpoint that stay in high precision unless `skip` says otherwise: heads, embeddings and routers."""
+MAX_SHARD_BYTES = 5 << 30
+
+
+@torch.no_grad()
+def export_float8(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    format: str,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a converted model as a float8 checkpoint, which transformers, vLLM and SGLang load.
+
+    The weight of every `Float8Linear` becomes codes and scales. Every rank calls it: shards of FSDP2 and tensor
+    parallelism are gathered one tensor at a time, and rank 0 writes. A tied weight is stored once, under its first
+    name. config.json is that of `model.config`, if there is one, with the `quantization_config` of the format; this
+    lists the linear layers that are in high precision. `f8emu_manifest.json` has the hash of every tensor
+    (`verify_export`). The directory appears when it is complete.
+
+    Args:
+        model: converted, whole or sharded, with float8 primary weights or without, compiled or wrapped.
+        path: the directory; it must not exist.
+        format: "block" for 128x128 scales, `weight_scale_inv`, as DeepSeek has them; "compressed-tensors" for
+            tensorwise, rowwise and 128x128 scales, `weight_scale`; "per-channel" for rowwise scales with FBGEMM's
+            configuration.
+        dtype: the dtype of the other floating-point tensors.
+        max_shard_bytes: the most bytes of a shard, unless one tensor has more.
+
+    Shapes:
+        weight [N, K] -> float8_e4m3fn [N, K], and float32 [ceil(N / 128), ceil(K / 128)], [N, 1] or [1].
+
+    Exactness: codes and scales are those of the operand `weight` of `output` in the next forward pass, bit for bit.
+    Other tensors are rounded once, to nearest even.
+
+    Raises:
+        SpecError: an unknown format.
+        OperandError: a model without float8 layers or with several recipes; a directory that exists; 128x128 scales and
+            sizes that are not multiples of 128, whose blocks readers would cut elsewhere.
+        UnsupportedError: a recipe that the format cannot hold; experts; a weight with several names.
+        MissingExtraError: safetensors is not installed.
+    """
+    # 1. The layers, which have one recipe.
+    call = "export_float8"
+    layers = {fqn: layer for fqn, layer in linear_layers(model) if isinstance(layer, Float8Linear)}
+    recipes = list(dict.fromkeys(layer.recipe for layer in layers.values()))
+    if len(recipes) != 1:
+        found = ", ".join(recipe.label for recipe in recipes) or "no float8 layer"
+        raise OperandError(f"{call}: model must be converted, under one recipe; got {found}")
+    recipe = recipes[0]
+    chosen = format_of(call, format, recipe)
+    # 2. Their weights: a server has one tensor of a name.
+    advice = "leave it out of the conversion with module_filter_fn"
+    for fqn, part in named_modules(model):
+        if isinstance(part, ConvertedExperts | Float8Experts):
+            raise UnsupportedError(f"{call}: no format here has the scales of experts; got {fqn or 'one'}; {advice}")
+    readers = names_of_parameters(model)
+    for layer in layers.values():
+        if len(names := readers[id(layer.weight)]) > 1:
+            raise UnsupportedError(f"{call}: a float8 weight must have one name; got {', '.join(names)}; {advice}")
+    # 3. One tensor at a time.
+    coded = {f"{fqn}.weight" for fqn in layers}
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    writer = Writer(call, path, max_shard_bytes) if is_first else None
+    for name, value in whole_tensors(model, dtype, keep=coded):
+        if writer is not None:
+            _add(call, writer, name, value, recipe if name in coded else None, chosen)
+    if writer is not None:
+        left = [fqn for fqn, _ in linear_layers(model) if fqn not in layers]
+        writer.finish({**_config_of(model, dtype), "quantization_config": chosen.config(recipe, left)}, format, recipe)
+
+
+@torch.no_grad()
+def export_checkpoint(
+    model: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    format: str,
+    config: RecipeLike,
+    skip: Sequence[str] = SKIPPED,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """`export_float8` of a checkpoint of transformers: a directory with config.json and safetensors files.
+
+    Every matrix `*.weight` whose sizes are multiples of 16 becomes codes, unless a pattern of `skip` fits its module:
+    the layers in high precision must be those of the training. Tensors are read one at a time, and other files copied.
+
+    Exactness: codes and scales are those of layers whose weights have the values and the dtype of the checkpoint. So
+    that of a model with float32 weights must hold them in float32.
+
+    Raises:
+        OperandError: no such checkpoint; one that is quantized already; otherwise as `export_float8`.
+    """
+    call, source, recipe = "export_checkpoint", Path(model), resolve_recipe("export_checkpoint", config)
+    chosen, files, of_model = format_of(call, format, recipe), files_of(call, source), json_of(call, source, CONFIG)
+    if "quantization_config" in of_model:
+        raise OperandError(f"{call}: {source} must be in high precision; got one with a quantization_config")
+    # 1. Which matrices stay: a server must be told before it reads them.
+    shapes = {name: shape for file in files for name, shape in shapes_of(call, file).items()}
+    matrices = [name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2]
+    left = [
+        fqn
+        for fqn in (name.removesuffix(".weight") for name in matrices)
+        if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in skip)
+        or any(size % CHIP.size_multiple for size in shapes[f"{fqn}.weight"])
+    ]
+    coded = set(matrices) - {f"{fqn}.weight" for fqn in left}
+    # 2. One tensor at a time, and what else lies there.
+    writer = Writer(call, path, max_shard_bytes)
+    done = 0
+    for file in files:
+        for name, value in tensors_of(call, file):
+            _add(call, writer, name, value, recipe if name in coded else None, chosen)
+            done += 1
+            progress(done, len(shapes))
+    for file in source.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX):
+            shutil.copyfile(file, writer.directory / file.name)
+    writer.finish({**of_model, "quantization_config": chosen.config(recipe, left)}, format, recipe)
+
+
+def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    # As transformers' save_pretrained writes it: servers find a model by the name of its class.
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
+    return {**config.to_dict(), "architectures": config.architectures or [name], "dtype": name_of(dtype)}
+
+
+def _add(call: str, writer: Writer, name: str, value: Tensor, recipe: Recipe | None, chosen: CheckpointFormat) -> None:
+    # A tensor as it is, or its codes and scales.
+    if recipe is None:
+        writer.add(name, value)
+        return
+    cast = recipe.output.b
+    if cast.granularity is Granularity.BLOCKWISE_128X128 and any(size % BLOCK for size in value.shape):
+        raise OperandError(
+            f"{call}: with 128x128 scales N and K must be multiples of 128, since readers cut the matrix into equal "
+            f"blocks; got {name} {list(value.shape)}; leave the layer in high precision"
+        )
+    (codes, scale), _ = cast_rows_first(value.contiguous(), cast, None, recipe.rule_of(cast))
+    assert scale is not None, "a float8 operand has one"
+    writer.add(name, codes)
+    scale = scale.reshape(1) if cast.granularity is Granularity.TENSORWISE else scale
+    writer.add(f"{name.removesuffix('weight')}{chosen.scale_name}", scale)
