@@ -8,6 +8,9 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.f8emu-installed
+# The packages that tests/dialects compares with. They lie apart, where only that test looks: transformers, peft and
+# accelerate change what they do where they can import torchao. What they need of others is in .venv.
+STACKS := $(VENV)/stacks
 # Touched where no compiler is found too: f8emu then works without its engine.
 ENGINE := $(VENV)/.f8emu-engine
 
@@ -70,11 +73,12 @@ engine: $(ENGINE)
 
 install: $(ENGINE)
 
-$(STAMP): pyproject.toml constraints/cpu.txt
+$(STAMP): pyproject.toml constraints/cpu.txt constraints/stacks.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "f8emu needs Python 3.11 or newer; $(PYTHON) is %s. Choose another: make PYTHON=python3.12" % sys.version.split()[0])'
 	@echo 'Installing into $(VENV); once, a minute or two'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints/cpu.txt -e '.[all]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps --upgrade --target $(STACKS) -r constraints/stacks.txt
 	@touch $@
 
 $(ENGINE): $(STAMP) setup.py $(wildcard f8emu/native/src/*.[ch])

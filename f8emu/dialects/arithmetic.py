@@ -151,10 +151,10 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
 
     # 1. The amax that counts.
     a = amax.astype(working)
-    if form.nonfinite_amax is not None:
-        a = np.where(np.isfinite(a), a, fl(form.nonfinite_amax))
     if form.nan_amax is not None:
         a = np.where(np.isnan(a), fl(form.nan_amax), a)
+    if form.infinite_amax is not None:
+        a = np.where(np.isinf(a), fl(form.infinite_amax), a)
     if form.small_amax is not None:
         a = np.where(a <= form.small_amax[0], fl(form.small_amax[1]), a)
     if form.amax_floor:
@@ -176,7 +176,8 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
             t = np.exp2(np.floor(_log2(t)))
         s = fl(np.float32(1.0) / t).astype(np.float32)
     else:
-        s = fl(a / _MAX if form.division is Division.QUOTIENT else a * np.float32(1.0 / _MAX)).astype(np.float32)
+        reciprocal = np.float32(np.float16(1.0 / _MAX) if narrow == np.float16 else 1.0 / _MAX)
+        s = fl(a / _MAX if form.division is Division.QUOTIENT else a * reciprocal).astype(np.float32)
         t = (np.float32(_MAX) / a.astype(np.float32)).astype(np.float32)
     # 3. The scale that counts, and its power of two.
     if form.small_scale is not None:

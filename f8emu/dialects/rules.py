@@ -29,7 +29,7 @@ class Division(Enum):
     QUOTIENT = "s = amax / 448"
     """The IEEE quotient: torch on a CPU, `__fdiv_rn` and CUDA's `/` without fast math."""
     RECIPROCAL = "s = amax * fl(1/448)"
-    """torch's `tensor / number` on CUDA; XLA's and Triton's division by a constant."""
+    """torch's `tensor / number` on CUDA; XLA's division by a constant, whose 1/448 is float16 for float16."""
     MULTIPLIER = "t = 448 / amax"
     """The IEEE quotient, as `torch.div(448.0, amax)` gives it. Then `s = 1/t`, rounded."""
     MULTIPLIER_BY_RECIPROCAL = "t = fl(1/amax) * 448"
@@ -76,10 +76,10 @@ class ScaleForm:
     arithmetic: Arithmetic = Arithmetic.FLOAT32
     ignores_nan: bool = False
     """A NaN is no magnitude (fmax of C). False: it makes amax NaN."""
-    nonfinite_amax: float | None = None
-    """What an amax that is inf or NaN counts as."""
     nan_amax: float | None = None
-    """What a NaN amax alone counts as."""
+    """What a NaN amax counts as."""
+    infinite_amax: float | None = None
+    """What an infinite amax counts as."""
     small_amax: tuple[float, float] | None = None
     """(limit, instead): an amax of at most `limit` counts as `instead`."""
     amax_floor: float = 0.0

@@ -71,6 +71,7 @@ _REQUANTIZED = "Of a block-quantized weight decoded to {}, as the model is loade
 _HISTORY = "amax is the history's; one of 0, inf or NaN leaves the scale as it was, which is 1 at first."
 _NAN_OF_MX = "A block whose byte is 255, for a NaN, is divided by inf."
 _SCALE_UB = "A given scale_ub bounds {}; here is none."
+_XLA = "Float16 codes are x * (1/s) in float16. XLA's maximum may drop a NaN."
 _CAVEATS = {
     "vllm_token": _SCALE_UB.format("s"),
     "vllm_group_triton": _TRITON,
@@ -90,14 +91,16 @@ _CAVEATS = {
     "torchao_mx_even": _NAN_OF_MX,
     "torchao_mx_rceil": "A block whose byte is 0 is not multiplied. Later versions multiply amax by fl(1/448).",
     "compressed_tensors_cuda": "The Triton back end, on SM90 and later.",
-    "compressed_tensors_mxfp8": "An amax of 1.75 * 2^127 or more gives the byte 255.",
+    "compressed_tensors_mxfp8": "An amax of 1.75 * 2^127 or more gives the byte 255; in float16 one of "
+    "1.75 * 2^15 or more, and one below 2^-14, or NaN, the scale 1.",
     "transformers_activation": f"kernels-community finegrained-fp8 46fa552. {_TRITON}",
     "fbgemm_triton": _TRITON,
     "fbgemm_cuda": _SCALE_UB.format("amax"),
     "modelopt_tensor": "For a 0-dimensional scale. With one of shape [1], codes are those of modelopt_channel.",
     "modelopt_fake": "Fake quantization: the package keeps code * s in x's dtype, and no scale.",
     "flax_linen": f"{_HISTORY} So does a subnormal one, which XLA flushes.",
-    "qwix": "XLA multiplies by the reciprocal, but not in an eager array of one element: qwix_eager_tensor.",
+    "qwix": f"An eager array of one scale is divided: qwix_eager_tensor. {_XLA}",
+    "qwix_eager_tensor": _XLA,
 }
 
 # 1 Rules that stacks share
@@ -201,7 +204,8 @@ _FBGEMM = (
 # 3 Training
 
 _te = _Stack(stack="TransformerEngine", version="TransformerEngine d0067d0")
-_current = replace(_T, small_amax=_ZERO_IS_ONE, nonfinite_amax=448.0, largest_multiplier=Arithmetic.FLOAT32)
+_or_448 = replace(_T, small_amax=_ZERO_IS_ONE, nan_amax=448.0, infinite_amax=448.0)
+_current = replace(_or_448, largest_multiplier=Arithmetic.FLOAT32)
 _current_pow2 = replace(_current, power_of_two=_DOWN)
 _of_block = replace(_current, largest_multiplier=_INPUT)
 _of_block_pow2 = replace(_of_block, power_of_two=_DOWN)
@@ -241,13 +245,12 @@ _TORCHAO = (
 
 _flax = _Stack(stack="flax", version="flax==0.12.8", compared=True)
 _qwix = _Stack(stack="qwix", version="qwix==0.1.8", compared=True)
-_linen = replace(_T, small_amax=_ZERO_IS_ONE, nonfinite_amax=448.0)
 _eager = replace(_narrow, small_scale=(Limit.ROOT_OF_TINY, 1.0))
 _compiled = replace(_eager, division=Division.RECIPROCAL)
 _kernel_scale = Stored(names=("kernel_scale", "input_scale"))
 _ops, _qarray = "linen/fp8_ops.py: compute_scale, quantize", "_src/core/qarray.py: quantize"
 _JAX = (
-    _flax("flax_linen", _ops, _linen, replace(_BY_S_NARROW, is_scale_rounded=True), (TENSOR,), _kernel_scale),
+    _flax("flax_linen", _ops, _or_448, replace(_BY_S_NARROW, is_scale_rounded=True), (TENSOR,), _kernel_scale),
     _qwix("qwix", _qarray, _compiled, _BY_S_NARROW, (ROW, TENSOR, GROUP, SQUARE), _NARROW),
     _qwix("qwix_eager_tensor", _qarray, _eager, _BY_S_NARROW, (TENSOR,), _NARROW),
     _qwix("qwix_mxfp8", _qarray, replace(_compiled, power_of_two=_UP_LOG2), _BY_S_NARROW, (MX_GROUP,), _NARROW),
@@ -259,7 +262,7 @@ _ct = _Stack(stack="compressed-tensors", version="compressed-tensors==0.20.0", c
 _qparams = "helpers.py: calculate_qparams, forward_helpers.py: _quantize"
 _epsilon = replace(_narrow, small_scale=(0.0, Limit.EPSILON))
 _narrow_weight, _byte_weight = replace(_NARROW, names=("weight_scale",)), replace(_BYTE, names=("weight_scale",))
-_from_1_75 = replace(_MX, carry=1 << 21)
+_from_1_75 = replace(_MX, carry=1 << 21, nan_amax=0.0)
 _COMPRESSED_TENSORS = (
     _ct("compressed_tensors_tensor", _qparams, _epsilon, _BY_S_NARROW, (TENSOR,), _narrow_weight),
     _ct("compressed_tensors_channel", _qparams, _epsilon, _BY_S_NARROW, (ROW,), _narrow_weight),
@@ -271,7 +274,7 @@ _COMPRESSED_TENSORS = (
 _hf = _Stack(stack="transformers", version="transformers==5.23.0", compared=True)
 _fp8_quantize, _act_quant = "finegrained_fp8.py: Fp8Quantize", "act_quant.py: fp8_act_quant"
 _safe = replace(_T2, small_amax=_ZERO_IS_ONE, nan_amax=448.0)
-_safe_log2 = replace(_safe, scale_floor=2.0**-126, power_of_two=_UP_LOG2)
+_safe_log2 = replace(_safe, scale_floor=2.0**-126, power_of_two=_UP_LOG2, exponents=(0, 255))
 _least_scale = replace(_D, scale_floor=1e-12)
 _byte_weight_inv = replace(_BYTE, names=("weight_scale_inv",))
 _TRANSFORMERS = (
@@ -282,7 +285,9 @@ _TRANSFORMERS = (
 
 _mo = _Stack(stack="Model-Optimizer", version="nvidia-modelopt==0.47.0", compared=True)
 _export, _qtensor = "export/quant_utils.py: to_quantized_weight", "fp8_tensor.py: FP8QTensor.quantize"
-_or_one = replace(_D, small_amax=_ZERO_IS_ONE, nan_amax=448.0)
+_least, _largest = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+_or_one = replace(_D, small_amax=_ZERO_IS_ONE, nan_amax=448.0, infinite_amax=_largest, amax_floor=_least)
+_nan_is_zero = replace(_quotient_log2, nan_amax=0.0)
 _fake = replace(_T2, small_amax=(2.0**-24, 1.0))
 _four_dimensions = replace(_WEIGHT, layout="[rows, 1, K, 1] of blocks")
 _MODELOPT = (
@@ -290,7 +295,14 @@ _MODELOPT = (
     _mo("modelopt_channel", _export, _or_one, _BY_S, (ROW, TENSOR), _WEIGHT),
     _mo("modelopt_block", _export, _or_one, _BY_S, (SQUARE,), _four_dimensions),
     _mo("modelopt_qtensor", _qtensor, _narrow, _BY_S_NARROW, (TENSOR, ROW, SQUARE, GROUP), _NARROW),
-    _mo("modelopt_mxfp8", "mxfp8_tensor.py", _quotient_log2, _BY_INVERSE, (MX_GROUP,), _byte_weight),
+    _mo(
+        "modelopt_mxfp8",
+        "mxfp8_tensor.py",
+        replace(_quotient_log2, nan_amax=0.0),
+        _BY_INVERSE,
+        (MX_GROUP,),
+        _byte_weight,
+    ),
     _mo("modelopt_fake", "tensor_quant.py: fp8_eager", _fake, _BY_T, (TENSOR, ROW)),
 )
 

@@ -1,0 +1,164 @@
+"""Dialects against the packages that they describe: every byte of codes and scales, on a CPU.
+
+The packages run once, in a process of their own (packages.py). `make install` puts them beside the other packages, into
+the folder `stacks` of the environment. A missing package is a failure: what was not compared may not count as compared.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from f8emu.dialects import DIALECTS, Dialect, dequantize, quantize
+from f8emu.dialects.arithmetic import block_amax
+from f8emu.dialects.rules import COLUMN, Arithmetic, Block, CodeRule, Division, PowerOfTwo
+
+HERE = Path(__file__).parent
+COMPARED = {name: dialect for name, dialect in DIALECTS.items() if dialect.is_compared}
+Array = NDArray[Any]
+Corner = Callable[[Array, str, Array], Array]
+"""(amax of each block, dtype of the matrix, stored scales) -> in which blocks the caveat says that bytes differ."""
+
+
+def mxfp8_corner(amax: Array, dtype: str, _: Array) -> Array:
+    of_float16 = ~(amax >= 2.0**-14) | (amax >= 1.75 * 2.0**15)
+    return of_float16 if dtype == "float16" else amax >= 1.75 * 2.0**127
+
+
+CORNERS: dict[str, Corner] = {
+    **dict.fromkeys(("torchao_mx_floor", "torchao_mx_ceil", "torchao_mx_even"), lambda amax, *_: np.isnan(amax)),
+    **dict.fromkeys(("qwix", "qwix_eager_tensor"), lambda amax, *_: np.isnan(amax)),
+    "torchao_mx_rceil": lambda amax, _, scale: scale.view(np.uint8) == 0,
+    "compressed_tensors_mxfp8": mxfp8_corner,
+}
+
+
+def load(name: str) -> Any:
+    sys.path.insert(0, str(HERE))
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(str(HERE))
+
+
+TABLES = {(dtype, table): x for dtype in load("tables").DTYPES for table, x in load("tables").tables(dtype).items()}
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Array]:
+    """`TABLE/DTYPE/DIALECT/BLOCK/codes` and `/scale` -> the bytes of the package."""
+    out = tmp_path_factory.mktemp("packages") / "out.npz"
+    blocks = {name: [block for block in one.blocks if block != COLUMN] for name, one in COMPARED.items()}
+    paths = [str(HERE), *sys.path, str(Path(sys.prefix, "stacks"))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_NUMPY_RANK_PROMOTION": "allow"}
+    command = [sys.executable, str(HERE / "packages.py"), str(out), json.dumps(blocks)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (
+        f"packages.py failed; `make install` brings the packages of other stacks:\n{done.stderr}"
+    )
+    with np.load(out) as found:
+        return dict(found)
+
+
+def differing(mine: Array, theirs: Array, *, dtype: Any) -> Array:
+    """Which elements differ in their bytes; the NaNs of a dtype count as one."""
+    of = np.ascontiguousarray(theirs).view(dtype).reshape(mine.shape)
+    both_nan = np.isnan(mine.astype(np.float32)) & np.isnan(of.astype(np.float32))
+    unsigned = f"u{mine.itemsize}"
+    return (np.ascontiguousarray(mine).view(unsigned) != np.ascontiguousarray(of).view(unsigned)) & ~both_nan
+
+
+def of_elements(of_blocks: Array, shape: tuple[int, ...], block: Block) -> Array:
+    rows, k = block[0] or shape[0], block[1] or shape[1]
+    return of_blocks.repeat(rows, 0).repeat(k, 1)[: shape[0], : shape[1]]
+
+
+def differences(dialect: Dialect, packages: dict[str, Array]) -> tuple[int, int, int]:
+    """How many (codes, scales) differ from the package of the dialect's name, and how many in its corner."""
+    codes_apart = scales_apart = in_corner = 0
+    for key, theirs in packages.items():
+        table, dtype, name, block_text, what = key.split("/")
+        if name != dialect.name or what != "codes":
+            continue
+        block, x = next(b for b in dialect.blocks if str(b) == block_text), TABLES[dtype, table]
+        mine = quantize(x, dialect, block=block)
+        if name == "modelopt_fake":  # the package keeps values alone
+            values = dequantize(mine.codes, mine.scale, dialect, block=block, out_dtype=dtype)
+            codes_apart += differing(values, theirs, dtype=values.dtype).sum()
+            continue
+        corner = CORNERS.get(name, lambda amax, *_: np.zeros(amax.shape, bool))(block_amax(x, block), dtype, mine.scale)
+        scales = differing(mine.scale, packages[key.removesuffix("codes") + "scale"], dtype=mine.scale.dtype)
+        codes = differing(mine.codes, theirs, dtype=mine.codes.dtype)
+        elements = of_elements(corner, x.shape, block)
+        codes_apart += int(codes[~elements].sum())
+        scales_apart += int(scales[~corner].sum())
+        in_corner += int(codes[elements].sum() + scales[corner].sum())
+    return codes_apart, scales_apart, in_corner
+
+
+def of_float16(dialect: Dialect, packages: dict[str, Array]) -> dict[str, Array]:
+    return {key: value for key, value in packages.items() if f"/float16/{dialect.name}/" in key}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_every_byte(name: str, packages: dict[str, Array]) -> None:
+    dialect, results = COMPARED[name], dict(packages)
+    assert any(f"/{name}/" in key for key in results), f"{name} says it is compared; packages.py does not"
+    if name.startswith("qwix"):  # its caveat: another rule for the codes of float16
+        by_inverse = replace(dialect, code=replace(dialect.code, rule=CodeRule.INVERSE))
+        narrow = of_float16(dialect, packages)
+        assert differences(by_inverse, narrow)[:2] == (0, 0) and differences(dialect, narrow)[0] > 0
+        results = {key: value for key, value in packages.items() if key not in narrow}
+    codes, scales, in_corner = differences(dialect, results)
+    assert (codes, scales) == (0, 0)
+    assert (in_corner > 0) == (name in CORNERS), "a corner is what the tables show, and no more"
+
+
+def planted(name: str, **change: Any) -> Any:
+    scale = DIALECTS[name].scale
+    assert scale is not None
+    code = {key: change.pop(key) for key in ("rule", "rounds") if key in change}
+    code = {{"rule": "rule", "rounds": "arithmetic"}[key]: value for key, value in code.items()}
+    dialect = DIALECTS[name]
+    changed = replace(dialect, scale=replace(scale, **change), code=replace(dialect.code, **code))
+    return pytest.param(changed, id=f"{name}-{'-'.join([*change, *code])}")
+
+
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        planted("transformers_block", division=Division.MULTIPLIER),
+        planted("transformers_block", small_amax=None),
+        planted("transformers_block_ue8m0", power_of_two=PowerOfTwo.UP),
+        planted("modelopt_channel", division=Division.RECIPROCAL),
+        planted("modelopt_channel", rule=CodeRule.INVERSE),
+        planted("modelopt_tensor", rounds=Arithmetic.FLOAT32),
+        planted("compressed_tensors_block", rounds=Arithmetic.FLOAT32),
+        planted("compressed_tensors_block", arithmetic=Arithmetic.FLOAT32),
+        planted("compressed_tensors_mxfp8", carry=0x7FFFFF),
+        planted("torchao_rowwise", power_of_two=PowerOfTwo.DOWN),
+        planted("torchao_rowwise_float", amax_floor=0.0),
+        planted("torchao_mx_even", carry=0),
+        planted("torchao_mx_rceil", power_of_two=PowerOfTwo.UP),
+        planted("qwix", division=Division.QUOTIENT),
+        planted("flax_linen", nan_amax=None),
+    ],
+)
+def test_the_tables_tell_rules_apart(dialect: Dialect, packages: dict[str, Array]) -> None:
+    codes, scales, _ = differences(dialect, packages)
+    assert codes + scales > 0
+
+
+def test_compared_versions_are_installed() -> None:
+    """What `make install` pins is what the dialects name."""
+    constraints = HERE.parents[1] / "constraints"
+    pinned = {line for name in ("cpu.txt", "stacks.txt") for line in (constraints / name).read_text().split("\n")}
+    assert {dialect.version for dialect in COMPARED.values()} <= pinned
