@@ -8,6 +8,7 @@ from f8emu.dialects.quantize import Quantized as Quantized
 from f8emu.dialects.quantize import dequantize as dequantize
 from f8emu.dialects.quantize import quantize as quantize
 from f8emu.dialects.quantize import zero_block_scale as zero_block_scale
+from f8emu.dialects.recipes import serving_recipe as serving_recipe
 from f8emu.dialects.rules import CodeForm as CodeForm
 from f8emu.dialects.rules import Dialect as Dialect
 from f8emu.dialects.rules import ScaleForm as ScaleForm

@@ -234,16 +234,16 @@ BLOCKWISE = _alike("blockwise", _VECTOR, _SQUARE, _VECTOR, fast_output=False)
 BLOCKWISE_UE8M0 = replace(
     _alike(
         "blockwise_ue8m0",
-        replace(_VECTOR, scale_rule=ScaleRule(power_of_two=True, amax_floor=448e-10)),
-        replace(_SQUARE, scale_rule=ScaleRule(power_of_two=True, amax_floor=1e-4)),
+        replace(_VECTOR, scale_rule=ScaleRule(power_of_two=True, amax_floor=448 * 1e-10)),
+        replace(_SQUARE, scale_rule=ScaleRule(power_of_two=True, amax_floor=9.999999747378752e-05)),
         _VECTOR,
         fast_output=False,
     ),
     scale_rule=ScaleRule(power_of_two=True),
 )
 """Blockwise with scales that are powers of two, UE8M0, by the rules of vLLM with DeepGEMM on Hopper: of input those of
-its `per_token_group_quant`, of weight those of its requantization. No server casts gradients: their floor is that of
-`BLOCKWISE`."""
+its `per_token_group_quant`, with 1e-10 as the floor of a scale, of weight those of DeepGEMM's casts, with 1e-4 in
+float32 as the floor of an amax. No server casts gradients: their floor is that of `BLOCKWISE`."""
 
 RECIPES: dict[str, Recipe] = {r.name: r for r in (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, DELAYED, BLOCKWISE)}
 """The named recipes."""

@@ -50,7 +50,8 @@ SURFACE = {
         shared_delayed_state
     """,
     "f8emu.dialects": """
-        CodeForm DIALECTS Dialect Quantized ScaleForm Stored dequantize dialect_by_name quantize zero_block_scale
+        CodeForm DIALECTS Dialect Quantized ScaleForm Stored dequantize dialect_by_name quantize
+        serving_recipe zero_block_scale
     """,
     "f8emu.interop": """
         DEFAULT_RULES ParameterRule delayed_state_dict_from_float8_states float8_states_from_delayed_state_dict

@@ -3,7 +3,7 @@
 import fnmatch
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +90,12 @@ def export_float8(
             raise UnsupportedError(f"{call}: a float8 weight must have one name; got {', '.join(names)}; {advice}")
     # 3. One tensor at a time.
     coded = {f"{fqn}.weight" for fqn in layers}
+    _require_blocks(call, recipe, {f"{fqn}.weight": layer.weight.shape for fqn, layer in layers.items()})
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     writer = Writer(call, path, max_shard_bytes) if is_first else None
     for name, value in whole_tensors(model, dtype, keep=coded):
         if writer is not None:
-            _add(call, writer, name, value, recipe if name in coded else None, chosen)
+            _add(writer, name, value, recipe if name in coded else None, chosen)
     if writer is not None:
         left = [fqn for fqn, _ in linear_layers(model) if fqn not in layers]
         writer.finish({**_config_of(model, dtype), "quantization_config": chosen.config(recipe, left)}, format, recipe)
@@ -136,18 +137,30 @@ def export_checkpoint(
         or any(size % CHIP.size_multiple for size in shapes[f"{fqn}.weight"])
     ]
     coded = set(matrices) - {f"{fqn}.weight" for fqn in left}
+    _require_blocks(call, recipe, {name: shapes[name] for name in sorted(coded)})
     # 2. One tensor at a time, and what else lies there.
     writer = Writer(call, path, max_shard_bytes)
     done = 0
     for file in files:
         for name, value in tensors_of(call, file):
-            _add(call, writer, name, value, recipe if name in coded else None, chosen)
+            _add(writer, name, value, recipe if name in coded else None, chosen)
             done += 1
             progress(done, len(shapes))
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX):
             shutil.copyfile(file, writer.directory / file.name)
     writer.finish({**of_model, "quantization_config": chosen.config(recipe, left)}, format, recipe)
+
+
+def _require_blocks(call: str, recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> None:
+    if recipe.output.b.granularity is not Granularity.BLOCKWISE_128X128:
+        return
+    for name, shape in shapes.items():
+        if any(size % BLOCK for size in shape):
+            raise OperandError(
+                f"{call}: with 128x128 scales N and K must be multiples of 128, since readers cut a matrix into equal "
+                f"blocks; got {name} {list(shape)}; leave the layer in high precision"
+            )
 
 
 def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
@@ -159,17 +172,12 @@ def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     return {**config.to_dict(), "architectures": config.architectures or [name], "dtype": name_of(dtype)}
 
 
-def _add(call: str, writer: Writer, name: str, value: Tensor, recipe: Recipe | None, chosen: CheckpointFormat) -> None:
+def _add(writer: Writer, name: str, value: Tensor, recipe: Recipe | None, chosen: CheckpointFormat) -> None:
     # A tensor as it is, or its codes and scales.
     if recipe is None:
         writer.add(name, value)
         return
     cast = recipe.output.b
-    if cast.granularity is Granularity.BLOCKWISE_128X128 and any(size % BLOCK for size in value.shape):
-        raise OperandError(
-            f"{call}: with 128x128 scales N and K must be multiples of 128, since readers cut the matrix into equal "
-            f"blocks; got {name} {list(value.shape)}; leave the layer in high precision"
-        )
     (codes, scale), _ = cast_rows_first(value.contiguous(), cast, None, recipe.rule_of(cast))
     assert scale is not None, "a float8 operand has one"
     writer.add(name, codes)
