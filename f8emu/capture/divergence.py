@@ -91,9 +91,9 @@ class Pair:
         # 1. What one side does not show was not compared.
         hidden: set[str] = set()
         for name, one, other in (("A", a, b), ("B", b, a)):
-            for part, why in unseen(one, other):
-                hidden.add(part)
-                found.missing.append(f"{name}: {place}: {why}")
+            for unseen_parts, why in unseen(one, other):
+                hidden.update(unseen_parts)
+                found.missing.append(f"{name}: {place}: {', '.join(unseen_parts)} {why}")
         parts = [part for part in _ORDER if (part in arrays[0] or part in arrays[1]) and part not in hidden]
         # 2. In the order of computation: a product is judged by whether its operands were equal.
         divergences: list[Divergence] = []
@@ -110,11 +110,10 @@ class Pair:
             if not facts:
                 continue
             if part == "product" and "fault" not in facts:
-                pairs = [(name, getattr(a.record, name, None), getattr(b.record, name, None)) for name in _OPTIONS]
-                facts["options"] = ", ".join(
-                    f"{name} {i} / {j}" for name, i, j in pairs if None not in (i, j) and i != j
-                )
-                facts["cause"] = "" if divergences else "of equal operands: the GEMM itself"
+                pairs = [(name, getattr(a.record, name, ""), getattr(b.record, name, "")) for name in _OPTIONS]
+                facts["options"] = ", ".join(f"{name} {i} / {j}" for name, i, j in pairs if "" not in (i, j) and i != j)
+                is_judged = not divergences and {"a.codes", "b.codes"} <= set(parts)
+                facts["cause"] = "of equal operands: the GEMM itself" if is_judged else ""
             where = {"step": self.step, "place": a.record.place, "part": part, "tensor": _tensor(a.record, part)}
             divergences.append(Divergence(**where, elements=size, **facts))
         # 3. Why the operands differ: said of the first part of each, in as many lines as are shown.

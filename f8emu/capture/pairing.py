@@ -101,12 +101,13 @@ def is_never_shown(step: CapturedStep, record: Record) -> bool:
     return gemms == {ForeignRecord} and record.what not in _SHOWN
 
 
-def unseen(one: CapturedRecord, other: CapturedRecord) -> Iterator[tuple[str, str]]:
-    """(part, why) of what a layer of another stack does not show, or shows with something added."""
+def unseen(one: CapturedRecord, other: CapturedRecord) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(parts, why) of what a layer of another stack does not show, or shows with something added."""
     if isinstance(one.record, ForeignRecord):
-        yield from ((part, f"{part} is not shown by {one.record.module}") for part in one.record.not_shown)
+        if one.record.not_shown:
+            yield one.record.not_shown, f"not shown by {one.record.module}"
         if one.record.has_bias and not getattr(other.record, "has_bias", False):
-            yield "product", f"the product of {one.record.module} has a bias added to it"
+            yield ("product",), f"of {one.record.module} has a bias added to it"
 
 
 def block_of(record: GemmRecord | ForeignRecord, side: str) -> tuple[int, int]:

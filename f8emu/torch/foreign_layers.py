@@ -46,7 +46,7 @@ def foreign_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _is_foreign(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    if isinstance(module, Float8Layer) or not isinstance(weight, Tensor) or weight.dim() != 2:
+    if isinstance(module, Float8Layer | nn.Embedding) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return False
     kinds = {(kind.__module__, kind.__name__) for kind in type(module).__mro__}
     is_torchao = ("torchao.float8.float8_linear", "Float8Linear") in kinds
@@ -95,7 +95,9 @@ class ForeignWatch:
             x = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
             y = output[0] if isinstance(output, tuple) else output  # of vLLM's with its bias beside it
             # a call that failed has no output; what activation checkpointing repeats is seen once
-            if x is not None and isinstance(y, Tensor) and y.dtype in _VALUES and not is_in_backward_pass():
+            if x is None or not isinstance(y, Tensor) or is_in_backward_pass():
+                return
+            if x.shape[:-1] == y.shape[:-1] and y.dtype in _VALUES:
                 self._show(name, *_seen(module, x.detach(), y.detach(), mode))
 
         return before, after
@@ -134,6 +136,9 @@ def _seen(
         # vLLM keeps per-tensor and per-channel weights as a transpose, [K, N] with strides (1, K)
         is_transposed = weight.shape == (k, n) and (n != k or weight.stride() == (1, k))
         b = (weight.t() if is_transposed else weight).detach(), scale
+    a = (
+        None if mode.a is None else (mode.a[0][:m], mode.a[1][:m] if mode.a[1].dim() else mode.a[1])
+    )  # padded by kernels
     root = type(module).__module__.partition(".")[0]
     has_bias = isinstance(getattr(module, "bias", None), Tensor) and not getattr(module, "skip_bias_add", False)
     arrays: dict[str, Tensor] = {"product": y}
@@ -142,7 +147,7 @@ def _seen(
     widths = tuple(getattr(module, "logical_widths", ()))
     # 2. What was shown of them.
     for side, shown in (
-        ("a", _shown(mode.a, m, k, block and (1, block[1]))),
+        ("a", _shown(a, m, k, block and (1, block[1]))),
         ("b", _shown(b, n, k, block, widths)),
     ):
         codes, scale, (rows, columns) = shown
@@ -159,10 +164,10 @@ def _seen(
 def _shown(
     operand: Operand | None, rows: int, k: int, block: tuple[int, int] | None, widths: tuple[int, ...] = ()
 ) -> tuple[Tensor | None, Tensor | None, tuple[int, int]]:
-    # Codes, scales as a grid, and its blocks. Kernels pad rows.
-    if operand is None or operand[0].dim() != 2 or operand[0].shape[0] < rows or operand[0].shape[1] != k:
+    # Codes, scales as a grid, and its blocks.
+    if operand is None or operand[0].shape != (rows, k):
         return None, None, (0, 0)
-    codes, scale = operand[0][:rows], operand[1]
+    codes, scale = operand
     # 1. One scale a shard of a fused weight is one for each of its rows.
     if scale.numel() == len(widths) > 1 and sum(widths) == rows:
         scale = scale.reshape(-1).repeat_interleave(torch.tensor(widths, device=scale.device))
@@ -172,8 +177,8 @@ def _shown(
             return codes, scale, block
         if scale.numel() == 1:
             return codes, scale.reshape(1, 1), (rows, k)
-        if scale.numel() == scale.shape[0] >= rows:
-            return codes, scale.reshape(-1, 1)[:rows], (1, k)
+        if scale.numel() == scale.shape[0] == rows:
+            return codes, scale.reshape(-1, 1), (1, k)
     return codes, None, (0, 0)
 
 
