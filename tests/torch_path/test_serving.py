@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,37 @@ def test_transformers_loads_what_was_trained(trained: tuple[Any, Path]) -> None:
         "scale_fmt": "ue8m0",
         "modules_to_not_convert": ["lm_head"],
     }
+
+
+@pytest.fixture
+def compressed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package alone, of those that `make install` lays aside: others would change transformers for later tests."""
+    packages = [one for name in ("compressed_tensors*", "loguru*") for one in Path(sys.prefix, "stacks").glob(name)]
+    assert packages, "`make install` brings the packages of other stacks"
+    (tmp_path / "packages").mkdir()
+    for one in packages:
+        (tmp_path / "packages" / one.name).symlink_to(one)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    is_available = transformers.utils.import_utils.is_compressed_tensors_available
+    is_available.cache_clear()
+    yield
+    is_available.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize(("recipe", "is_primary"), [("rowwise", True), ("tensorwise", False)])
+def test_compressed_tensors_decompresses_to_what_was_trained(
+    recipe: str, is_primary: bool, compressed_tensors: None, tmp_path: Path
+) -> None:
+    """By its own package; of float8 primary weights the codes that the layers hold."""
+    model = llama(recipe, float8_primary_weights=is_primary)
+    f8.export_float8(model, tmp_path / "model", format="compressed-tensors")
+    loaded_weights_are_ours(model, tmp_path / "model", transformers.CompressedTensorsConfig(dequantize=True))
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    if is_primary:
+        fqn, layer = next(iter(float8_layers(model).items()))
+        assert torch.equal(stored[f"{fqn}.weight"].view(torch.uint8), layer.weight.rows.view(torch.uint8))
+        assert torch.equal(stored[f"{fqn}.weight_scale"], layer.weight.row_scale)
 
 
 # The command, the manifest, shards of ranks, and what is refused.
