@@ -1,0 +1,76 @@
+"""Writes reference/dialects.md: the table of dialects and the scales of blocks of zeros, from DIALECTS."""
+
+import math
+from collections.abc import Iterator
+
+from f8emu.dialects import DIALECTS, Dialect, zero_block_scale
+from f8emu.dialects.rules import Block
+
+_HEAD = """# Dialects of other stacks
+
+What [`f8emu.dialects`](api/f8emu.dialects.md) knows of the quantizers of other stacks. [Dialects](../concepts/dialects.md)
+explains them. `s` decodes, `value = code * s`; `t` is multiplied while quantizing; `fl` rounds to float32. *compared*:
+every byte of the package, on a CPU. *read*: from the source; nothing was run on a GPU.
+"""
+_ZERO_BLOCKS = """## Zero blocks
+
+The stored scale of a block of zeros in bfloat16. compressed-tensors gives 2^-10 in float16 and 2^-23 in float32.
+
+| scale | dialects |
+|---|---|"""
+
+
+def page() -> str:
+    """The page in markdown."""
+    return "\n".join((_HEAD, *_dialects(), _ZERO_BLOCKS, *_zero_blocks())) + "\n"
+
+
+def _dialects() -> Iterator[str]:
+    stacks = dict.fromkeys(one.stack for one in DIALECTS.values())
+    for stack in stacks:
+        yield from (f"## {stack}", "", "| dialect | rule | blocks | stored | |", "|---|---|---|---|---|")
+        for one in DIALECTS.values():
+            if one.stack == stack:
+                yield f"| `{one.name}` | {_rule(one)} | {_blocks(one.blocks)} | {_stored(one)} | {_notes(one)} |"
+        yield ""
+
+
+def _rule(one: Dialect) -> str:
+    return one.formula.replace("*", "\\*").replace("; code", ";<br>code")
+
+
+def _blocks(blocks: tuple[Block, ...]) -> str:
+    named = {(None, None): "tensor", (1, None): "row"}
+    return ", ".join(named.get(block, f"{block[0]}x{block[1]}") for block in blocks)
+
+
+def _stored(one: Dialect) -> str:
+    dtype = "x's dtype" if one.stored.dtype == "input" else one.stored.dtype
+    names = "".join(f", `{name}`" for name in one.stored.names)
+    layout = f"; {one.stored.layout}" if one.stored.layout else ""
+    return f"{'t' if one.stored.is_multiplier else 's'}, {dtype}{names}{layout}"
+
+
+def _notes(one: Dialect) -> str:
+    bounds = f"Scales within {one.scale_ulps} ulps." if one.scale_ulps else ""
+    codes = f"Codes within {one.code_steps} step." if one.code_steps else ""
+    text = " ".join(part for part in (f"{one.standing}, {one.source}.", one.caveat, bounds, codes) if part)
+    return text.replace("*", "\\*").replace("_", "\\_")
+
+
+def _zero_blocks() -> Iterator[str]:
+    found: dict[float, list[str]] = {}
+    for name, one in DIALECTS.items():
+        if one.scale is not None:
+            found.setdefault(zero_block_scale(name), []).append(f"`{name}`")
+    for scale, names in sorted(found.items()):
+        fraction, exponent = math.frexp(scale)
+        shown = f"2^{exponent - 1}" if fraction == 0.5 and scale != 1 else f"{scale:.4g}"
+        yield f"| {shown} | {', '.join(names)} |"
+
+
+if __name__ == "<run_path>":  # as mkdocs-gen-files runs it
+    import mkdocs_gen_files
+
+    with mkdocs_gen_files.open("reference/dialects.md", "w") as file:
+        file.write(page())
