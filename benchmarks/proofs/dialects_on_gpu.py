@@ -954,14 +954,17 @@ def _apart(arguments: Any, stacks: Sequence[str]) -> list[Entry]:
                 str(arguments.libraries),
             ]
             command += ["--keep", str(arguments.keep)] if isinstance(arguments.keep, Path) else []
-            running[stack] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            # A pipe that nobody reads yet would stop it.
+            with Path(folder, f"{stack}.err").open("w") as errors:
+                running[stack] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
         end = time.monotonic() + arguments.seconds
         for stack, process in running.items():
             try:
-                _, error = process.communicate(timeout=max(1.0, end - time.monotonic()))
+                process.wait(timeout=max(1.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                _, error = "", f"killed after {arguments.seconds} s"
+                process.wait()
+            error = Path(folder, f"{stack}.err").read_text()
             path = Path(folder) / f"{stack}.json"
             found = json.loads(path.read_text())["cases"] if path.exists() else []
             if process.returncode not in (0, 1) or not found:
