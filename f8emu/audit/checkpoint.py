@@ -4,29 +4,27 @@ Tensors are read in parts into memory of the reader, and never mapped: a file th
 and no signal. Links are followed, since the cache of Hugging Face holds nothing else.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from f8emu.conformance.cases.container import Entry, Fault, parsed, read_header, require
+from f8emu.conformance.cases.container import Fault, parsed, read_header
 from f8emu.environment import open_regular, read_regular
 from f8emu.spec import F8Error
 
 REMEDY = "copy the checkpoint again, or export it anew"
-_INDEX = "*.safetensors.index.json"
-_SECTIONS = ("quantization_config", "compression_config")  # the second of old compressed-tensors
 _LARGEST_TEXT = 1 << 26
 """The most bytes of a configuration or an index; that of DeepSeek-V3 has 9 million."""
+FLOATS = ("F32", "BF16", "F16")
 DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "I32": np.dtype(np.int32),
-    "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -34,7 +32,7 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""Name of a dtype in a file -> numpy's, of the dtypes that a quantized Linear is made of."""
+"""Name of a dtype in a file -> numpy's, of the dtypes that are read."""
 
 
 class CheckpointError(F8Error, ValueError):
@@ -56,48 +54,37 @@ class Stored:
     @property
     def is_matrix(self) -> bool:
         """Two or more dimensions, none of them empty."""
-        return len(self.shape) >= 2 and min(self.shape) > 0
-
-    def read(self) -> np.ndarray:
-        """The whole tensor.
-
-        Raises:
-            CheckpointError: the file has changed.
-        """
-        return next(self.parts(max(self.size, 1), None)) if self.size else np.empty(self.shape, DTYPES[self.dtype])
+        return len(self.shape) >= 2 and self.size > 0
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
-    def parts(self, elements: int, out: np.ndarray | None, *, begin: int = 0, end: int | None = None) -> Iterator[Any]:
-        """Runs of `elements` elements, of those from `begin` to `end`, in order; the whole tensor has its shape.
-
-        Each is read into `out`, bytes that the next one overwrites, or without it into an array of its own.
+    def read(self, begin: int = 0, end: int | None = None, out: np.ndarray | None = None) -> np.ndarray:
+        """Its elements from `begin` to `end`, flat: in `out`, if it is given, which has room for their bytes.
 
         Raises:
             CheckpointError: the file has changed.
         """
-        dtype, stop = DTYPES[self.dtype], self.size if end is None else end
+        dtype = DTYPES[self.dtype]
+        size = ((self.size if end is None else end) - begin) * dtype.itemsize
+        target = np.empty(size, np.uint8) if out is None else out[:size]
         with _opened(self.file) as file:
-            for first in range(begin, stop, elements):
-                count = min(elements, stop - first)
-                size = count * dtype.itemsize
-                target = np.empty(size, np.uint8) if out is None else out[:size]
-                file.seek(self.begin + first * dtype.itemsize)
-                if file.readinto(target) != size:
-                    raise fault(
-                        self.file, f"{size} bytes of {self.name!r}", "fewer: it was cut short while it was read"
-                    )
-                yield target.view(dtype).reshape(self.shape if count == self.size else count)
+            file.seek(self.begin + begin * dtype.itemsize)
+            if file.readinto(target.data) != size:
+                raise _fault(self.file, f"{size} bytes of {self.name!r}", "fewer: it was cut short while it was read")
+        return target.view(dtype)
+
+    def parts(self, elements: int) -> Iterator[np.ndarray]:
+        """Runs of so many elements, in order."""
+        return (self.read(i, min(i + elements, self.size)) for i in range(0, self.size, elements))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """The names of a checkpoint; the tensors stay on the disk."""
 
-    path: Path
     tensors: Mapping[str, Stored]
     """Every tensor of every shard."""
     unlisted: frozenset[str] = frozenset()
@@ -105,8 +92,6 @@ class Checkpoint:
     quantization: Mapping[str, Any] = field(default_factory=dict)
     """`quantization_config` of config.json, or what hf_quant_config.json says; empty where there is none."""
     has_config: bool = False
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Of all shards together."""
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -117,66 +102,51 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if not path.is_dir():
-        tensors, metadata = _shard(path)
-        return Checkpoint(path=path, tensors=tensors, metadata=metadata)
+        return Checkpoint(tensors=_shard(path))
     # 1. The shards: those of the index, or all that are there.
-    indices = sorted(path.glob(_INDEX))[:1]
-    listed = _weight_map(indices[0]) if indices else {}
+    index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None)
+    listed = _weight_map(index) if index is not None else {}
     names = sorted(set(listed.values())) or sorted(one.name for one in path.glob("*.safetensors"))
     if not names:
-        raise fault(path, "a .safetensors file, or a directory of such", "none in it")
-    # 2. Their tensors, each of them once.
+        raise _fault(path, "a .safetensors file, or a directory of such", "none in it")
+    # 2. Their tensors, each of them once, and where the index says.
     tensors: dict[str, Stored] = {}
-    metadata: dict[str, str] = {}
     for name in names:
-        of_shard, texts = _shard(path / name)
-        metadata |= texts
-        for tensor, stored in of_shard.items():
-            if tensor in tensors:
-                raise fault(stored.file, f"the tensor {tensor!r:.60} once", f"it in {tensors[tensor].file.name} too")
-            tensors[tensor] = stored
+        for tensor, stored in _shard(path / name).items():
+            if tensors.setdefault(tensor, stored) is not stored:
+                raise _fault(stored.file, f"the tensor {tensor!r:.60} once", f"it in {tensors[tensor].file.name} too")
     for tensor, name in listed.items():
         if tensor not in tensors or tensors[tensor].file.name != name:
-            raise fault(indices[0], f"the tensor {tensor!r:.60} in {name}", "it is not there")
+            raise _fault(path / name, f"the tensor {tensor!r:.60}, as the index says", "none")
     # 3. What the configuration says.
     config = _json(path / "config.json")
-    quantization: Any = next((config[key] for key in _SECTIONS if config and config.get(key)), {})
-    if not quantization and (other := _json(path / "hf_quant_config.json")) is not None:
-        quantization = other.get("quantization", {})
-        if isinstance(quantization, dict):
-            quantization = {"quant_method": "modelopt", **quantization}
-    if not isinstance(quantization, dict):
-        raise fault(path / "config.json", "quantization_config as a JSON object", type(quantization).__name__)
-    unlisted = frozenset(tensors) - frozenset(listed) if listed else frozenset[str]()
-    return Checkpoint(
-        path=path,
-        tensors=tensors,
-        unlisted=unlisted,
-        quantization=quantization,
-        has_config=config is not None,
-        metadata=metadata,
-    )
+    found = (config or {}).get("quantization_config") or (config or {}).get("compression_config")
+    if not found:
+        found = (_json(path / "hf_quant_config.json") or {}).get("quantization") or {}
+        found = {"quant_method": "modelopt", **found} if found and isinstance(found, dict) else found
+    if not isinstance(found, dict):
+        raise _fault(path / "config.json", "quantization_config as a JSON object", type(found).__name__)
+    unlisted = frozenset(tensors) - frozenset(listed or tensors)
+    return Checkpoint(tensors=tensors, unlisted=unlisted, quantization=found, has_config=config is not None)
 
 
-def fault(source: Path, expected: str, observed: str) -> CheckpointError:
-    """The error that names what is wrong with a file."""
+def _fault(source: Path, expected: str, observed: str) -> CheckpointError:
     return CheckpointError(f"audit: {source}: expected {expected}; found {observed}; {REMEDY}")
 
 
-def _shard(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def _shard(path: Path) -> dict[str, Stored]:
     with _opened(path) as file:
         try:
-            start, entries, metadata = read_header(file, os.fstat(file.fileno()).st_size)
+            start, entries, _ = read_header(file, os.fstat(file.fileno()).st_size)
         except Fault as wrong:
             raise CheckpointError(f"audit: {path}: {wrong}; {REMEDY}") from None
+    return {
+        name: Stored(name=name, file=path, begin=start + entry.begin, dtype=entry.dtype, shape=entry.shape)
+        for name, entry in entries.items()
+    }
 
-    def stored(name: str, entry: Entry) -> Stored:
-        return Stored(name=name, file=path, begin=start + entry.begin, dtype=entry.dtype, shape=entry.shape)
 
-    return {name: stored(name, entry) for name, entry in entries.items()}, metadata
-
-
-def _opened(path: Path) -> Any:
+def _opened(path: Path) -> BufferedReader:
     try:
         return open_regular(path)
     except OSError as error:
@@ -186,15 +156,15 @@ def _opened(path: Path) -> Any:
 def _json(path: Path) -> dict[str, Any] | None:
     # A JSON object; None where there is no such file.
     try:
-        text = read_regular(path, _LARGEST_TEXT)
-        found = parsed(text, "a JSON object")
-        require(isinstance(found, dict), "a JSON object", type(found).__name__)
+        found = parsed(read_regular(path, _LARGEST_TEXT), "a JSON object")
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointError(f"audit: cannot read {path}: {error.strerror}; {REMEDY}") from None
     except Fault as wrong:
         raise CheckpointError(f"audit: {path}: {wrong}; {REMEDY}") from None
+    if not isinstance(found, dict):
+        raise _fault(path, "a JSON object", type(found).__name__)
     return found
 
 
@@ -202,8 +172,8 @@ def _weight_map(source: Path) -> dict[str, str]:
     # Tensor -> file; a file is a name, and leads nowhere else.
     listed = (_json(source) or {}).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise fault(source, "a weight_map with names of tensors and files", f"{listed!r:.60}")
+        raise _fault(source, "a weight_map with names of tensors and files", f"{listed!r:.60}")
     for tensor, name in listed.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise fault(source, f"a .safetensors file of this directory for {tensor!r:.60}", f"{name!r:.80}")
+            raise _fault(source, f"a .safetensors file of this directory for {tensor!r:.60}", f"{name!r:.80}")
     return listed

@@ -1,7 +1,7 @@
 """What an audit found."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from f8emu.audit.faults import CHECKS, Severity
 
@@ -14,13 +14,14 @@ class Finding:
     """The key in CHECKS."""
     severity: Severity
     tensor: str
-    block: tuple[int, ...] | None
+    block: tuple[int, ...] | None = None
     """The first block it is in, as an index of the grid of scales; None: the whole tensor."""
-    blocks: int
+    blocks: int = 0
     """The number of blocks it is in."""
     expected: str
     found: str
     effect: str
+    """What it does to the served model."""
     remedy: str
     thread: str
 
@@ -30,7 +31,7 @@ class Finding:
         if self.block is None:
             return self.tensor
         more = f" and {self.blocks - 1} more" if self.blocks > 1 else ""
-        return f"{self.tensor} block [{', '.join(map(str, self.block))}]{more}"
+        return f"{self.tensor} block {list(self.block)}{more}"
 
     @property
     def is_fault(self) -> bool:
@@ -38,32 +39,11 @@ class Finding:
         return self.severity is not Severity.NOTE
 
 
-def finding(
-    check: str,
-    tensor: str,
-    expected: str,
-    found: str,
-    *,
-    block: Sequence[int] | None = None,
-    blocks: int = 0,
-    severity: Severity | None = None,
-    effect: str = "",
-    remedy: str = "",
-) -> Finding:
-    """A finding with what its check says."""
+def finding(check: str, tensor: str, expected: str, found: str, **changed: Any) -> Finding:
+    """A finding with what its check says, or with other fields."""
     of = CHECKS[check]
-    return Finding(
-        check=check,
-        severity=severity or of.severity,
-        tensor=tensor,
-        block=None if block is None else tuple(map(int, block)),
-        blocks=blocks,
-        expected=expected,
-        found=found,
-        effect=effect or of.effect,
-        remedy=remedy or of.remedy,
-        thread=of.thread,
-    )
+    texts = {"severity": of.severity, "effect": of.effect, "remedy": of.remedy, "thread": of.thread}
+    return replace(Finding(check=check, tensor=tensor, expected=expected, found=found, **texts), **changed)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,4 +83,4 @@ class Audit:
     @property
     def dialect(self) -> str:
         """The dialects that give every byte of every compared tensor, or empty."""
-        return ", ".join(name for name, of in self.dialects.items() if of == self.compared > 0)
+        return ", ".join(name for name, of in self.dialects.items() if of == self.compared)

@@ -1,5 +1,7 @@
 """The audit: names first, then every weight in bands, two at a time, then what all of them together show."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -9,17 +11,16 @@ from threading import local
 
 import numpy as np
 
-from f8emu.audit import checks
 from f8emu.audit.blocks import Weight, buffer_for, measured, weights_of
-from f8emu.audit.checkpoint import Checkpoint, read_checkpoint
-from f8emu.audit.checks import Summary
+from f8emu.audit.checkpoint import DTYPES, FLOATS, Checkpoint, read_checkpoint
 from f8emu.audit.findings import Audit, Finding, finding
-from f8emu.audit.formats import SCALES, Format, consumers_of, format_of
+from f8emu.audit.formats import Format, consumers_of, format_of
+from f8emu.audit.names import lone_scales, named
 from f8emu.audit.source import Comparison, compared, misplaced
+from f8emu.audit.values import Summary, examined, fingerprints, forbidden, together, unscaled
 from f8emu.conformance.run.result import Progress, Silent
 
 _THREADS = 2
-_HIGH = ("BF16", "F16", "F32")
 
 
 def audit(
@@ -46,28 +47,26 @@ def audit(
     origin = read_checkpoint(source) if source is not None else None
     form = format_of(checkpoint)
     weights = list(weights_of(checkpoint, form))
-    found = Audit(
-        path=str(path),
-        format=form.name,
-        consumer=", ".join(consumers),
-        source="" if source is None else str(source),
-        tensors_total=len(weights),
-    )
+    found = Audit(path=str(path), format=form.name, tensors_total=len(weights))
+    found.consumer, found.source = ", ".join(consumers), "" if source is None else str(source)
     told = progress or Silent()
     parts: list[_Part] = []
     try:
-        found.findings += checks.names(checkpoint, form, weights, consumers)
-        found.findings += checks.lone_scales(checkpoint, form)
+        found.findings += named(checkpoint, form, weights)
+        found.findings += lone_scales(checkpoint)
         told.begin("audit", "float8 weights", len(weights))
-        for part in _examined(checkpoint, origin, form, weights):
+        for part in _parts(weights, form, origin):
             parts.append(part)
-            found.findings += part.findings
             found.tensors += 1
             found.elements += part.weight.codes.size
+            found.findings += part.findings
             told.advance()
     except KeyboardInterrupt:
         found.is_interrupted = True
-    _conclude(found, form, parts, consumers, has_source=origin is not None)
+    _conclude(found, form, parts, consumers)
+    if origin is not None and parts and not any(part.weight.source_name in origin.tensors for part in parts):
+        name = parts[0].weight.source_name
+        found.findings.append(finding("source-missing", parts[0].weight.name, f"{name} in the source", "none"))
     return found
 
 
@@ -79,35 +78,29 @@ class _Part:
     findings: list[Finding] = field(default_factory=list)
     summary: Summary | None = None
     comparison: Comparison | None = None
-    has_source: bool = False
 
 
-def _examined(
-    checkpoint: Checkpoint, origin: Checkpoint | None, form: Format, weights: list[Weight]
-) -> Iterator[_Part]:
+def _parts(weights: list[Weight], form: Format, origin: Checkpoint | None) -> Iterator[_Part]:
     own = local()
 
     def examine(weight: Weight) -> _Part:
         part = _Part(weight=weight)
-        is_told = form.method != "" or form.scales != SCALES
-        if weight.scale is None or weight.block is None:
-            part.findings += checks.unscaled(weight, is_told or weight.scale is not None)
+        if weight.scale is None or weight.block is None or weight.scale.dtype not in DTYPES:
+            part.findings += unscaled(weight, is_told=form.is_certain or weight.scale is not None)
             return part
         if len(getattr(own, "buffer", ())) < buffer_for(weight):
             own.buffer = np.empty(buffer_for(weight), np.uint8)
         blocks = measured(weight, own.buffer)
-        part.findings += checks.forbidden(weight, blocks)
-        part.findings += checks.amplitude(weight, blocks)
-        part.summary, more = checks.summarized(weight, blocks)
+        part.findings += forbidden(weight, blocks)
+        part.summary, more = examined(weight, blocks)
         part.findings += more
-        other = None if origin is None else origin.tensors.get(weight.source_name)
-        if other is not None and other.dtype in _HIGH and weight.largest_code == 0x7E:
-            part.has_source = True
-            if other.shape == weight.codes.shape:
-                part.comparison = compared(weight, blocks, other)
+        source = None if origin is None else origin.tensors.get(weight.source_name)
+        if source is not None and source.dtype in FLOATS and weight.codes.dtype == "F8_E4M3":
+            if source.shape == weight.codes.shape:
+                part.comparison = compared(weight, blocks, source)
             else:
-                expected = f"{list(weight.codes.shape)}"
-                part.findings.append(finding("source-shape", weight.name, expected, f"{list(other.shape)}"))
+                shapes = (f"{list(one.shape)}" for one in (weight.codes, source))
+                part.findings.append(finding("source-shape", weight.name, *shapes))
         return part
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -121,20 +114,17 @@ def _examined(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _conclude(found: Audit, form: Format, parts: list[_Part], consumers: list[str], *, has_source: bool) -> None:
+def _conclude(found: Audit, form: Format, parts: list[_Part], consumers: list[str]) -> None:
     summaries = [part.summary for part in parts if part.summary is not None]
-    clipped = {one.tensor for one in found.findings if one.check == "saturated"}
-    found.findings += checks.together(form, summaries, clipped, consumers)
-    found.blocks = sum(one.blocks for one in summaries)
-    kinds = dict.fromkeys(str(one.kind) for one in summaries if one.kind is not None)
-    found.scales = ", ".join(kinds)
-    found.zero_blocks = checks.fingerprints(summaries)
+    explained = {one.tensor for one in found.findings if one.check in ("saturated", "scale-constant")}
+    found.findings += together(form, summaries, explained, consumers)
+    found.blocks = sum(math.prod(one.weight.grid) for one in summaries)
+    found.scales = ", ".join(dict.fromkeys(one.kind for one in summaries if one.kind is not None))
+    found.zero_blocks = fingerprints(summaries)
     comparisons = [part.comparison for part in parts if part.comparison is not None]
     found.compared = len(comparisons)
-    for one in comparisons:
-        for name in one.dialects:
-            found.dialects[name] = found.dialects.get(name, 0) + 1
+    # Dialects of the stack that the configuration names come first.
+    names = Counter(name for one in comparisons for name in one.dialects)
+    stack = form.method.replace("-", "_") or "?"
+    found.dialects = dict(sorted(names.items(), key=lambda one: (-one[1], not one[0].startswith(stack))))
     found.findings += misplaced(comparisons)
-    if has_source and parts and not any(part.has_source for part in parts):
-        name = parts[0].weight.source_name
-        found.findings.append(finding("source-missing", parts[0].weight.name, f"{name} in the source", "none"))
