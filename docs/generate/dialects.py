@@ -8,9 +8,9 @@ from f8emu.dialects.rules import Block
 
 _HEAD = """# Dialects of other stacks
 
-What [`f8emu.dialects`](api/f8emu.dialects.md) knows of the quantizers of other stacks. [Dialects](../concepts/dialects.md)
-explains them. `s` decodes, `value = code * s`; `t` is multiplied while quantizing; `fl` rounds to float32. *compared*:
-every byte of the package, on a CPU. *read*: from the source; nothing was run on a GPU.
+What [`f8emu.dialects`](api/f8emu.dialects.md) knows of the quantizers of other stacks.
+[Dialects](../concepts/dialects.md) explains them. `s` decodes, `value = code * s`; `t` is multiplied while quantizing;
+`fl` rounds to float32. *compared*: every byte of the package, on a CPU. *read*: from the source.
 """
 _ZERO_BLOCKS = """## Zero blocks
 

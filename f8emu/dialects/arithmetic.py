@@ -45,12 +45,8 @@ class Factors(NamedTuple):
     """t. Where s comes first, it is 448 / amax, or 1/s of a power of two."""
 
 
-class _Piece(NamedTuple):
-    """A part of a matrix made of `[blocks, block rows, blocks, block K]` elements, and its part of the grid."""
-
-    part: tuple[slice, slice]
-    grid: tuple[slice, slice]
-    shape: tuple[int, int, int, int]
+_Piece = tuple[tuple[slice, slice], tuple[slice, slice], tuple[int, int, int, int]]
+"""A part of a matrix, its part of the grid, and its shape [blocks, rows of a block, blocks, K of a block]."""
 
 
 def grid_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
@@ -64,15 +60,13 @@ def block_amax(x: Array, block: Block, *, ignores_nan: bool = False) -> Float32:
     unsigned = np.uint32 if x.dtype.itemsize == 4 else np.uint16
     infinity = np.array(np.inf, x.dtype).view(unsigned)
     largest = np.zeros(grid_shape(x.shape, block), unsigned)
-    for piece in _pieces(x.shape, block):
+    for part, grid, (blocks, rows, groups, width) in _pieces(x.shape, block):
         # Magnitudes are ordered as their bits are, and NaN comes above infinity.
-        bits = np.ascontiguousarray(x[piece.part]).view(unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
+        bits = np.ascontiguousarray(x[part]).view(unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
         if ignores_nan:
             bits[bits > infinity] = 0
-        blocks, rows, groups, width = piece.shape
         of_columns = bits.reshape(blocks, rows, -1).max(axis=1) if rows > 1 else bits
-        found = largest[piece.grid]
-        np.maximum(found, of_columns.reshape(blocks, groups, width).max(axis=2), out=found)
+        np.maximum(largest[grid], of_columns.reshape(blocks, groups, width).max(axis=2), out=largest[grid])
     return largest.view(x.dtype).astype(np.float32)
 
 
@@ -88,17 +82,10 @@ def factors_from_amax(amax: Float32, dialect: Dialect, dtype: np.dtype[Any]) -> 
             "calibration or a checkpoint; pass them to quantize as scale"
         )
     with np.errstate(all="ignore"):
-        scale, multiplier, exponent = _scales(amax, dialect.scale, dtype)
-        return Factors(_stored(dialect, dtype, scale, multiplier, exponent), scale, multiplier)
-
-
-def scales_from_amax(amax: Float32, dialect: Dialect, dtype: np.dtype[Any]) -> Array:
-    """The scales that the stack stores for blocks with these amaxes in a matrix of `dtype`; any shape.
-
-    Raises:
-        OperandError: the dialect's scales are given, not computed.
-    """
-    return factors_from_amax(amax, dialect, dtype).stored
+        scale, multiplier = _scales(amax, dialect.scale, dtype)
+    kept = multiplier if dialect.stored.is_multiplier else scale
+    stored = {"input": dtype, "float8_e8m0fnu": E8M0}.get(dialect.stored.dtype, kept.dtype)
+    return Factors(kept.astype(stored, copy=False), scale, multiplier)
 
 
 def factors_from_stored(stored: Array, dialect: Dialect) -> Factors:
@@ -111,38 +98,35 @@ def factors_from_stored(stored: Array, dialect: Dialect) -> Factors:
 
 def encode(x: Array, factors: Factors, dialect: Dialect, block: Block) -> Array:
     """The codes of a matrix with given factors, float8_e4m3fn."""
-    codes = np.empty(x.shape, E4M3)
-    form, table = dialect.code, _code_table(dialect.code.nan)
+    codes, form, table = np.empty(x.shape, E4M3), dialect.code, _code_table(dialect.code.nan)
     with np.errstate(all="ignore"):
-        is_product, factor = _code_factor(form, factors, x.dtype)
-        for piece in _pieces(x.shape, block):
-            values = x[piece.part].astype(np.float32).reshape(piece.shape)
-            operate = np.multiply if is_product else np.divide
-            operate(values, factor[piece.grid][:, None, :, None], out=values)
+        factor = _code_factor(form, factors, x.dtype)[:, None, :, None]
+        operate = np.divide if form.rule is CodeRule.QUOTIENT else np.multiply
+        for part, grid, shape in _pieces(x.shape, block):
+            values = x[part].astype(np.float32).reshape(shape)
+            operate(values, factor[grid[0], :, grid[1]], out=values)
             if form.arithmetic is Arithmetic.INPUT:
                 values = _rounded(values, x.dtype)
-            codes[piece.part] = _cast(values, table).reshape(piece.shape[0] * piece.shape[1], -1).view(E4M3)
+            codes[part] = _cast(values, table).reshape(codes[part].shape).view(E4M3)
     return codes
 
 
 def decode(codes: Array, scale: Float32, block: Block, dtype: np.dtype[Any], *, rounds_scale: bool = False) -> Array:
     """`code * s`, rounded to float32 and then to `dtype`; with `rounds_scale`, s is rounded to `dtype` before."""
-    values = np.empty(codes.shape, dtype)
-    scale = _rounded(scale, dtype) if rounds_scale else scale
+    values, factor = np.empty(codes.shape, dtype), (_rounded(scale, dtype) if rounds_scale else scale)[:, None, :, None]
     with np.errstate(all="ignore"):
-        for piece in _pieces(codes.shape, block):
-            found = np.take(_values(), np.ascontiguousarray(codes[piece.part]).view(np.uint8), mode="wrap")
-            found = found.reshape(piece.shape)
-            found *= scale[piece.grid][:, None, :, None]
-            values[piece.part] = found.reshape(piece.shape[0] * piece.shape[1], -1).astype(dtype)
+        for part, grid, shape in _pieces(codes.shape, block):
+            found = np.take(_VALUES, np.ascontiguousarray(codes[part]).view(np.uint8), mode="wrap").reshape(shape)
+            found *= factor[grid[0], :, grid[1]]
+            values[part] = found.reshape(values[part].shape).astype(dtype)
     return values
 
 
 # 1 Scales
 
 
-def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float32, Float32, Array | None]:
-    """s, t, and the bytes of a power of two."""
+def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float32, Float32]:
+    """S and t."""
     working = np.dtype(np.float64 if form.arithmetic is Arithmetic.FLOAT64 else np.float32)
     narrow = dtype if form.arithmetic is Arithmetic.INPUT else working
 
@@ -162,14 +146,14 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
     # 2. The division.
     if form.division is Division.EXPONENT:
         bits = a.astype(np.float32).view(np.int32).astype(np.int64)
-        exponent = _bytes((bits + form.carry >> 23) - 8, np.isnan(a), form)
-        s = _power(exponent)
-        return s, np.float32(1.0) / s, exponent
+        s = _power((bits + form.carry >> 23) - 8, np.isnan(a), form)
+        return s, np.float32(1.0) / s
     if form.is_multiplier:
         by_reciprocal = form.division is Division.MULTIPLIER_BY_RECIPROCAL
         t = fl(fl(1.0 / a) * _MAX if by_reciprocal else _MAX / a).astype(np.float32)
         if form.largest_multiplier is not None:
-            t = np.minimum(t, _largest(dtype if form.largest_multiplier is Arithmetic.INPUT else np.dtype(np.float32)))
+            of = dtype if form.largest_multiplier is Arithmetic.INPUT else np.float32
+            t = np.minimum(t, np.float32(ml_dtypes.finfo(of).max))
         if form.power_of_two is PowerOfTwo.DOWN:
             t = (t.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
         elif form.power_of_two is PowerOfTwo.DOWN_LOG2:
@@ -188,10 +172,9 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
         s = np.maximum(s, fl(form.scale_floor).astype(np.float32))
     if form.power_of_two in (PowerOfTwo.UP, PowerOfTwo.UP_LOG2):
         exponent = _up(s) if form.power_of_two is PowerOfTwo.UP else np.ceil(_log2(s)) + 127
-        exponent = _bytes(exponent, np.isnan(s), form)
-        s = _power(exponent)
-        return s, np.float32(1.0) / s, exponent
-    return s, t, None
+        s = _power(exponent, np.isnan(s), form)
+        return s, np.float32(1.0) / s
+    return s, t
 
 
 def _up(s: Float32) -> Array:
@@ -206,13 +189,9 @@ def _log2(x: Float32) -> Float32:
     return np.log2(x.astype(np.float64)).astype(np.float32)
 
 
-def _bytes(exponent: Array, is_nan: NDArray[np.bool], form: ScaleForm) -> NDArray[np.uint8]:
-    low, high = form.exponents
-    return np.where(is_nan, 255, np.clip(exponent, low, high)).astype(np.uint8)
-
-
-def _power(exponent: NDArray[np.uint8]) -> Float32:
-    return exponent.view(E8M0).astype(np.float32)
+def _power(exponent: Array, is_nan: NDArray[np.bool], form: ScaleForm) -> Float32:
+    """The powers of two with these biased exponents."""
+    return np.where(is_nan, 255, np.clip(exponent, *form.exponents)).astype(np.uint8).view(E8M0).astype(np.float32)
 
 
 def _limit(number: float | Limit, dtype: np.dtype[Any]) -> float:
@@ -222,32 +201,18 @@ def _limit(number: float | Limit, dtype: np.dtype[Any]) -> float:
     return float(limits.eps) if number is Limit.EPSILON else float(limits.tiny) ** 0.5
 
 
-def _largest(dtype: np.dtype[Any]) -> np.float32:
-    return np.float32(ml_dtypes.finfo(dtype).max)
-
-
-def _stored(dialect: Dialect, dtype: np.dtype[Any], s: Float32, t: Float32, exponent: Array | None) -> Array:
-    if dialect.stored.is_multiplier:
-        return t
-    if dialect.stored.dtype == "float8_e8m0fnu":
-        assert exponent is not None
-        return exponent.view(E8M0)
-    return s.astype(dtype) if dialect.stored.dtype == "input" else s
-
-
 # 2 Codes
 
 
-def _code_factor(form: CodeForm, factors: Factors, dtype: np.dtype[Any]) -> tuple[bool, Float32]:
-    """Whether values are multiplied, and by what they are multiplied or divided."""
+def _code_factor(form: CodeForm, factors: Factors, dtype: np.dtype[Any]) -> Float32:
+    """What values are multiplied or divided by."""
     if form.rule is CodeRule.MULTIPLIER:
-        return True, factors.multiplier
+        return factors.multiplier
     s = _rounded(factors.scale, dtype) if form.is_scale_rounded else factors.scale
     s = np.maximum(s, np.float32(form.scale_floor)) if form.scale_floor else s
     if form.rule is CodeRule.QUOTIENT:
-        return False, s
-    inverse = np.float32(1.0) / s
-    return True, _rounded(inverse, dtype) if form.arithmetic is Arithmetic.INPUT else inverse
+        return s
+    return _rounded(np.float32(1.0) / s, dtype if form.arithmetic is Arithmetic.INPUT else s.dtype)
 
 
 def _rounded(x: Array, dtype: np.dtype[Any]) -> Float32:
@@ -273,9 +238,8 @@ def _code_table(nan: NanCode) -> NDArray[np.uint8]:
     return codes
 
 
-@functools.cache
-def _values() -> Float32:
-    return np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+"""The value of every code."""
 
 
 # 3 Bands
@@ -299,11 +263,11 @@ def _pieces(shape: tuple[int, ...], block: Block) -> Iterator[_Piece]:
     while start < rows and k:
         # Either some whole rows of blocks, or what is left of one.
         left = height - start % height
-        count = min(band // height * height if left == height and band >= height else min(left, band), rows - start)
+        count = min(max(band // height * height, min(left, band)) if left == height else min(left, band), rows - start)
         count = count // height * height or count
+        blocks = max(1, count // height)
         for part, grid, group in columns:
-            blocks = max(1, count // height)
-            of_grid = slice(start // height, start // height + blocks)
-            shape_of_piece = (blocks, count // blocks, grid.stop - grid.start, group)
-            yield _Piece((slice(start, start + count), part), (of_grid, grid), shape_of_piece)
+            of_grid = slice(start // height, start // height + blocks), grid
+            shape_of_piece = blocks, count // blocks, grid.stop - grid.start, group
+            yield (slice(start, start + count), part), of_grid, shape_of_piece
         start += count

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from f8emu.spec.errors import UnsupportedError
-from f8emu.spec.formats import changed_fields
 from f8emu.spec.scaling import MIN_AMAX_FLOOR, ScaleRule
 
 Block = tuple[int | None, int | None]
@@ -70,7 +69,10 @@ class Limit(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleForm:
-    """How an amax becomes a scale. The steps are taken in the order of the fields; None and 0 leave a step out."""
+    """How an amax becomes a scale, in the order of the fields: up to `amax_floor` before the division, then after it.
+
+    None and 0 leave a step out.
+    """
 
     division: Division
     arithmetic: Arithmetic = Arithmetic.FLOAT32
@@ -95,9 +97,6 @@ class ScaleForm:
     power_of_two: PowerOfTwo | None = None
     exponents: tuple[int, int] = (0, 254)
     """The range of the biased exponent of a power of two; `2^(byte - 127)`."""
-
-    def __repr__(self) -> str:
-        return changed_fields(self)
 
     @property
     def is_multiplier(self) -> bool:
@@ -142,9 +141,6 @@ class CodeForm:
     scale_floor: float = 0.0
     """`max(s, scale_floor)` is divided by; the stored scale is s."""
 
-    def __repr__(self) -> str:
-        return changed_fields(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
@@ -160,9 +156,6 @@ class Stored:
     """Whether the stack rounds s to the dtype to which it decodes before it multiplies."""
     layout: str = ""
     """How the stack lays the grid [rows / block rows, K / block K] out, if otherwise."""
-
-    def __repr__(self) -> str:
-        return changed_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,22 +227,14 @@ class Dialect:
             return "its scales are rounded to the dtype of x, a ScaleRule's are float32"
         if form.small_amax or form.small_scale or not MIN_AMAX_FLOOR <= _amax_floor(form) < 1:
             return "it gives an all-zero block a scale of its own, or none"
-        if form.power_of_two is None and (
-            form.division is not Division.MULTIPLIER or self.code.rule is not CodeRule.MULTIPLIER
-        ):
-            return "its division rounds otherwise"
-        return ""
+        is_alike = form.division is Division.MULTIPLIER and self.code.rule is CodeRule.MULTIPLIER
+        return "" if form.power_of_two or is_alike else "its division rounds otherwise"
 
 
 def _amax_floor(form: ScaleForm) -> float:
     """The smallest amax, as the dtype of the division has it, that the two floors leave."""
-    floor = form.amax_floor if form.arithmetic is Arithmetic.FLOAT64 else _float32(form.amax_floor)
-    return max(floor, form.scale_floor * 448.0)
-
-
-def _float32(x: float) -> float:
-    (rounded,) = struct.unpack("f", struct.pack("f", x))
-    return rounded
+    (rounded,) = struct.unpack("f", struct.pack("f", form.amax_floor))
+    return max(form.amax_floor if form.arithmetic is Arithmetic.FLOAT64 else rounded, form.scale_floor * 448.0)
 
 
 def _scale_formula(form: ScaleForm | None) -> str:

@@ -1,6 +1,8 @@
 """The dialects of other stacks, as data. Versions are those in which the source was read or the package compared."""
 
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from f8emu.dialects.rules import (
@@ -12,7 +14,6 @@ from f8emu.dialects.rules import (
     SQUARE,
     TENSOR,
     Arithmetic,
-    Block,
     CodeForm,
     CodeRule,
     Dialect,
@@ -24,45 +25,6 @@ from f8emu.dialects.rules import (
     Stored,
 )
 from f8emu.spec.errors import SpecError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stack:
-    """What the dialects of a stack share."""
-
-    stack: str
-    version: str
-    compared: bool = False
-
-    def __call__(
-        self,
-        name: str,
-        source: str,
-        scale: ScaleForm | None,
-        code: CodeForm,
-        blocks: tuple[Block, ...],
-        stored: Stored | None = None,
-        **bounds: int,
-    ) -> Dialect:
-        return Dialect(
-            name=name,
-            stack=self.stack,
-            source=source,
-            version=self.version,
-            is_compared=self.compared and name not in _READ,
-            scale=scale,
-            code=code,
-            stored=stored or Stored(),
-            blocks=blocks,
-            caveat=_CAVEATS.get(name, ""),
-            **bounds,
-        )
-
-    def with_cuda(self, name: str, source: str, scale: ScaleForm, *rest: Any) -> tuple[Dialect, Dialect]:
-        """Torch's `tensor / number` on a CPU, and what the same text is on CUDA."""
-        on_cuda = replace(scale, division=Division.RECIPROCAL)
-        return self(name, source, scale, *rest), self(f"{name}_cuda", source, on_cuda, *rest)
-
 
 _READ = ("compressed_tensors_cuda", "transformers_activation", "qwix_mxfp8")
 """Dialects of compared packages that need a GPU, or another version."""
@@ -102,42 +64,59 @@ _CAVEATS = {
     "qwix": f"An eager array of one scale is divided: qwix_eager_tensor. {_XLA}",
     "qwix_eager_tensor": _XLA,
 }
+_S = Stored()
+
+
+def _of(stack: str, version: str, *, is_compared: bool = False) -> Callable[..., Dialect]:
+    """A function that makes the dialects of a stack."""
+
+    def make(
+        name: str, source: str, scale: ScaleForm | None, code: CodeForm, blocks: Any, stored: Stored = _S, **bounds: int
+    ) -> Dialect:
+        rest: Any = {"name": name, "stack": stack, "source": source, "version": version, "stored": stored, **bounds}
+        rest |= {"is_compared": is_compared and name not in _READ, "caveat": _CAVEATS.get(name, "")}
+        return Dialect(scale=scale, code=code, blocks=blocks, **rest)
+
+    return make
+
+
+def _with_cuda(make: Callable[..., Dialect], name: str, source: str, scale: ScaleForm, *rest: Any) -> Iterable[Dialect]:
+    """Torch's `tensor / number` on a CPU, and what the same text is on CUDA."""
+    on_cuda = replace(scale, division=Division.RECIPROCAL)
+    return make(name, source, scale, *rest), make(f"{name}_cuda", source, on_cuda, *rest)
+
 
 # 1 Rules that stacks share
 
-_D = ScaleForm(division=Division.QUOTIENT)
-_R = replace(_D, division=Division.RECIPROCAL)
-_T = replace(_D, division=Division.MULTIPLIER)
-_T2 = replace(_D, division=Division.MULTIPLIER_BY_RECIPROCAL)
-_MX = replace(_D, division=Division.EXPONENT)
+_D = functools.partial(ScaleForm, division=Division.QUOTIENT)
+_R = functools.partial(ScaleForm, division=Division.RECIPROCAL)
+_T = functools.partial(ScaleForm, division=Division.MULTIPLIER)
+_T2 = functools.partial(ScaleForm, division=Division.MULTIPLIER_BY_RECIPROCAL)
+_MX = functools.partial(ScaleForm, division=Division.EXPONENT)
 _UP, _UP_LOG2, _DOWN, _DOWN_LOG2 = PowerOfTwo.UP, PowerOfTwo.UP_LOG2, PowerOfTwo.DOWN, PowerOfTwo.DOWN_LOG2
-_INPUT = Arithmetic.INPUT
-_BY_S = CodeForm(rule=CodeRule.QUOTIENT)
-_BY_S_NARROW = replace(_BY_S, arithmetic=_INPUT)
-_BY_INVERSE = CodeForm(rule=CodeRule.INVERSE)
-_BY_T = CodeForm(rule=CodeRule.MULTIPLIER)
-_ZERO_IS_ONE = (0.0, 448.0)
+_INPUT, _ZERO_IS_ONE = Arithmetic.INPUT, (0.0, 448.0)
+_BY_S, _BY_S_NARROW = CodeForm(rule=CodeRule.QUOTIENT), CodeForm(rule=CodeRule.QUOTIENT, arithmetic=_INPUT)
+_BY_INVERSE, _BY_T = CodeForm(rule=CodeRule.INVERSE), CodeForm(rule=CodeRule.MULTIPLIER)
 _MIN_SCALE = 1.0 / (448.0 * 512.0)
 """The floor of vLLM's and FBGEMM's scales per token."""
-_WEIGHT = Stored(names=("weight_scale",))
-_WEIGHT_INV = Stored(names=("weight_scale_inv",))
-_ANY = Stored(names=("weight_scale", "input_scale"))
+_WEIGHT, _WEIGHT_INV = Stored(names=("weight_scale",)), Stored(names=("weight_scale_inv",))
+_ANY, _NARROW = Stored(names=("weight_scale", "input_scale")), Stored(dtype="input")
 _BYTE = Stored(dtype="float8_e8m0fnu")
-_NARROW = Stored(dtype="input")
 
 # 2 Serving
 
-_vllm = _Stack(stack="vLLM", version="vllm==0.33.0")
+_vllm = _of("vLLM", "vllm==0.33.0")
 _common, _grouped = "w8a8/fp8/common.cu", "w8a8/fp8/per_token_group_quant.cu"
 _utils, _native = "fp8_utils.py", "input_quant_fp8.py: QuantFP8.forward_native"
-_max = replace(_D, ignores_nan=True)
-_token = replace(_max, scale_floor=_MIN_SCALE)
-_native_token = replace(_token, ignores_nan=False)
-_group = replace(_max, amax_floor=1e-10)
+_max, _token, _native_token = (
+    _D(ignores_nan=True),
+    _D(ignores_nan=True, scale_floor=_MIN_SCALE),
+    _D(scale_floor=_MIN_SCALE),
+)
+_group = _D(ignores_nan=True, amax_floor=1e-10)
 _group_up = replace(_group, scale_floor=1e-10, power_of_two=_UP)
-_triton = replace(_R, amax_floor=1e-10)
-_block = replace(_D, amax_floor=1e-4)
-_requant = replace(_R, amax_floor=1e-4, power_of_two=_UP_LOG2)
+_block, _requant = _D(amax_floor=1e-4), _R(amax_floor=1e-4, power_of_two=_UP_LOG2)
+_triton, _triton_up = _R(amax_floor=1e-10), _R(amax_floor=1e-10, power_of_two=_UP_LOG2)
 _q1, _q2 = replace(_BY_S, nan=NanCode.MAX), replace(_BY_INVERSE, nan=NanCode.MAX)
 _q2_low = replace(_BY_INVERSE, nan=NanCode.MIN)
 _grid = Stored(layout="row-major, column-major or aligned for TMA")
@@ -151,50 +130,44 @@ _VLLM = (
     _vllm("vllm_group_ue8m0", _grouped, _group_up, _q2_low, (GROUP,), _grid),
     _vllm("vllm_group_ue8m0_packed", _grouped, _group_up, _q2_low, (GROUP,), _packed),
     _vllm("vllm_group_triton", _utils, _triton, _BY_S, (GROUP,), code_steps=1),
-    _vllm("vllm_group_triton_ue8m0", _utils, replace(_triton, power_of_two=_UP_LOG2), _BY_S, (GROUP,)),
+    _vllm("vllm_group_triton_ue8m0", _utils, _triton_up, _BY_S, (GROUP,)),
     _vllm("vllm_silu_group", "fused_silu_mul_block_quant.cu", _token, _q1, (GROUP,)),
     _vllm("vllm_layernorm_group", "layernorm_utils.cuh", _token, _q2, (GROUP,)),
-    *_vllm.with_cuda("vllm_native", _native, _native_token, _BY_INVERSE, (ROW, TENSOR)),
-    *_vllm.with_cuda("vllm_native_group", _native, _native_token, _BY_S, (GROUP,)),
+    *_with_cuda(_vllm, "vllm_native", _native, _native_token, _BY_INVERSE, (ROW, TENSOR)),
+    *_with_cuda(_vllm, "vllm_native_group", _native, _native_token, _BY_S, (GROUP,)),
     _vllm("vllm_weight_tensor", "online/fp8.py", _max, _q2, (TENSOR,), _WEIGHT),
     _vllm("vllm_weight_channel", "online/fp8.py", _token, _q1, (ROW,), _WEIGHT),
-    *_vllm.with_cuda("vllm_weight_block", "utils/deep_gemm.py", _block, _BY_INVERSE, (SQUARE,), _WEIGHT_INV),
+    *_with_cuda(_vllm, "vllm_weight_block", "utils/deep_gemm.py", _block, _BY_INVERSE, (SQUARE,), _WEIGHT_INV),
     _vllm("vllm_weight_block_ue8m0", f"{_utils}: requant", _requant, _BY_INVERSE, (SQUARE,), _WEIGHT_INV),
     _vllm("vllm_fused_shards", "w8a8_utils.py: requantize_with_max_scale", None, _q2, (TENSOR,), _rounded),
 )
 
-_sglang = _Stack(stack="SGLang", version="sglang==0.5.23")
-_group_of_sglang = replace(_R, amax_floor=1e-10, ignores_nan=True)
-_group_up_of_sglang = replace(_group_of_sglang, power_of_two=_UP)
-_floor_and_reciprocal = replace(_T2, amax_floor=1e-12)
-_block_up = replace(_block, power_of_two=_UP, exponents=(1, 254))
+_sglang = _of("SGLang", "sglang==0.5.23")
+_fast, _fast_up = replace(_triton, ignores_nan=True), replace(_triton, ignores_nan=True, power_of_two=_UP)
+_floor_and_reciprocal, _block_up = _T2(amax_floor=1e-12), replace(_block, power_of_two=_UP, exponents=(1, 254))
 _bytes_of_sglang = replace(_BYTE, layout="uint8, or int32 of four bytes along K")
 _cuh, _weight_ue8m0 = "per_token_group_quant.cuh", "fp8_utils.py: quant_weight_ue8m0"
 _SGLANG = (
-    _sglang("sglang_group", _cuh, _group_of_sglang, _BY_T, (GROUP,), code_steps=1),
-    _sglang("sglang_group_ue8m0", _cuh, _group_up_of_sglang, _BY_T, (GROUP,), _bytes_of_sglang),
+    _sglang("sglang_group", _cuh, _fast, _BY_T, (GROUP,), code_steps=1),
+    _sglang("sglang_group_ue8m0", _cuh, _fast_up, _BY_T, (GROUP,), _bytes_of_sglang),
     _sglang("sglang_token", "per_token_quant_fp8.cuh", _max, _q2, (ROW,), scale_ulps=2, code_steps=1),
     _sglang("sglang_tensor", "per_tensor_quant_fp8.cuh", _max, _q2, (TENSOR,)),
     _sglang("sglang_weight_tensor", "input_to_float8", _floor_and_reciprocal, _BY_T, (TENSOR,), _WEIGHT),
     _sglang("sglang_weight_block_ue8m0", _weight_ue8m0, _block_up, _BY_INVERSE, (SQUARE,), _WEIGHT_INV),
 )
 
-_gemm = _Stack(stack="DeepGEMM", version="DeepGEMM 54e2261")
-_v3 = _Stack(stack="DeepSeek-V3", version="DeepSeek-V3 9b4e978")
+_gemm, _v3 = _of("DeepGEMM", "DeepGEMM 54e2261"), _of("DeepSeek-V3", "DeepSeek-V3 9b4e978")
 _math, _kernel = "deep_gemm/utils/math.py: per_block_cast_to_fp8 and others", "inference/kernel.py: act_quant"
-_casts = (SQUARE, GROUP, COLUMN)
-_block_log2 = replace(_block, power_of_two=_UP_LOG2)
+_casts, _block_log2 = (SQUARE, GROUP, COLUMN), replace(_block, power_of_two=_UP_LOG2)
 _DEEPSEEK = (
-    *_gemm.with_cuda("deep_gemm_block", _math, _block, _BY_INVERSE, _casts, _WEIGHT_INV),
+    *_with_cuda(_gemm, "deep_gemm_block", _math, _block, _BY_INVERSE, _casts, _WEIGHT_INV),
     _gemm("deep_gemm_block_ue8m0", _math, _block_up, _BY_INVERSE, _casts, _WEIGHT_INV),
     _v3("deepseek_group", _kernel, _block, _BY_S, (GROUP,), scale_ulps=2, code_steps=1),
     _v3("deepseek_group_ue8m0", _kernel, _block_log2, _BY_S, (GROUP,)),
 )
 
-_fbgemm = _Stack(stack="FBGEMM", version="FBGEMM 71d6f8b")
-_fp8_gemm = "fp8_gemm.py: quantize_fp8_row, quantize_fp8_block"
-_floored = replace(_T, amax_floor=1e-12)
-_k_major = replace(_WEIGHT, layout="blocks transposed, unless k_major")
+_fbgemm, _fp8_gemm = _of("FBGEMM", "FBGEMM 71d6f8b"), "fp8_gemm.py: quantize_fp8_row, quantize_fp8_block"
+_floored, _k_major = _T(amax_floor=1e-12), replace(_WEIGHT, layout="blocks transposed, unless k_major")
 _FBGEMM = (
     _fbgemm("fbgemm_triton", _fp8_gemm, _floored, _BY_T, (ROW, SQUARE), _k_major, scale_ulps=2, code_steps=1),
     _fbgemm("fbgemm_torch", _fp8_gemm, _floor_and_reciprocal, _BY_T, (ROW, SQUARE), _WEIGHT),
@@ -203,13 +176,11 @@ _FBGEMM = (
 
 # 3 Training
 
-_te = _Stack(stack="TransformerEngine", version="TransformerEngine d0067d0")
-_or_448 = replace(_T, small_amax=_ZERO_IS_ONE, nan_amax=448.0, infinite_amax=448.0)
-_current = replace(_or_448, largest_multiplier=Arithmetic.FLOAT32)
-_current_pow2 = replace(_current, power_of_two=_DOWN)
-_of_block = replace(_current, largest_multiplier=_INPUT)
-_of_block_pow2 = replace(_of_block, power_of_two=_DOWN)
-_mxfp8 = replace(_R, power_of_two=_UP)
+_te = _of("TransformerEngine", "TransformerEngine d0067d0")
+_or_448 = _T(small_amax=_ZERO_IS_ONE, nan_amax=448.0, infinite_amax=448.0)
+_current, _of_block = (replace(_or_448, largest_multiplier=one) for one in (Arithmetic.FLOAT32, _INPUT))
+_current_pow2, _of_block_pow2 = (replace(one, power_of_two=_DOWN) for one in (_current, _of_block))
+_mxfp8 = _R(power_of_two=_UP)
 _transposed = Stored(layout="1x128: transposed, [K / 128, rows padded to 4]; 128x128: K / 128 padded to 4")
 _scaling, _blockwise = "recipe/current_scaling.cu", "transpose/quantize_transpose_{square,vector}_blockwise.cu"
 _TRANSFORMER_ENGINE = (
@@ -221,48 +192,49 @@ _TRANSFORMER_ENGINE = (
     _te("transformer_engine_mxfp8", "cast/mxfp8", _mxfp8, _BY_INVERSE, (MX_GROUP, MX_COLUMN), _BYTE),
 )
 
-_ao = _Stack(stack="torchao", version="torchao==0.18.0", compared=True)
-_training = replace(_T, arithmetic=Arithmetic.FLOAT64, amax_floor=1e-12)
-_down = replace(_training, power_of_two=_DOWN_LOG2)
-_t = Stored(is_multiplier=True, layout="1/t goes to torch._scaled_mm")
+_ao = _of("torchao", "torchao==0.18.0", is_compared=True)
+_training = _T(arithmetic=Arithmetic.FLOAT64, amax_floor=1e-12)
+_down, _t = (
+    replace(_training, power_of_two=_DOWN_LOG2),
+    Stored(is_multiplier=True, layout="1/t goes to torch._scaled_mm"),
+)
 _float8, _mx = "float8/float8_utils.py: tensor_to_scale", "prototype/mx_formats/mx_tensor.py: to_mx"
 _kernels, _hp = "prototype/blockwise_fp8_training/kernels.py", "Float8Tensor.from_hp, quant_primitives.py"
-_narrow = replace(_D, arithmetic=_INPUT)
-_bounded = replace(_BY_S, scale_floor=2.0**-126)
-_ceil, _even = replace(_MX, carry=0x7FFFFF), replace(_MX, carry=1 << 19)
-_quotient_log2 = replace(_D, power_of_two=_UP_LOG2)
+_bounded, _narrow, _log2 = replace(_BY_S, scale_floor=2.0**-126), _D(arithmetic=_INPUT), _D(power_of_two=_UP_LOG2)
 _TORCHAO = (
     _ao("torchao_tensorwise", _float8, _training, _BY_T, (TENSOR,), _t),
     _ao("torchao_rowwise", _float8, _down, _BY_T, (ROW,), _t),
     _ao("torchao_rowwise_float", _float8, _training, _BY_T, (ROW,), _t),
     _ao("torchao_blockwise", _kernels, _training, _BY_T, (GROUP, SQUARE, COLUMN)),
     _ao("torchao_inference", _hp, _narrow, _BY_S, (ROW, TENSOR, SQUARE, GROUP)),
-    _ao("torchao_mx_floor", _mx, _MX, _bounded, (MX_GROUP,), _BYTE),
-    _ao("torchao_mx_ceil", _mx, _ceil, _bounded, (MX_GROUP,), _BYTE),
-    _ao("torchao_mx_even", _mx, _even, _bounded, (MX_GROUP,), _BYTE),
-    _ao("torchao_mx_rceil", _mx, _quotient_log2, _BY_INVERSE, (MX_GROUP,), _BYTE),
+    _ao("torchao_mx_floor", _mx, _MX(), _bounded, (MX_GROUP,), _BYTE),
+    _ao("torchao_mx_ceil", _mx, _MX(carry=0x7FFFFF), _bounded, (MX_GROUP,), _BYTE),
+    _ao("torchao_mx_even", _mx, _MX(carry=1 << 19), _bounded, (MX_GROUP,), _BYTE),
+    _ao("torchao_mx_rceil", _mx, _log2, _BY_INVERSE, (MX_GROUP,), _BYTE),
 )
 
-_flax = _Stack(stack="flax", version="flax==0.12.8", compared=True)
-_qwix = _Stack(stack="qwix", version="qwix==0.1.8", compared=True)
+_flax, _ops = _of("flax", "flax==0.12.8", is_compared=True), "linen/fp8_ops.py: compute_scale, quantize"
+_qwix, _qarray = _of("qwix", "qwix==0.1.8", is_compared=True), "_src/core/qarray.py: quantize"
 _eager = replace(_narrow, small_scale=(Limit.ROOT_OF_TINY, 1.0))
 _compiled = replace(_eager, division=Division.RECIPROCAL)
-_kernel_scale = Stored(names=("kernel_scale", "input_scale"))
-_ops, _qarray = "linen/fp8_ops.py: compute_scale, quantize", "_src/core/qarray.py: quantize"
+_compiled_log2 = replace(_compiled, power_of_two=_UP_LOG2)
+_by_rounded_s, _kernel_scale = (
+    replace(_BY_S_NARROW, is_scale_rounded=True),
+    Stored(names=("kernel_scale", "input_scale")),
+)
 _JAX = (
-    _flax("flax_linen", _ops, _or_448, replace(_BY_S_NARROW, is_scale_rounded=True), (TENSOR,), _kernel_scale),
+    _flax("flax_linen", _ops, _or_448, _by_rounded_s, (TENSOR,), _kernel_scale),
     _qwix("qwix", _qarray, _compiled, _BY_S_NARROW, (ROW, TENSOR, GROUP, SQUARE), _NARROW),
     _qwix("qwix_eager_tensor", _qarray, _eager, _BY_S_NARROW, (TENSOR,), _NARROW),
-    _qwix("qwix_mxfp8", _qarray, replace(_compiled, power_of_two=_UP_LOG2), _BY_S_NARROW, (MX_GROUP,), _NARROW),
+    _qwix("qwix_mxfp8", _qarray, _compiled_log2, _BY_S_NARROW, (MX_GROUP,), _NARROW),
 )
 
 # 4 Checkpoints
 
-_ct = _Stack(stack="compressed-tensors", version="compressed-tensors==0.20.0", compared=True)
+_ct = _of("compressed-tensors", "compressed-tensors==0.20.0", is_compared=True)
 _qparams = "helpers.py: calculate_qparams, forward_helpers.py: _quantize"
-_epsilon = replace(_narrow, small_scale=(0.0, Limit.EPSILON))
-_narrow_weight, _byte_weight = replace(_NARROW, names=("weight_scale",)), replace(_BYTE, names=("weight_scale",))
-_from_1_75 = replace(_MX, carry=1 << 21, nan_amax=0.0)
+_epsilon, _from_1_75 = replace(_narrow, small_scale=(0.0, Limit.EPSILON)), _MX(carry=1 << 21, nan_amax=0.0)
+_narrow_weight, _byte_weight = (replace(one, names=("weight_scale",)) for one in (_NARROW, _BYTE))
 _COMPRESSED_TENSORS = (
     _ct("compressed_tensors_tensor", _qparams, _epsilon, _BY_S_NARROW, (TENSOR,), _narrow_weight),
     _ct("compressed_tensors_channel", _qparams, _epsilon, _BY_S_NARROW, (ROW,), _narrow_weight),
@@ -271,38 +243,28 @@ _COMPRESSED_TENSORS = (
     _ct("compressed_tensors_mxfp8", "mxfp_utils.py", _from_1_75, _BY_S_NARROW, (MX_GROUP,), _byte_weight),
 )
 
-_hf = _Stack(stack="transformers", version="transformers==5.23.0", compared=True)
+_hf = _of("transformers", "transformers==5.23.0", is_compared=True)
 _fp8_quantize, _act_quant = "finegrained_fp8.py: Fp8Quantize", "act_quant.py: fp8_act_quant"
-_safe = replace(_T2, small_amax=_ZERO_IS_ONE, nan_amax=448.0)
+_safe = _T2(small_amax=_ZERO_IS_ONE, nan_amax=448.0)
 _safe_log2 = replace(_safe, scale_floor=2.0**-126, power_of_two=_UP_LOG2, exponents=(0, 255))
-_least_scale = replace(_D, scale_floor=1e-12)
-_byte_weight_inv = replace(_BYTE, names=("weight_scale_inv",))
+_least_scale, _byte_inv = _D(scale_floor=1e-12), replace(_BYTE, names=("weight_scale_inv",))
 _TRANSFORMERS = (
     _hf("transformers_block", _fp8_quantize, _safe, _BY_T, (SQUARE, TENSOR), _WEIGHT_INV),
-    _hf("transformers_block_ue8m0", _fp8_quantize, _safe_log2, _BY_T, (SQUARE, TENSOR), _byte_weight_inv),
+    _hf("transformers_block_ue8m0", _fp8_quantize, _safe_log2, _BY_T, (SQUARE, TENSOR), _byte_inv),
     _hf("transformers_activation", _act_quant, _least_scale, _BY_S, (GROUP,), scale_ulps=2, code_steps=1),
 )
 
-_mo = _Stack(stack="Model-Optimizer", version="nvidia-modelopt==0.47.0", compared=True)
+_mo = _of("Model-Optimizer", "nvidia-modelopt==0.47.0", is_compared=True)
 _export, _qtensor = "export/quant_utils.py: to_quantized_weight", "fp8_tensor.py: FP8QTensor.quantize"
-_least, _largest = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
-_or_one = replace(_D, small_amax=_ZERO_IS_ONE, nan_amax=448.0, infinite_amax=_largest, amax_floor=_least)
-_nan_is_zero = replace(_quotient_log2, nan_amax=0.0)
-_fake = replace(_T2, small_amax=(2.0**-24, 1.0))
+_positive = _D(small_amax=_ZERO_IS_ONE, nan_amax=448.0, infinite_amax=(2 - 2.0**-23) * 2.0**127, amax_floor=2.0**-126)
+_nan_is_zero, _fake = replace(_log2, nan_amax=0.0), _T2(small_amax=(2.0**-24, 1.0))
 _four_dimensions = replace(_WEIGHT, layout="[rows, 1, K, 1] of blocks")
 _MODELOPT = (
-    _mo("modelopt_tensor", _export, _or_one, _BY_S_NARROW, (TENSOR,), _ANY),
-    _mo("modelopt_channel", _export, _or_one, _BY_S, (ROW, TENSOR), _WEIGHT),
-    _mo("modelopt_block", _export, _or_one, _BY_S, (SQUARE,), _four_dimensions),
+    _mo("modelopt_tensor", _export, _positive, _BY_S_NARROW, (TENSOR,), _ANY),
+    _mo("modelopt_channel", _export, _positive, _BY_S, (ROW, TENSOR), _WEIGHT),
+    _mo("modelopt_block", _export, _positive, _BY_S, (SQUARE,), _four_dimensions),
     _mo("modelopt_qtensor", _qtensor, _narrow, _BY_S_NARROW, (TENSOR, ROW, SQUARE, GROUP), _NARROW),
-    _mo(
-        "modelopt_mxfp8",
-        "mxfp8_tensor.py",
-        replace(_quotient_log2, nan_amax=0.0),
-        _BY_INVERSE,
-        (MX_GROUP,),
-        _byte_weight,
-    ),
+    _mo("modelopt_mxfp8", "mxfp8_tensor.py", _nan_is_zero, _BY_INVERSE, (MX_GROUP,), _byte_weight),
     _mo("modelopt_fake", "tensor_quant.py: fp8_eager", _fake, _BY_T, (TENSOR, ROW)),
 )
 

@@ -10,8 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import f8emu.numpy
-from f8emu.dialects import DIALECTS, arithmetic, dequantize, dialect_by_name, quantize, zero_block_scale
-from f8emu.dialects.arithmetic import scales_from_amax
+from f8emu.dialects import DIALECTS, Dialect, arithmetic, dequantize, dialect_by_name, quantize, zero_block_scale
 from f8emu.dialects.rules import GROUP, ROW, SQUARE, TENSOR, Block
 from f8emu.spec import F8Error, Granularity, OperandError, ScaleRule, SpecError, UnsupportedError
 
@@ -22,6 +21,10 @@ RULES = {name: one for name, one in DIALECTS.items() if one.scale is not None}
 
 def bits(x: Any) -> NDArray[Any]:
     return np.asarray(x).view(f"u{np.asarray(x).itemsize}")
+
+
+def stored(amax: NDArray[Any], dialect: Dialect, dtype: Any) -> NDArray[Any]:
+    return arithmetic.factors_from_amax(amax, dialect, np.dtype(dtype)).stored
 
 
 def normal(shape: tuple[int, int], dtype: Any = BF16) -> NDArray[Any]:
@@ -74,7 +77,7 @@ def test_codes_of_zero_blocks_and_nans() -> None:
 def test_mx_rules_over_the_mantissas_of_bfloat16() -> None:
     """How many of the 128 give another power of two than rounding amax / 448 up."""
     amax = np.arange(0x3F80, 0x4000, dtype=np.uint16).view(BF16).astype(np.float32)
-    scales = {name: bits(scales_from_amax(amax, one, BF16)) for name, one in RULES.items() if "mx" in name}
+    scales = {name: bits(stored(amax, one, BF16)) for name, one in RULES.items() if "mx" in name}
     reference = scales["torchao_mx_rceil"]
     apart = {name: int((of != reference).sum()) for name, of in scales.items() if of.dtype == np.uint8}
     assert apart == {
@@ -91,8 +94,8 @@ def test_mx_rules_over_the_mantissas_of_bfloat16() -> None:
 def test_powers_of_two_by_bits_and_by_log2() -> None:
     """They part for an amax one unit above 448 * 2^k: sglang#29954."""
     amax = np.nextafter(np.float32(448 * 2.0**-20), np.float32(1)).reshape(1, 1)
-    assert scales_from_amax(amax, DIALECTS["deepseek_group_ue8m0"], np.dtype(np.float32)) == 2.0**-20
-    assert scales_from_amax(amax, DIALECTS["deep_gemm_block_ue8m0"], np.dtype(np.float32)) == 2.0**-19
+    assert stored(amax, DIALECTS["deepseek_group_ue8m0"], np.float32) == 2.0**-20
+    assert stored(amax, DIALECTS["deep_gemm_block_ue8m0"], np.float32) == 2.0**-19
 
 
 # 2 The production path
@@ -114,9 +117,9 @@ def test_scale_rule(name: str) -> None:
     amax = amax[amax < 2.0**100]
     if rule is not None:
         found = f8emu.numpy.scale_from_amax(amax, "float8_e4m3fn", rule)
-        stored = found.inv_scale if dialect.stored.is_multiplier else found.scale
-        mine = scales_from_amax(amax, dialect, np.dtype(np.float32)).astype(np.float32)
-        assert (bits(mine) == bits(stored)).all()
+        theirs = found.inv_scale if dialect.stored.is_multiplier else found.scale
+        mine = stored(amax, dialect, np.float32).astype(np.float32)
+        assert (bits(mine) == bits(theirs)).all()
         for block in blocks:
             x = normal((160, 300), np.float32)
             scales = f8emu.numpy.scale_from_amax(f8emu.numpy.amax(x, GRANULARITIES[block]), "float8_e4m3fn", rule)
@@ -124,14 +127,15 @@ def test_scale_rule(name: str) -> None:
             assert (bits(codes) == bits(quantize(x, dialect, block=block).codes)).all()
     elif dialect.scale is not None and not dialect.stored.is_multiplier:
         default = f8emu.numpy.scale_from_amax(amax, "float8_e4m3fn", ScaleRule()).scale
-        assert (scales_from_amax(amax, dialect, np.dtype(np.float32)).astype(np.float32) != default).any()
+        assert (stored(amax, dialect, np.float32).astype(np.float32) != default).any()
 
 
 # 3 torch's operations, as the sources of the stacks write them
 
 
-def test_text_of_torch() -> None:
-    """Dialects that are a few lines of torch, written with torch."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_text_of_torch(device: str) -> None:
+    """Dialects that are a few lines of torch, written with torch; on CUDA the same text is another dialect."""
     torch: Any = pytest.importorskip("torch")
 
     def ceil_to_ue8m0(x: Any) -> Any:
@@ -176,8 +180,9 @@ def test_text_of_torch() -> None:
     x = normal((256, 384), np.float32)
     x[:128, :128], x[128] = 0.0, 1e-6
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        tensor = torch.from_numpy(x).to(dtype)
+        tensor = torch.from_numpy(x).to(device, dtype)
         for name, (text, (rows, k)) in texts.items():
+            name = f"{name}_cuda" if device == "cuda" and f"{name}_cuda" in DIALECTS else name
             blocks = tensor.view(256 // (rows or 256), rows or 256, 384 // (k or 384), k or 384)
             values, scale = text(blocks, blocks.abs().amax((1, 3), keepdim=True))
             found = quantize(tensor, name, block=(rows, k))
@@ -279,7 +284,7 @@ REFUSED: dict[str, tuple[type[F8Error], str, Callable[[], object]]] = {
     "rank": (OperandError, "got float32 [128]", lambda: quantize(X[0], "vllm_group")),
     "list": (OperandError, "got list", lambda: quantize([[1.0]], "vllm_group")),
     "given": (OperandError, "must be given scale", lambda: quantize(X, "vllm_static")),
-    "grid": (OperandError, "scale must be float32 [2, 1]", lambda: quantize(X, "vllm_group", scale=X)),
+    "grid": (OperandError, "scale must be [2, 1]", lambda: quantize(X, "vllm_group", scale=X)),
     "codes": (OperandError, "codes must be a matrix", lambda: dequantize(X, X, "vllm_group", out_dtype="float32")),
     "zero": (OperandError, "they are given", lambda: zero_block_scale("vllm_static")),
     "out": (SpecError, "out_dtype must be", lambda: zero_block_scale("vllm_group", "float64")),
