@@ -39,7 +39,7 @@ def serving_recipe(*, input: Dialect | str, weight: Dialect | str) -> Recipe:
     return replace(
         base,
         name=f"{dialects[0].name}+{dialects[1].name}",
-        output=replace(base.output, a=x, b=w),
+        output=replace(base.output, a=x, b=w, split_k=base is not BLOCKWISE),
         grad_input=Gemm(a=gradient, b=w),
         grad_weight=Gemm(a=gradient, b=x),
         scale_rule=replace(base.scale_rule, power_of_two=all(rule.power_of_two for rule in rules)),

@@ -89,6 +89,9 @@ class Gemm:
     a: Cast
     b: Cast
     use_fast_accum: bool = False
+    split_k: bool = True
+    """Whether K may be split, as cuBLAS does where a GEMM has few outputs and a long K [CHAIN-3]. False, for 1x128
+    scales of a: it never is, as in DeepGEMM."""
 
     def __post_init__(self) -> None:
         a, b = self.a, self.b
@@ -99,18 +102,23 @@ class Gemm:
             )
         if a.is_high_precision and self.use_fast_accum:
             raise SpecError("Gemm: use_fast_accum needs float8 operands; a high precision GEMM has no such mode")
+        if not self.split_k and a.granularity is not Granularity.BLOCKWISE_1X128:
+            raise SpecError(f"Gemm: split_k=False needs 1x128 scales of a; got {a} and {b}; leave it out")
         if all(self.refusal(chip) for chip in CHIPS.values()):
             raise SpecError(f"Gemm: {self.refusal(HOPPER)}")
 
     def __repr__(self) -> str:
-        return f"Gemm({self.a} @ {self.b}{', use_fast_accum=True' if self.use_fast_accum else ''})"
+        fast, whole = ", use_fast_accum=True" * self.use_fast_accum, ", split_k=False" * (not self.split_k)
+        return f"Gemm({self.a} @ {self.b}{fast}{whole})"
 
     @property
     def is_high_precision(self) -> bool:
         return self.a.is_high_precision
 
     def to_dict(self) -> dict[str, object]:
-        return {"a": self.a.to_dict(), "b": self.b.to_dict(), "use_fast_accum": self.use_fast_accum}
+        # The texts and hashes of recipes are older than split_k.
+        whole = {} if self.split_k else {"split_k": False}
+        return {"a": self.a.to_dict(), "b": self.b.to_dict(), "use_fast_accum": self.use_fast_accum, **whole}
 
     def refusal(self, chip: Chip) -> str | None:
         """Why `chip` has no such GEMM, and the remedy; None if it has one."""

@@ -195,7 +195,7 @@ def _accumulation(gemm: Gemm, chip: Chip) -> str:
         return "bfloat16 matmul, one chain"
     promote_k = (chip.float8_fast if gemm.use_fast_accum else chip.float8).promote_k
     if promote_k is not None:
-        return f"accumulation promoted to float32 every {promote_k}"
+        return f"accumulation promoted to float32 every {promote_k}" + ("" if gemm.split_k else ", K never split")
     return "fast accumulation: one chain" if gemm.use_fast_accum else "one chain"
 
 
@@ -231,7 +231,7 @@ DELAYED = replace(TENSORWISE, name="delayed", delayed=DelayedScaling())
 BLOCKWISE = _alike("blockwise", _VECTOR, _SQUARE, _VECTOR, fast_output=False)
 """1x128 blocks of activations and gradients, 128x128 blocks of weights; E4M3 everywhere."""
 
-BLOCKWISE_UE8M0 = replace(
+_UE8M0 = replace(
     _alike(
         "blockwise_ue8m0",
         replace(_VECTOR, scale_rule=ScaleRule(power_of_two=True, amax_floor=448 * 1e-10)),
@@ -241,9 +241,10 @@ BLOCKWISE_UE8M0 = replace(
     ),
     scale_rule=ScaleRule(power_of_two=True),
 )
-"""Blockwise with scales that are powers of two, UE8M0, by the rules of vLLM with DeepGEMM on Hopper: of input those of
-its `per_token_group_quant`, with 1e-10 as the floor of a scale, of weight those of DeepGEMM's casts, with 1e-4 in
-float32 as the floor of an amax. No server casts gradients: their floor is that of `BLOCKWISE`."""
+BLOCKWISE_UE8M0 = replace(_UE8M0, output=replace(_UE8M0.output, split_k=False))
+"""Blockwise with scales that are powers of two, UE8M0, and K of `output` whole, as vLLM serves with DeepGEMM on Hopper.
+The floors are those of vLLM's `per_token_group_quant` for the input, 1e-10 of a scale, and of DeepGEMM's casts for the
+weight, 1e-4 in float32 of an amax. No server casts gradients: their floor is that of `BLOCKWISE`."""
 
 RECIPES: dict[str, Recipe] = {r.name: r for r in (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, DELAYED, BLOCKWISE)}
 """The named recipes."""

@@ -26,6 +26,8 @@ ACCUMULATIONS = ("fast", "promoted")
 LAYOUTS = ("tn", "nt", "nn", "tt")
 _OPERANDS = (E4M3FN.name, E5M2.name)
 _OUTPUTS = tuple(fmt.name for fmt in HIGH_PRECISION)
+_LONGEST_WHOLE_K = 5120  # of float8 operands [PLAN-2]
+_MOST_SPLIT = 131072  # outputs of a float8 GEMM, of which none with so many is split [PLAN-4]
 _ALIGNED = 8  # the number of bfloat16 in 16 bytes
 
 
@@ -150,8 +152,14 @@ def of_call(call: GemmCall, layout: str = "tn") -> PlannedGemm:
 def of_layer(spec: Gemm, sizes: tuple[int, int, int], out_dtype: str, layout: str) -> PlannedGemm:
     """A GEMM of a layer, which is not empty; `sizes` before padding, `layout` counts in high precision."""
     pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
+    sizes = sizes if spec.split_k else (unsplit_rows(*sizes), *sizes[1:])
     dtypes = out_dtype, (spec.a.format or BFLOAT16).name, (spec.b.format or BFLOAT16).name
     return planned_gemm(sizes, pair, dtypes, use_fast_accum=spec.use_fast_accum, layout=layout)
+
+
+def unsplit_rows(m: int, n: int, k: int) -> int:
+    """The rows with which a float8 GEMM [m, k] @ [k, n] is not split [PLAN-2], [PLAN-4]: those of zeros included."""
+    return m if k <= _LONGEST_WHOLE_K else max(m, -(-_MOST_SPLIT // n))
 
 
 def one_of(key: str, value: object, known: Sequence[str]) -> None:

@@ -50,7 +50,7 @@ HASHES = {
     "rowwise_with_gw_hp": "27d6c3e1fb002de73cc72e55efab0b067a1e65ccb64fff1b490bfd23ebfc9445",
     "delayed": "0aedd2334dbb44a29269fb047e8dee0017c9e1d58410c4a95ef850be9392e241",
     "blockwise": "c0ec3af7adec30b1da9c8941fef54807f13bdc0b105ce9bb2cedc9c35495d687",
-    "blockwise_ue8m0": "5dbb55f1f98ad2db0e3bff63f57ec32cfc77938bda9092f78eac91807b38b294",
+    "blockwise_ue8m0": "d6c5baa333245d58eeb0e9dfecff3f20a92d23b04af87ddb364c227a78b889c3",
 }
 
 
@@ -131,6 +131,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
         ),
         "the casts of weight have different scale rules",
     ),
+    (lambda: Gemm(a=e4m3(), b=e4m3(), split_k=False), "split_k=False needs 1x128 scales of a; got float8_e4m3fn tens"),
     (
         lambda: Gemm(a=e4m3(), b=HIGH),
         "Gemm: both operands must be float8 or both high precision; got float8_e4m3fn tensorwise and bfloat16. "

@@ -79,6 +79,7 @@ def gemms(
     return Gemm(
         a=Cast(format=a, granularity=granularity_a, scale_rule=rules[0]),
         b=Cast(format=b, granularity=granularity_b, scale_rule=rules[1]),
+        split_k=draw(st.booleans()) or granularity_a is not Granularity.BLOCKWISE_1X128,
         use_fast_accum=draw(st.booleans()) and not (granularity_a.is_blockwise or granularity_b.is_blockwise),
     )
 
@@ -168,8 +169,8 @@ MALFORMED: list[tuple[str, str, str]] = [
     ("16", "0", "recipe: delayed: DelayedScaling: history_length must be at least 1; got 0"),
     ("margin = 0", "margin = 7", "recipe: delayed: DelayedScaling: margin must be in 0..6"),
     ('"max"', '"mean"', "recipe: delayed.reduction must be one of max, most_recent; got 'mean'"),
-    ("a = {", "c = {", "recipe: output has keys ['a', 'b', 'use_fast_accum']; missing ['a']"),
-    ("use_fast_accum", "fast", "recipe: output has keys ['a', 'b', 'use_fast_accum']; unknown ['fast']"),
+    ("a = {", "c = {", "recipe: output has keys ['a', 'b', 'use_fast_accum', 'split_k']; missing ['a']"),
+    ("use_fast_accum", "fast", "recipe: output has keys ['a', 'b', 'use_fast_accum', 'split_k']; unknown ['fast']"),
     ('a = { format = "float8_e4m3fn", granularity = "tensorwise" }', 'a = "float8_e4m3fn"', "recipe: output.a must be"),
     (
         'format = "float8_e4m3fn", ',

@@ -23,6 +23,8 @@ import f8ref.numpy as oracle
 from f8emu.cli import build_app
 from f8emu.dialects import dequantize, dialect_by_name, quantize, serving_recipe
 from f8emu.spec import BLOCKWISE_UE8M0, ROWWISE, TENSORS, F8Error, Granularity, Recipe, ScaleRule
+from f8emu.torch.layer.matmul import gemm
+from f8emu.torch.layer.operands import Operand
 from f8emu.torch.serving.export import export_checkpoint
 from tests.torch_path.layers import draw, layer_of, passes
 
@@ -333,3 +335,31 @@ def test_what_is_refused(trained: tuple[Any, Path], tmp_path: Path) -> None:
     with pytest.raises(F8Error, match="must be an object; got list"):
         f8.verify_export(tmp_path / "copy")
     assert {one.name for one in tmp_path.iterdir()} == {"copy"}
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = property(lambda self: True)  # pyright: ignore[reportAssignmentType]
+
+
+def test_the_server_never_splits_k(to_numpy: Any, assert_same_bits: Any) -> None:
+    """Few rows and a long K, which cuBLAS splits: not under the serving recipe, in torch and JAX; on a GPU by rows of
+    zeros, which are added.
+    """
+    x, w = (draw(rows, 8192, seed=rows, dtype=torch.float32) for rows in (8, 128))
+    whole = oracle.linear(BLOCKWISE_UE8M0, x.numpy(), w.numpy())  # S is 1 where none is given
+    layer = layer_of(BLOCKWISE_UE8M0, 128, 8192, torch.float32, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+        assert_same_bits(layer(x), whole.result)
+    assert_same_bits(f8emu.jax.dot_general(BLOCKWISE_UE8M0)(x.numpy(), w.numpy(), NT), whole.result)
+    operands: list[Any] = []
+    for one in whole.output[:2]:
+        codes = torch.from_numpy(one.codes.view(np.uint8)).view(torch.float8_e4m3fn)
+        operands.append(Operand(codes.as_subclass(OnGpu), torch.from_numpy(one.scale)))
+    a, b = operands
+    product = gemm(a, b, BLOCKWISE_UE8M0.output, torch.float32, "emulated")
+    assert_same_bits(product.as_subclass(Tensor), whole.result)
+    split = gemm(a, b, replace(BLOCKWISE_UE8M0.output, split_k=True), torch.float32, "emulated")
+    assert split.shape == product.shape and split.ne(product).any()

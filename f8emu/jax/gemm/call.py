@@ -107,6 +107,8 @@ def layer_split_k(
     """S of a GEMM of a layer; `dtypes` are those of the product, a and b, `layout` counts in high precision."""
     if 0 in sizes:
         return Split(1, Source.RECORDED)
+    if not spec.split_k:
+        return Split(1, Source.RECORDED)
     pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
     gemm = planned_gemm(sizes, pair, dtypes, use_fast_accum=spec.use_fast_accum, layout=layout)
     return split_of(_CALLER, gemm, chip, lambda: _is_at_hand(chip, None))

@@ -76,7 +76,7 @@ def multiply(gemm: Gemm, *operands: jax.Array, excess_precision: bool | None = N
     `mm` is the fastest, and those that split K [BF16-2] are among them.
     """
     if gemm.is_blockwise:
-        gemm = gemm._replace(split_k=split_k_of(gemm, *operands[:2]))
+        gemm = gemm._replace(split_k=gemm.emulated_split_k or split_k_of(gemm, *operands[:2]))
     if is_eager(operands):
         return _program()(operands, gemm, compiler_options()[EXCESS_PRECISION])
     assert excess_precision is not None, "what is not known was refused"

@@ -212,7 +212,7 @@ def _product(
         layout=LAYOUTS[name],
         sharded_k=plan.sharded_k,
         powers_of_two=_has_safe_powers_of_two(plan.recipe, spec),
-        emulated_split_k=dict(plan.split_k).get(name),
+        emulated_split_k=dict(plan.split_k).get(name) if spec.split_k else 1,
     )
     product = multiply(call, (a.codes, b.codes.T, *scales))
     if plan.tap is not None:

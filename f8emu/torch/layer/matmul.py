@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
+from f8emu.split_k.gemm import unsplit_rows
 from f8emu.torch.chip import CHIP
 from f8emu.torch.gemm import operators
 from f8emu.torch.layer.casts import (
@@ -66,7 +67,13 @@ def gemm(
     ):  # `scaled_gemm_granularities`, as Dynamo 2.11 can trace it
         granularity_a = granularity_b = Granularity.ROWWISE
     pad_k, pad_n = _to_multiple(k, CHIP.size_multiple), _to_multiple(n, CHIP.size_multiple)
-    pad_m = _to_multiple(m, CHIP.vector_multiple) if granularity_a is Granularity.BLOCKWISE_1X128 else 0
+    pad_m, fewest = 0, 1 if spec.split_k else unsplit_rows(1, n + pad_n, k)
+    if fewest > 1 and a.codes.is_cuda:  # rows of zeros, with which the library does not split K
+        pad_m = torch.sym_max(m, fewest) - m
+    elif fewest > 1:
+        split_k = 1
+    if granularity_a is Granularity.BLOCKWISE_1X128:
+        pad_m += _to_multiple(m + pad_m, CHIP.vector_multiple)
     padded_a, padded_b = _padded(a.codes, pad_m, pad_k), _padded(b.codes, pad_n, pad_k)
     # 2. Multiply.
     if spec.a.format is None:
