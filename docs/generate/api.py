@@ -19,6 +19,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "f8emu.torch": (
         "f8emu.torch",
         "f8emu.torch.parallel.checkpoints",
+        "f8emu.torch.serving.export",
         "f8emu.torch.integrations.huggingface",
         "f8emu.torch.integrations.torchtitan",
     ),
