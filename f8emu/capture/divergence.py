@@ -10,7 +10,7 @@ from f8emu.capture.explain import Side, explained, first_block, fused
 from f8emu.capture.findings import Finding, Found
 from f8emu.capture.pairing import Key, Records, Shard, side_of, unseen, value_of
 from f8emu.capture.read import Arrays
-from f8emu.capture.record import Record, TensorRecord
+from f8emu.capture.record import CaptureError, Record, TensorRecord
 from f8emu.conformance.compare import different, distances, mismatches
 from f8emu.spec import OPERANDS
 
@@ -142,11 +142,12 @@ class Pair:
         for name, of, own, unfused, whole in (("B", self.b, a, self.a, b), ("A", self.a, b, self.b, a)):
             shard = of[key]
             if side == "b" and isinstance(shard, Shard):
-                of_shards = [unfused.get((sibling, *key[1:])) for sibling in shard.siblings]
-                scales = [None if shard is None else shard.load().get("b.scale") for shard in of_shards]
-                known = [scale for scale in scales if scale is not None]
-                if len(known) == len(scales) and (text := fused(known, own, whole, shard.siblings)):
-                    return f"{name}: {text}"
+                try:
+                    scales = [unfused[sibling, *key[1:]].load()["b.scale"] for sibling in shard.siblings]
+                except (KeyError, CaptureError):  # one of them is not there, or broken, which is said in its turn
+                    return ""
+                text = fused(scales, own, whole, shard.siblings)
+                return f"{name}: {text}" if text else ""
         return ""
 
 

@@ -14,17 +14,12 @@ import numpy as np
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.compare import different
 from f8emu.dialects import DIALECTS, CodeForm, Dialect, ScaleForm, Stored, arithmetic, dequantize, quantize
-from f8emu.dialects.rules import Arithmetic, CodeRule, Division, PowerOfTwo
+from f8emu.dialects.rules import Arithmetic, Block, CodeRule, Division, PowerOfTwo
 from f8emu.spec import BFLOAT16, E4M3FN
 
 _SHOWN = 4
 """Dialects named of a side; those that agree on the matrix at hand may be many."""
-_DIVISIONS = (
-    Division.QUOTIENT,
-    Division.RECIPROCAL,
-    Division.MULTIPLIER,
-    Division.MULTIPLIER_BY_RECIPROCAL,
-)
+_DIVISIONS = tuple(one for one in Division if one is not Division.EXPONENT)
 _CODES = (CodeRule.MULTIPLIER, CodeRule.INVERSE, CodeRule.QUOTIENT)
 _ANY = next(iter(DIALECTS.values()))
 """A dialect whose rules are replaced by others."""
@@ -48,6 +43,11 @@ class Side:
     def factors(self) -> np.ndarray:
         """The scales as float32, whatever dtype they are kept in."""
         return self.scale.astype(np.float32)
+
+    def has_block(self, block: Block) -> bool:
+        """Whether these are its blocks; those larger than the matrix are the matrix."""
+        sides = zip(block, self.block, self.codes.shape, strict=True)
+        return all(min(size or most, most) == min(own, most) for size, own, most in sides)
 
 
 def explained(value: np.ndarray | None, a: Side, b: Side) -> str:
@@ -137,8 +137,7 @@ class _Cast:
     def is_by(self, dialect: Dialect, change: Change = np.asarray) -> bool:
         """Whether the dialect gives every scale, after a change, and every code."""
         value, side, form = self._value, self._side, dialect.scale
-        rows, columns = value.shape
-        own = next((one for one in dialect.blocks if (one[0] or rows, one[1] or columns) == side.block), None)
+        own = next((one for one in dialect.blocks if side.has_block(one)), None)
         if own is None or form is None or value.shape != side.codes.shape:
             return False
         # scales, which are few, tell most dialects apart

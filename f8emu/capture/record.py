@@ -198,11 +198,10 @@ class ForeignRecord(_Record):
     @property
     def not_shown(self) -> tuple[str, ...]:
         """The arrays that the layer did not show: `a.codes`, ..."""
-        kinds = [(f"{side}.{kind}", f"{side}_{name}") for side in "ab" for kind, name in _OF_A_SIDE]
-        return tuple(part for part, name in kinds if not getattr(self, name))
+        shown = {"a.codes": self.a_format, "a.scale": self.a_scale, "b.codes": self.b_format, "b.scale": self.b_scale}
+        return tuple(part for part, name in shown.items() if not name)
 
 
-_OF_A_SIDE = (("codes", "format"), ("scale", "scale"))
 Record = GemmRecord | ForeignRecord | TensorRecord
 _KINDS: dict[type, str] = {GemmRecord: "gemm", ForeignRecord: "foreign gemm", TensorRecord: "tensor"}
 

@@ -136,29 +136,22 @@ def _seen(
         # vLLM keeps per-tensor and per-channel weights as a transpose, [K, N] with strides (1, K)
         is_transposed = weight.shape == (k, n) and (n != k or weight.stride() == (1, k))
         b = (weight.t() if is_transposed else weight).detach(), scale
-    a = (
-        None if mode.a is None else (mode.a[0][:m], mode.a[1][:m] if mode.a[1].dim() else mode.a[1])
-    )  # padded by kernels
+    # kernels pad rows of a
+    a = None if mode.a is None else (mode.a[0][:m], torch.atleast_1d(mode.a[1])[:m])
     root = type(module).__module__.partition(".")[0]
     has_bias = isinstance(getattr(module, "bias", None), Tensor) and not getattr(module, "skip_bias_add", False)
     arrays: dict[str, Tensor] = {"product": y}
     facts: dict[str, Any] = {"m": m, "n": n, "k": k, "out_dtype": name_of(y.dtype), "has_bias": has_bias}
     facts["module"] = f"{root} {_version(root)}: {type(module).__qualname__}"
-    widths = tuple(getattr(module, "logical_widths", ()))
     # 2. What was shown of them.
-    for side, shown in (
-        ("a", _shown(a, m, k, block and (1, block[1]))),
-        ("b", _shown(b, n, k, block, widths)),
-    ):
+    of_b = _shown(b, n, k, block, tuple(getattr(module, "logical_widths", ())))
+    for side, shown in (("a", _shown(a, m, k, block and (1, block[1]))), ("b", of_b)):
         codes, scale, (rows, columns) = shown
         arrays |= {f"{side}.{part}": one for part, one in (("codes", codes), ("scale", scale)) if one is not None}
         facts |= {f"{side}_format": _name(codes), f"{side}_scale": _name(scale)}
         facts |= {f"{side}_block_rows": rows, f"{side}_block_columns": columns}
-    return (
-        {name: one for name, one in (("input", x), ("weight", weight.detach())) if one.dtype in _VALUES},
-        arrays,
-        facts,
-    )
+    tensors = {"input": x, "weight": weight.detach()}
+    return {name: one for name, one in tensors.items() if one.dtype in _VALUES}, arrays, facts
 
 
 def _shown(

@@ -6,18 +6,21 @@ imported here: its layer is a stand-in with the same attributes, whose operators
 vLLM's. None of this ran with vLLM itself.
 """
 
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from f8emu.capture import CaptureError, ForeignRecord
+from f8emu.capture.explain import Side, explained, first_block
 from f8emu.capture.read import read_capture
 from f8emu.dialects import Dialect, Quantized, dialect_by_name, quantize
 from f8emu.spec import SpecError
@@ -36,6 +39,8 @@ def weights() -> dict[str, Tensor]:
         w = torch.randn(rows // 128, 128, K // 128, 128, generator=generator)
         w *= torch.exp2(torch.randint(-6, 3, (rows // 128, 1, K // 128, 1), generator=generator) - i)
         found[name] = w.view(rows, K).to(BF16)
+    found["q_proj"][:128, :128] = found["q_proj"][:128, :128].clamp(-7, 7)
+    found["q_proj"][0, 0] = 7  # 448 / 64: a scale that is a power of two by itself
     found["k_proj"][:, 128:256] *= 2.0**-20  # below every floor
     return found
 
@@ -140,8 +145,13 @@ def test_what_is_not_as_its_record_says_is_refused(tmp_path: Path) -> None:
         assert _get_current_dispatch_mode() is None
         layer.activation = "vllm_token"
         layer(draw())
+        layer.bias = nn.Parameter(torch.zeros(1))
+        layer(draw())
+        setattr(layer, "skip_bias_add", True)  # noqa: B010
+        layer(draw())
     (step,) = read_capture(tmp_path)
-    assert [one.record.what for one in step.records] == ["input", "output"]
+    assert [one.record.what for one in step.records] == ["input", "output"] * 3
+    assert [getattr(one.record, "has_bias", None) for one in step.records[1::2]] == [False, True, False]
     status, text, _ = invoke("replay", tmp_path, COLUMNS="2000")
     assert status == 2 and "output is of another stack's layer" in text and "NOT VERIFIED" in text
     index = step.path / "index.json"
@@ -156,6 +166,20 @@ def test_what_is_not_as_its_record_says_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CaptureError, match=message):
             read_capture(tmp_path)[0].records[1].load()
         index.write_text(text)
+
+
+def test_blocks_that_the_edges_cut() -> None:
+    w = torch.randn(100, 200, generator=torch.Generator().manual_seed(3)).numpy()
+    a, b = (quantize(w, name, block=(128, 128)) for name in ("torchao_blockwise", "vllm_weight_block_cuda"))
+    a, b = (Side(codes=one.codes, scale=one.scale, block=(128, 128), stack="vllm") for one in (a, b))
+    assert "B: vllm_weight_block_cuda, deep_gemm_block_cuda" in explained(w, a, b)
+    codes = a.codes.copy()
+    codes[5, 150] = -codes[5, 150]
+    assert explained(w, a, replace(a, codes=codes)).endswith("; B: no dialect")
+    wrong = np.zeros((100, 200), bool)
+    wrong[99, 199] = True
+    expected = "first in block [0, 1] (rows 0 to 99, columns 128 to 199), 1 of 2 blocks"
+    assert first_block(wrong, a.block, wrong.shape) == expected
 
 
 def served(
@@ -227,6 +251,16 @@ def test_a_planted_difference_is_named(
     )
 
 
+def test_a_server_that_does_as_its_trainer_does(tmp_path: Path) -> None:
+    """Equal in every part of every shard; not verified, since the trainer's weights are not those of a server."""
+    weight = {name: quantize(w, "torchao_blockwise", block=(128, 128)) for name, w in weights().items()}
+    a = trained(tmp_path / "a", "blockwise")
+    b = served(tmp_path / "b", weight, [128, 128], activation="torchao_blockwise")
+    status, text = said(a, b)
+    assert status == 2 and "A: step 1: 3 records not compared" in text
+    assert re.search("NOT VERIFIED: 1 thing is missing; equal: 18 of 18 stages, .*", text)
+
+
 def test_fused_shards_with_one_scale_are_named(tmp_path: Path) -> None:
     """As vLLM loads a per-tensor checkpoint: the largest scale, and the codes of the other shards through float16."""
     shards = {name: quantize(w, "torchao_tensorwise") for name, w in weights().items()}
@@ -275,8 +309,11 @@ def test_transformers_against_a_trainer(fp8: Any, scale_fmt: str, expected: str,
     b = captured(Attention(layers), tmp_path / "b")
     status, text = said(a, b, "--map", r"^self_attn[.]=self_attn.")
     assert status == 1 and "self_attn.q_proj output b.scale (weight)" in text and expected in text
+    with pytest.raises(AssertionError, match=r"diff: map must be REGEX=REPLACEMENT, .* got \(=: missing \)"):
+        said(a, b, "--map", "(=")
     lacks = "B: step 1: self_attn.v_proj output: a.codes, a.scale not shown by transformers"
     assert lacks in text and "output a.codes (input)" not in text
+    assert "of equal operands" not in text and "float8_e8m0fnu[" not in text
     # What it multiplies is what it stores, and is compared as the numbers that E8M0 bytes are.
     record = read_capture(b)[0].records[1]
     stored = layers["q_proj"].get_parameter("weight_scale_inv")
