@@ -33,7 +33,7 @@ _REQUANTIZED = "Of a block-quantized weight decoded to {}, as the model is loade
 _HISTORY = "amax is the history's; one of 0, inf or NaN leaves the scale as it was, which is 1 at first."
 _NAN_OF_MX = "A block whose byte is 255, for a NaN, is divided by inf."
 _SCALE_UB = "A given scale_ub bounds {}; here is none."
-_XLA = "Float16 codes are x * (1/s) in float16. XLA's maximum may drop a NaN."
+_XLA = "XLA gives float16 codes as x * (1/s) in float16. Its maximum may drop a NaN."
 _CAVEATS = {
     "vllm_token": _SCALE_UB.format("s"),
     "vllm_group_triton": _TRITON,
@@ -60,7 +60,7 @@ _CAVEATS = {
     "fbgemm_cuda": _SCALE_UB.format("amax"),
     "modelopt_tensor": "For a 0-dimensional scale. With one of shape [1], codes are those of modelopt_channel.",
     "modelopt_fake": "Fake quantization: the package keeps code * s in x's dtype, and no scale.",
-    "flax_linen": f"{_HISTORY} So does a subnormal one, which XLA flushes.",
+    "flax_linen": f"{_HISTORY} So does a subnormal one, which XLA flushes. {_XLA}",
     "qwix": f"An eager array of one scale is divided: qwix_eager_tensor. {_XLA}",
     "qwix_eager_tensor": _XLA,
 }

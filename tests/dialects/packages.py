@@ -176,12 +176,8 @@ def jax_libraries() -> dict[str, Case]:
         found = qarray.quantize_api(x, jnp.float8_e4m3fn, channelwise_axes=rows, tiled_axes=tiles)
         return found.qvalue, found.scale
 
-    compiled = jax.jit(qwix, static_argnums=1)
-    return {
-        "flax_linen": flax,
-        "qwix": lambda x, block: (compiled if block == (None, None) else qwix)(x, block),
-        "qwix_eager_tensor": qwix,
-    }
+    compiled = {"flax_linen": flax, "qwix": qwix}
+    return {name: jax.jit(case, static_argnums=1) for name, case in compiled.items()} | {"qwix_eager_tensor": qwix}
 
 
 def tensor_of(x: np.ndarray) -> torch.Tensor:
