@@ -1,0 +1,89 @@
+"""Nothing is found in what quantizers write: those of other packages, our own export, and every dialect."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from f8emu.audit import audit
+from f8emu.cli.frame import status_of
+from f8emu.dialects import DIALECTS, quantize
+from f8emu.dialects.rules import MX_GROUP, ROW, SQUARE, TENSOR
+from tests.audit.checkpoints import BF16, MXFP8, checkpoint, compressed, fp8
+
+ROOT = Path(__file__).parents[2]
+STACKS = Path(sys.prefix) / "stacks"
+WRITERS = (
+    *(f"compressed_tensors_{name}" for name in ("tensor", "channel", "block", "mxfp8")),
+    *("modelopt_tensor", "modelopt_block", "torchao_inference", "transformers_block", "transformers_block_ue8m0"),
+    *("torchao_blockwise", "torchao_rowwise"),  # f8emu's own, which scales as torchao does in training
+)
+
+
+def test_other_packages_and_our_export_write_no_fault(tmp_path: Path) -> None:
+    """The packages run in a process of their own; a missing one is a failure. Each dialect is recognised."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "reference", STACKS, os.environ.get("PYTHONPATH", ""))))
+    command = [sys.executable, str(Path(__file__).with_name("written.py")), str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for name in WRITERS:
+        found = audit(tmp_path / name, source=tmp_path / "source")
+        assert (found.findings, found.tensors, found.compared) == ([], 7, 7), name
+        assert name in found.dialect.split(", "), (name, found.dialects)
+
+
+def weights(rows: int, k: int, seed: int) -> dict[str, np.ndarray]:
+    """Distributions of trained, initialized and artificial weights."""
+    draw = np.random.default_rng(seed)
+    normal, scale = draw.standard_normal((rows, k)), 10.0 ** draw.uniform(-2, 0)
+    outlier = normal.copy()
+    outlier[1, 2] = 1000
+    return {
+        "normal": normal,
+        "heavy tails": draw.standard_t(3, (rows, k)) * 0.1,
+        "uniform": draw.uniform(-1, 1, (rows, k)) * scale,
+        "constant": np.full((rows, k), scale),
+        "ternary": draw.integers(-1, 2, (rows, k)) * scale,
+        "sparse": normal * (draw.random((rows, k)) < 0.05),
+        "one outlier": outlier,
+        "rows of all sizes": normal * 2.0 ** draw.uniform(-3, 3, (rows, 1)),
+        "tiny": normal * 1e-15,
+        "skewed": np.exp(2 * normal) * 0.01,
+    }
+
+
+CONFIGURATIONS = {
+    SQUARE: ("l.weight_scale_inv", fp8()),
+    MX_GROUP: ("l.weight_scale", MXFP8),
+    TENSOR: ("l.weight_scale", compressed("tensor")),
+    ROW: ("l.weight_scale", compressed("channel")),
+}
+WITHOUT_FLOORS = (
+    "compressed_tensors_tensor compressed_tensors_channel compressed_tensors_block compressed_tensors_mxfp8 qwix "
+    "transformers_block transformers_block_ue8m0 modelopt_tensor modelopt_channel modelopt_block modelopt_mxfp8 "
+    "transformer_engine_block transformer_engine_mxfp8 torchao_mx_floor torchao_mx_even torchao_mx_ceil"
+).split()
+"""Dialects that quantize weights of any size by their amax."""
+
+
+@pytest.mark.parametrize("name", WITHOUT_FLOORS)
+def test_no_fault_is_invented(name: str, tmp_path: Path) -> None:
+    for seed, (dtype, shape) in enumerate([(BF16, (256, 256)), (np.float32, (200, 320))]):
+        for what, x in [*weights(*shape, seed).items()][seed::2]:
+            x = x.astype(np.float32).astype(dtype)
+            block = next(one for one in DIALECTS[name].blocks if one in CONFIGURATIONS)
+            made = quantize(x, name, block=block)
+            scale_name, config = CONFIGURATIONS[block]
+            if made.scale.dtype == ml_dtypes.float8_e8m0fnu and block == MX_GROUP:
+                made = made._replace(scale=made.scale.view(np.uint8))
+            if block == SQUARE and made.scale.dtype != BF16 and name.endswith(("ue8m0", "engine_block")):
+                config = fp8(scale_fmt="ue8m0")
+            scale = made.scale.reshape(1) if block == TENSOR else made.scale
+            path = checkpoint(tmp_path / "model", {"l.weight": made.codes, scale_name: scale}, config)
+            found = audit(path, source=checkpoint(tmp_path / "source", {"l.weight": x}))
+            assert status_of(found) == 0 and not found.findings, (what, dtype, found.findings)
+            assert name in found.dialect.split(", "), what

@@ -1,0 +1,147 @@
+"""Hostile and broken files, the command, its reports, and its ends."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from f8emu.audit import CHECKS, CheckpointError, audit, run
+from tests.audit.checkpoints import checkpoint, codes, f32, fp8, normal, write
+from tests.conformance.command import invoke
+
+SOUND = {"l.weight": codes(), "l.weight_scale_inv": f32([1e-4])}
+
+
+def header(folder: Path, text: bytes, data: bytes = b"") -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def index(folder: Path, listed: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+
+
+def entry(begin: int, end: int, dtype: str = "U8") -> dict[str, object]:
+    return {"dtype": dtype, "shape": [end - begin], "data_offsets": [begin, end]}
+
+
+ONE = '"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}'
+TWICE = f"{{{ONE}, {ONE.replace('[0, 1]', '[1, 2]')}}}".encode()
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+        "cut short",
+    ),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "0 bytes"),
+    "a huge header": (
+        lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}"),
+        "a header of",
+    ),
+    "no JSON": (lambda f: header(f, b"nope"), "a JSON header"),
+    "nested": (lambda f: header(f, b"[" * 90_000), "a JSON header"),
+    "a list": (lambda f: header(f, b"[]"), "a JSON object"),
+    "overlap": (
+        lambda f: header(f, json.dumps({"a": entry(0, 2), "b": entry(1, 3)}).encode(), b"abc"),
+        "behind another",
+    ),
+    "a hole": (
+        lambda f: header(f, json.dumps({"a": entry(0, 1), "b": entry(2, 3)}).encode(), b"abc"),
+        "behind another",
+    ),
+    "beyond": (lambda f: header(f, json.dumps({"a": entry(0, 99)}).encode(), b"abc"), "cut short"),
+    "a name twice": (lambda f: header(f, TWICE, b"ab"), "it twice"),
+    "an unknown dtype": (lambda f: header(f, json.dumps({"a": entry(0, 3, "F9")}).encode(), b"abc"), "dtype among"),
+    "an index that leads out": (lambda f: index(f, {"l.weight": "../model.safetensors"}), "of this directory"),
+    "an absolute path": (lambda f: index(f, {"l.weight": "/dev/zero.safetensors"}), "of this directory"),
+    "an absent shard": (lambda f: index(f, {"l.weight": "absent.safetensors"}), "No such file"),
+    "a tensor that is elsewhere": (lambda f: index(f, {"x": "model.safetensors"}), "as the index says"),
+    "an index of nothing": (lambda f: index(f, []), "weight_map"),
+    "a shard twice": (
+        lambda f: (
+            write(f / "b.safetensors", SOUND),
+            index(f, {"l.weight": "model.safetensors", "l.weight_scale_inv": "b.safetensors"}),
+        ),
+        "once",
+    ),
+    "a configuration that is a list": (lambda f: (f / "config.json").write_text("[1]"), "a JSON object"),
+    "quantization that is a list": (
+        lambda f: (f / "config.json").write_text('{"quantization_config": [1]}'),
+        "a JSON object",
+    ),
+    "a block size that is none": (
+        lambda f: (f / "config.json").write_text(json.dumps({"quantization_config": fp8(weight_block_size="big")})),
+        "weight_block_size",
+    ),
+    "a configuration that is a directory": (
+        lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()),
+        "config.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_checkpoint_is_an_error_of_status_2(fault: str, tmp_path: Path) -> None:
+    change, message = BROKEN[fault]
+    change(checkpoint(tmp_path / "model", SOUND, fp8()))
+    status, out, error = invoke("audit", str(tmp_path / "model"))
+    assert status == 2 and not out and "Traceback" not in error
+    assert message in " ".join(error.split()) and "audit: " in error
+
+
+def test_a_file_that_shrinks_meanwhile(tmp_path: Path) -> None:
+    path = checkpoint(
+        tmp_path / "model",
+        {"l.weight": codes(512, 512), "l.weight_scale_inv": np.full((4, 4), 1e-4, np.float32)},
+        fp8(),
+    )
+    stored = run.read_checkpoint(path).tensors["l.weight"]
+    with (path / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(CheckpointError, match="cut short while it was read"):
+        stored.read()
+
+
+def test_the_command_and_its_reports(tmp_path: Path) -> None:
+    tensors = {
+        f"l.{i}{name}": array
+        for i in range(30)
+        for name, array in ((".weight", codes()), (".weight_scale_inv", f32([-1.0])))
+    }
+    path, out_json, page = checkpoint(tmp_path / "model", tensors, fp8()), tmp_path / "a.json", tmp_path / "a.html"
+    status, out, _ = invoke("audit", str(path), "--json", str(out_json), "--html", str(page), "--errors", "3")
+    assert status == 1 and "FAULTY: 30 errors; the first: l.0.weight block [0, 0]: scale-invalid; 30 of 30" in " ".join(
+        out.split()
+    )
+    assert "3 of 30 findings" in out and CHECKS["scale-invalid"].thread in out and "l.4.weight" not in out
+    report = json.loads(out_json.read_text())
+    assert report["schema"] == 1 and report["equal"] is False and len(report["findings"]) == 30
+    assert report["findings"][0]["check"] == "scale-invalid" and report["findings"][0]["block"] == [0, 0]
+    assert "scale-invalid" in page.read_text() and "<script" not in page.read_text()
+    assert invoke("audit", str(path), "--consumer", "nobody:h100")[0] == 2
+    # no float8 weight: nothing was verified
+    assert invoke("audit", str(write(tmp_path / "b.safetensors", {"l.weight": normal(8, 8)})))[0] == 2
+    assert invoke("audit", str(write(tmp_path / "c.safetensors", SOUND)))[0] == 0
+
+
+def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
+    tensors = {
+        f"l.{i}{name}": array
+        for i in range(9)
+        for name, array in ((".weight", codes()), (".weight_scale_inv", f32([-1.0])))
+    }
+
+    class Impatient:
+        seen = 0
+
+        def begin(self, subject: str, stage: str, cases: int) -> None:
+            pass
+
+        def advance(self) -> None:
+            self.seen += 1
+            if self.seen == 2:
+                raise KeyboardInterrupt
+
+    found = audit(checkpoint(tmp_path / "model", tensors, fp8()), progress=Impatient())
+    assert found.is_interrupted and found.tensors == 2 and len(found.findings) == 2 and not found.is_equal

@@ -1,0 +1,157 @@
+"""Faults beside those that were met in public, each planted in one of three sound weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from f8emu.audit import audit
+from f8emu.cli.frame import status_of
+from f8emu.dialects import quantize
+from tests.audit.checkpoints import BF16, E4M3, MXFP8, checkpoint, compressed, f32, fp8, normal
+
+Tensors = dict[str, np.ndarray]
+SOURCE = {f"l.{i}.weight": normal(512, 512, seed=i) for i in range(3)}
+BLOCK, CHANNEL, MX = "vllm_weight_block", "compressed_tensors_channel", "modelopt_mxfp8"
+NAMES = {BLOCK: "{}_scale_inv", CHANNEL: "{}_scale", MX: "{}_scale"}
+CONFIGS = {BLOCK: fp8(), CHANNEL: compressed("channel"), MX: MXFP8}
+S, W, C = "l.1.weight_scale_inv", "l.1.weight", "l.1.weight_scale"
+
+
+def quantized(dialect: str) -> Tensors:
+    found: Tensors = {}
+    for name, x in SOURCE.items():
+        made = quantize(x, dialect)
+        scale = made.scale.view(np.uint8) if dialect == MX else made.scale
+        found |= {name: made.codes.copy(), NAMES[dialect].format(name): scale.copy()}
+    return found
+
+
+def with_maximum(largest: float) -> Tensors:
+    """Scales of another maximum than 448."""
+    found = quantized(BLOCK)
+    x = SOURCE[W].astype(np.float32).reshape(4, 128, 4, 128)
+    found[S] = (np.abs(x).max((1, 3)) / largest).astype(np.float32)
+    found[W] = (x / found[S][:, None, :, None]).reshape(512, 512).astype(E4M3)
+    return found
+
+
+def put(name: str, change: Callable[[np.ndarray], object], dialect: str = BLOCK) -> Callable[[], Tensors]:
+    """`change` gives another tensor, or None after it changed this one."""
+
+    def plant() -> Tensors:
+        found = quantized(dialect)
+        made = change(found[name])
+        return found if made is None else found | {name: np.asarray(made)}
+
+    return plant
+
+
+def at(index: tuple[int, int], value: float) -> Callable[[np.ndarray], object]:
+    return lambda array: array.__setitem__(index, value)
+
+
+def swapped(a: str, b: str) -> Tensors:
+    found = quantized(BLOCK)
+    return found | {a: found[b], b: found[a]}
+
+
+def renamed(old: str, new: str, dialect: str = BLOCK) -> Tensors:
+    found = quantized(dialect)
+    return {new if name == old else name: array for name, array in found.items()}
+
+
+FAULTS: dict[str, tuple[Callable[[], Tensors], str, object, bool]] = {
+    # tensors, check, configuration, whether the source is needed
+    "NaN in a grid": (put(S, at((1, 2), np.nan)), "scale-invalid", CONFIGS[BLOCK], False),
+    "a sign": (put(S, at((3, 1), -1e-4)), "scale-invalid", CONFIGS[BLOCK], False),
+    "a byte of 255": (put(C, at((3, 1), 255), MX), "scale-invalid", MXFP8, False),
+    "one code of NaN": (put(W, lambda w: at((200, 300), 0xFF)(w.view(np.uint8))), "nan-code", CONFIGS[BLOCK], False),
+    "reciprocals": (put(S, lambda s: 1 / s), "inverted", CONFIGS[BLOCK], False),
+    "exponents as numbers": (
+        put(C, lambda s: s.astype(np.float32), MX),
+        "inverted",
+        compressed("group", group_size=32),
+        False,
+    ),
+    "exponents without bias": (put(C, lambda s: s - np.uint8(127), MX), "inverted", MXFP8, False),
+    "ones": (put(S, np.ones_like), "scale-constant", CONFIGS[BLOCK], False),
+    "one scale for all": (put(S, lambda s: np.full_like(s, s.max())), "scale-constant", CONFIGS[BLOCK], False),
+    "rounded down after": (put(S, lambda s: np.exp2(np.floor(np.log2(s)))), "rounded-after", CONFIGS[BLOCK], False),
+    "the maximum of FNUZ": (lambda: with_maximum(240), "too-coarse", CONFIGS[BLOCK], False),
+    "another block size": (lambda: quantized(BLOCK), "scale-shape", fp8(weight_block_size=[64, 64]), False),
+    "a static scheme": (lambda: quantized(BLOCK), "input-scale", fp8(activation_scheme="static"), False),
+    "no configuration": (lambda: quantized(BLOCK), "config-missing", {}, False),
+    "an ignored module": (lambda: quantized(BLOCK), "ignored", fp8(modules_to_not_convert=["l.1"]), False),
+    "another name": (lambda: renamed(C, "l.1.weight_scale_inv", CHANNEL), "scale-name", CONFIGS[CHANNEL], False),
+    "a weight in bfloat16": (lambda: quantized(BLOCK) | {W: SOURCE[W]}, "scale-orphan", CONFIGS[BLOCK], False),
+    "two scales": (lambda: quantized(BLOCK) | {C: f32([1.0])}, "scale-orphan", CONFIGS[BLOCK], False),
+    "one scale of many": (put(C, lambda s: s[:1], CHANNEL), "scale-shape", CONFIGS[CHANNEL], False),
+    "transposed": (put(S, lambda s: s.T), "grid-moved", CONFIGS[BLOCK], True),
+    "shifted": (put(S, lambda s: np.roll(s, 1, 0)), "grid-moved", CONFIGS[BLOCK], True),
+    "two blocks": (put(S, lambda s: s[[1, 0, 2, 3]]), "grid-moved", CONFIGS[BLOCK], True),
+    "two tensors": (lambda: swapped(S, "l.2.weight_scale_inv"), "grid-moved", CONFIGS[BLOCK], True),
+    "one ulp": (put(S, lambda s: np.nextafter(s, s + (np.arange(4) == 2))), "no-dialect", CONFIGS[BLOCK], True),
+    "one code": (put(W, lambda w: at((5, 7), 0x11)(w.view(np.uint8))), "no-dialect", CONFIGS[BLOCK], True),
+    "rows": (put(W, lambda w: w[::-1]), "no-dialect", CONFIGS[BLOCK], True),
+    "all exponents": (put(C, lambda s: s - np.uint8(1), MX), "no-dialect", MXFP8, True),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
+    plant, check, config, needs_source = FAULTS[name]
+    path = checkpoint(tmp_path / "model", plant(), config)
+    source = checkpoint(tmp_path / "source", SOURCE) if needs_source else None
+    found = audit(path, source=source)
+    assert status_of(found) == 1
+    named = {
+        one.tensor.removesuffix("_scale_inv").removesuffix("_scale") for one in found.findings if one.check == check
+    }
+    assert W in named or check == "config-missing", found.findings
+    if not needs_source and check not in ("config-missing", "scale-shape", "input-scale"):
+        assert named == {W}, "the sound weights have none"
+
+
+@pytest.mark.parametrize("dialect", NAMES)
+def test_without_a_fault_nothing_is_named(dialect: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model", quantized(dialect), CONFIGS[dialect])
+    found = audit(path, source=checkpoint(tmp_path / "source", SOURCE), consumer="transformers:h100")
+    assert status_of(found) == 0 and not found.findings and dialect in found.dialects
+
+
+def test_blocks_that_end_early_and_experts(tmp_path: Path) -> None:
+    """Partial blocks, in shards; experts that are one tensor: the block that is named is that of the grid."""
+    x = np.stack([normal(200, 272, seed=i) for i in range(3)])
+    made = [quantize(one, BLOCK) for one in x]
+    stacked = {"e.up": np.stack([one.codes for one in made]), "e.up_scale_inv": np.stack([one.scale for one in made])}
+    shards = {"a.safetensors": ["e.up"], "b.safetensors": ["e.up_scale_inv"]}
+    source = checkpoint(tmp_path / "source", {"e.up": x})
+    found = audit(checkpoint(tmp_path / "sound", stacked, fp8(), shards), source=source)
+    assert not found.findings and found.blocks == 18 and BLOCK in found.dialects
+    stacked["e.up"].view(np.uint8)[2, 199, 271] = 0x7F
+    stacked["e.up_scale_inv"][1, 0, 1] *= np.float32(1.5)
+    found = audit(checkpoint(tmp_path / "faulty", stacked, fp8(), shards), source=source)
+    places = {one.check: one.block for one in found.findings}
+    assert places == {"nan-code": (2, 1, 2), "no-dialect": (1, 0, 1)}
+
+
+def test_bands_do_not_change_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a band, the largest codes are those of each block."""
+    from f8emu.audit import blocks
+    from f8emu.audit.checkpoint import read_checkpoint
+    from f8emu.audit.formats import format_of
+
+    codes = np.random.default_rng(0).integers(0, 256, (300, 272), np.uint8)
+    for scale, extent in (((3, 3), (128, 128)), ((300, 1), (1, 272)), ((1,), (300, 272)), ((300, 9), (1, 32))):
+        tensors = {"l.weight": codes.view(E4M3), "l.weight_scale": np.ones(scale, BF16)}
+        checkpoint_ = read_checkpoint(checkpoint(tmp_path / "model", tensors))
+        (weight,) = blocks.weights_of(checkpoint_, format_of(checkpoint_))
+        assert weight.extent == extent
+        h, w = extent
+        parts = [[codes[r : r + h, c : c + w] & 0x7F for c in range(0, 272, w)] for r in range(0, 300, h)]
+        expected = [int(part.max()) for row in parts for part in row]
+        for size in (272, 1000, 40_000, 1 << 20):
+            found = blocks.measured(weight, np.empty(size, np.uint8))
+            assert found.largest.tolist() == expected, (scale, size)
