@@ -57,6 +57,7 @@ _CAVEATS = {
     "1.75 * 2^15 or more, and one below 2^-14, or NaN, the scale 1.",
     "transformers_activation": f"kernels-community finegrained-fp8 46fa552. {_TRITON}",
     "fbgemm_triton": _TRITON,
+    "fbgemm_torch": "The floor has x's dtype, in which it is another number; float16 has none, and zeros the scale 1.",
     "fbgemm_cuda": _SCALE_UB.format("amax"),
     "modelopt_tensor": "For a 0-dimensional scale. With one of shape [1], codes are those of modelopt_channel.",
     "modelopt_fake": "Fake quantization: the package keeps code * s in x's dtype, and no scale.",

@@ -167,6 +167,11 @@ def test_text_of_torch(device: str) -> None:
         scale = 448.0 / amax.float().clamp(min=1e-12)
         return (x.float() * scale).clamp(-448.0, 448.0), scale.reciprocal()
 
+    def fbgemm(x: Any, amax: Any) -> Any:
+        scale = 448.0 / amax.clamp(min=1e-12).to(torch.float32)
+        scale[scale == float("inf")] = 1.0
+        return x * scale, 1 / scale
+
     texts: dict[str, tuple[Callable[[Any, Any], Any], Block]] = {
         "deep_gemm_block": (deep_gemm, GROUP),
         "vllm_weight_block": (deep_gemm, SQUARE),
@@ -175,7 +180,7 @@ def test_text_of_torch(device: str) -> None:
         "vllm_native": (native, ROW),
         "vllm_native_group": (native_group, GROUP),
         "sglang_weight_tensor": (input_to_float8, TENSOR),
-        "fbgemm_torch": (input_to_float8, ROW),
+        "fbgemm_torch": (fbgemm, SQUARE),
     }
     x = normal((256, 384), np.float32)
     x[:128, :128], x[128] = 0.0, 1e-6
@@ -186,7 +191,11 @@ def test_text_of_torch(device: str) -> None:
             blocks = tensor.view(256 // (rows or 256), rows or 256, 384 // (k or 384), k or 384)
             values, scale = text(blocks, blocks.abs().amax((1, 3), keepdim=True))
             found = quantize(tensor, name, block=(rows, k))
-            assert torch.equal(found.scale, scale[:, 0, :, 0]), name
+            apart = found.scale != scale[:, 0, :, 0]
+            if name == "fbgemm_torch" and dtype != torch.float32:  # its caveat: zeros in 16 bits
+                assert apart[0, 0]
+                apart[0, 0] = False
+            assert not apart.any(), name
             codes = values.to(torch.float8_e4m3fn).view(256, 384)
             assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8)), name
 
