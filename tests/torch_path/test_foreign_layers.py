@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -171,11 +172,30 @@ def test_what_is_not_as_its_record_says_is_refused(tmp_path: Path) -> None:
         index.write_text(text)
 
 
-def test_blocks_that_the_edges_cut() -> None:
+def up(scale: Tensor) -> Tensor:
+    """Exactly: what a server that wants E8M0 makes of float32 scales."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+
+
+def test_what_gives_a_side() -> None:
+    """Of blocks that the edges cut: a dialect, of the value or of its bfloat16; a scale rounded afterwards; nothing."""
+
+    def side(name: str, x: Any) -> Side:
+        codes, scale = quantize(x, name, block=(128, 128))
+        return Side(codes=codes, scale=scale, block=(128, 128), stack="vllm")
+
     w = torch.randn(100, 200, generator=torch.Generator().manual_seed(3)).numpy()
-    a, b = (quantize(w, name, block=(128, 128)) for name in ("torchao_blockwise", "vllm_weight_block_cuda"))
-    a, b = (Side(codes=one.codes, scale=one.scale, block=(128, 128), stack="vllm") for one in (a, b))
+    a, b = side("torchao_blockwise", w), side("vllm_weight_block_cuda", w)
     assert "B: vllm_weight_block_cuda, deep_gemm_block_cuda" in explained(w, a, b)
+    rounded = side("vllm_weight_block_cuda", w.astype(ml_dtypes.bfloat16))
+    assert explained(w, a, rounded).endswith(" of the value rounded to bfloat16")
+    late = replace(b, scale=up(torch.from_numpy(b.scale)).numpy())
+    in_time = side("vllm_weight_block_ue8m0", w)
+    assert (late.scale == in_time.scale).all()
+    expected = "B: codes of vllm_weight_block, but the scale was rounded up to a power of two after the cast"
+    assert explained(w, in_time, late).startswith("A: vllm_weight_block_ue8m0, ")
+    assert explained(w, in_time, late).endswith(expected)
     codes = a.codes.copy()
     codes[5, 150] = -codes[5, 150]
     assert explained(w, a, replace(a, codes=codes)).endswith("; B: no dialect")
@@ -206,12 +226,6 @@ def said(a: Path, b: Path, *options: str) -> tuple[int, str]:
     status, text, error = invoke("diff", a, b, *options, COLUMNS="2000")
     assert not error.strip()
     return status, text
-
-
-def up(scale: Tensor) -> Tensor:
-    """Exactly: what a server that wants E8M0 makes of float32 scales."""
-    mantissa, exponent = torch.frexp(scale)
-    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 
 
 BLOCKWISE = dialect_by_name("torchao_blockwise")
