@@ -62,7 +62,7 @@ if _typing.TYPE_CHECKING:
     from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel as Float8ColwiseParallel
     from f8emu.torch.parallel.tensor_parallel import Float8RowwiseParallel as Float8RowwiseParallel
     from f8emu.torch.parallel.tensor_parallel import PrepareFloat8ModuleInput as PrepareFloat8ModuleInput
-    from f8emu.torch.serving.directory import verify_export as verify_export
+    from f8emu.torch.serving.checkpoint import verify_export as verify_export
     from f8emu.torch.serving.export import export_float8 as export_float8
 
 _LATE = {
@@ -71,7 +71,7 @@ _LATE = {
     "Float8RowwiseParallel": "parallel.tensor_parallel",
     "PrepareFloat8ModuleInput": "parallel.tensor_parallel",
     "export_float8": "serving.export",
-    "verify_export": "serving.directory",
+    "verify_export": "serving.checkpoint",
 }
 """Loaded on first use, each from its file: they need classes of torch that take half a second to load."""
 

@@ -326,7 +326,7 @@ def test_what_is_refused(trained: tuple[Any, Path], tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path / "copy")
     with pytest.raises(F8Error, match="must not exist"):
         f8.export_float8(layer(), path, format="compressed-tensors")
-    for source, why in ((path, "in high precision"), (tmp_path, "safetensors files; got none")):
+    for source, why in ((path, "in high precision"), (tmp_path, "must have a config.json")):
         with pytest.raises(F8Error, match=why):
             export_checkpoint(source, tmp_path / "out", format="block", config="blockwise")
     (tmp_path / "copy" / "model-00001-of-00002.safetensors").write_bytes(b"not")

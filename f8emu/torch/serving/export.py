@@ -3,27 +3,23 @@
 import fnmatch
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.recipe import Recipe
-from f8emu.spec.scaling import Granularity
 from f8emu.torch.chip import CHIP, name_of
 from f8emu.torch.conversion.experts import ConvertedExperts
 from f8emu.torch.conversion.report import linear_layers
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
 from f8emu.torch.layer.experts import Float8Experts
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.layer.operands import cast_rows_first
 from f8emu.torch.parallel.checkpoints import names_of_parameters, whole_tensors
-from f8emu.torch.serving.directory import CONFIG, INDEX, Writer, files_of, json_of, shapes_of, tensors_of
-from f8emu.torch.serving.formats import BLOCK, CheckpointFormat, format_of
+from f8emu.torch.serving.checkpoint import CONFIG, INDEX, Export, json_of, read
 from f8emu.torch.torch_internals import named_modules
 
 SKIPPED = ("lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*_gate", "*router*")
@@ -71,16 +67,13 @@ def export_float8(
         MissingExtraError: safetensors is not installed.
     """
     # 1. The layers, which have one recipe.
-    call = "export_float8"
+    call, advice = "export_float8", "leave it out of the conversion with module_filter_fn"
     layers = {fqn: layer for fqn, layer in linear_layers(model) if isinstance(layer, Float8Linear)}
     recipes = list(dict.fromkeys(layer.recipe for layer in layers.values()))
     if len(recipes) != 1:
         found = ", ".join(recipe.label for recipe in recipes) or "no float8 layer"
         raise OperandError(f"{call}: model must be converted, under one recipe; got {found}")
-    recipe = recipes[0]
-    chosen = format_of(call, format, recipe)
     # 2. Their weights: a server has one tensor of a name.
-    advice = "leave it out of the conversion with module_filter_fn"
     for fqn, part in named_modules(model):
         if isinstance(part, ConvertedExperts | Float8Experts):
             raise UnsupportedError(f"{call}: no format here has the scales of experts; got {fqn or 'one'}; {advice}")
@@ -88,17 +81,14 @@ def export_float8(
     for layer in layers.values():
         if len(names := readers[id(layer.weight)]) > 1:
             raise UnsupportedError(f"{call}: a float8 weight must have one name; got {', '.join(names)}; {advice}")
+    shapes = {f"{fqn}.weight": layer.weight.shape for fqn, layer in layers.items()}
+    left = [fqn for fqn, _ in linear_layers(model) if fqn not in layers]
     # 3. One tensor at a time.
-    coded = {f"{fqn}.weight" for fqn in layers}
-    _require_blocks(call, recipe, {f"{fqn}.weight": layer.weight.shape for fqn, layer in layers.items()})
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    writer = Writer(call, path, max_shard_bytes) if is_first else None
-    for name, value in whole_tensors(model, dtype, keep=coded):
-        if writer is not None:
-            _add(writer, name, value, recipe if name in coded else None, chosen)
-    if writer is not None:
-        left = [fqn for fqn, _ in linear_layers(model) if fqn not in layers]
-        writer.finish({**_config_of(model, dtype), "quantization_config": chosen.config(recipe, left)}, format, recipe)
+    export = Export(call, path, format, recipes[0], shapes, max_shard_bytes=max_shard_bytes, writes=is_first)
+    for name, value in whole_tensors(model, dtype, keep=shapes):
+        export.add(name, value)
+    export.finish(_config_of(model, dtype), left)
 
 
 @torch.no_grad()
@@ -123,44 +113,29 @@ def export_checkpoint(
     Raises:
         OperandError: no such checkpoint; one that is quantized already; otherwise as `export_float8`.
     """
-    call, source, recipe = "export_checkpoint", Path(model), resolve_recipe("export_checkpoint", config)
-    chosen, files, of_model = format_of(call, format, recipe), files_of(call, source), json_of(call, source, CONFIG)
+    call, source = "export_checkpoint", Path(model)
+    of_model = json_of(call, source, CONFIG)
     if "quantization_config" in of_model:
         raise OperandError(f"{call}: {source} must be in high precision; got one with a quantization_config")
-    # 1. Which matrices stay: a server must be told before it reads them.
-    shapes = {name: shape for file in files for name, shape in shapes_of(call, file).items()}
-    matrices = [name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2]
+    # 1. Which matrices stay in high precision.
+    shapes = {name: content.get_slice(name).get_shape() for _, name, content in read(call, source)}
+    matrices = {name: shape for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2}
     left = [
-        fqn
-        for fqn in (name.removesuffix(".weight") for name in matrices)
-        if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in skip)
-        or any(size % CHIP.size_multiple for size in shapes[f"{fqn}.weight"])
+        name.removesuffix(".weight")
+        for name, shape in matrices.items()
+        if any(fnmatch.fnmatchcase(name.removesuffix(".weight"), pattern) for pattern in skip)
+        or any(size % CHIP.size_multiple for size in shape)
     ]
-    coded = set(matrices) - {f"{fqn}.weight" for fqn in left}
-    _require_blocks(call, recipe, {name: shapes[name] for name in sorted(coded)})
+    coded = {name: shape for name, shape in matrices.items() if name.removesuffix(".weight") not in left}
     # 2. One tensor at a time, and what else lies there.
-    writer = Writer(call, path, max_shard_bytes)
-    done = 0
-    for file in files:
-        for name, value in tensors_of(call, file):
-            _add(writer, name, value, recipe if name in coded else None, chosen)
-            done += 1
-            progress(done, len(shapes))
+    export = Export(call, path, format, resolve_recipe(call, config), coded, max_shard_bytes=max_shard_bytes)
+    for done, (_, name, content) in enumerate(read(call, source), 1):
+        export.add(name, content.get_tensor(name))
+        progress(done, len(shapes))
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX):
-            shutil.copyfile(file, writer.directory / file.name)
-    writer.finish({**of_model, "quantization_config": chosen.config(recipe, left)}, format, recipe)
-
-
-def _require_blocks(call: str, recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> None:
-    if recipe.output.b.granularity is not Granularity.BLOCKWISE_128X128:
-        return
-    for name, shape in shapes.items():
-        if any(size % BLOCK for size in shape):
-            raise OperandError(
-                f"{call}: with 128x128 scales N and K must be multiples of 128, since readers cut a matrix into equal "
-                f"blocks; got {name} {list(shape)}; leave the layer in high precision"
-            )
+            shutil.copyfile(file, export.directory / file.name)
+    export.finish(of_model, left)
 
 
 def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
@@ -170,16 +145,3 @@ def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
         return {}
     name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
     return {**config.to_dict(), "architectures": config.architectures or [name], "dtype": name_of(dtype)}
-
-
-def _add(writer: Writer, name: str, value: Tensor, recipe: Recipe | None, chosen: CheckpointFormat) -> None:
-    # A tensor as it is, or its codes and scales.
-    if recipe is None:
-        writer.add(name, value)
-        return
-    cast = recipe.output.b
-    (codes, scale), _ = cast_rows_first(value.contiguous(), cast, None, recipe.rule_of(cast))
-    assert scale is not None, "a float8 operand has one"
-    writer.add(name, codes)
-    scale = scale.reshape(1) if cast.granularity is Granularity.TENSORWISE else scale
-    writer.add(f"{name.removesuffix('weight')}{chosen.scale_name}", scale)

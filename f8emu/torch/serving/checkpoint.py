@@ -1,0 +1,182 @@
+"""A float8 checkpoint as a directory: safetensors, their index, config.json, and the manifest of what was written.
+
+The manifest, `f8emu_manifest.json`, has the recipe and the SHA-256 of every tensor's bytes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from f8emu import __version__
+from f8emu.spec.errors import MissingExtraError, OperandError
+from f8emu.spec.recipe import Recipe
+from f8emu.spec.scaling import Granularity
+from f8emu.torch.layer.operands import cast_rows_first
+from f8emu.torch.serving.formats import BLOCK, quantization_config, scale_name
+
+CONFIG, INDEX, MANIFEST = "config.json", "model.safetensors.index.json", "f8emu_manifest.json"
+SCHEMA = 1
+"""Version of the layout of a manifest."""
+
+
+class Export:
+    """A checkpoint that is written one tensor at a time, under another name until it is complete.
+
+    `shapes` are those of the weights that become codes. Every rank has one, and one of them `writes`.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        path: str | os.PathLike[str],
+        format: str,
+        recipe: Recipe,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        max_shard_bytes: int,
+        writes: bool = True,
+    ) -> None:
+        self.path, self.format, self.recipe, self.coded = Path(path), format, recipe, shapes
+        self.most, self.writes, self.save = max_shard_bytes, writes, safetensors(call).torch.save_file
+        self.scale_name = scale_name(call, format, recipe)
+        is_block = recipe.output.b.granularity is Granularity.BLOCKWISE_128X128
+        for name, shape in shapes.items():
+            if is_block and any(size % BLOCK for size in shape):
+                raise OperandError(
+                    f"{call}: with 128x128 scales N and K must be multiples of 128, since readers cut a matrix into "
+                    f"equal blocks; got {name} {list(shape)}; leave the layer in high precision"
+                )
+        if self.path.exists():
+            raise OperandError(f"{call}: path must not exist; got {self.path}; remove it, or choose another")
+        self.directory = Path(f"{self.path}.unfinished")
+        if writes:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(parents=True)
+        self.shards: list[list[str]] = []
+        self.tensors: dict[str, dict[str, Any]] = {}
+        self.waiting: dict[str, Tensor] = {}
+        self.bytes = 0
+
+    def add(self, name: str, value: Tensor) -> None:
+        """A tensor as it is, or its codes and scales, as the layers cast it."""
+        if not self.writes:
+            return
+        if name not in self.coded:
+            self._store(name, value)
+            return
+        cast = self.recipe.output.b
+        (codes, scale), _ = cast_rows_first(value.contiguous(), cast, None, self.recipe.rule_of(cast))
+        assert scale is not None, "a float8 operand has one"
+        self._store(name, codes)
+        scale = scale.reshape(1) if cast.granularity is Granularity.TENSORWISE else scale
+        self._store(f"{name.removesuffix('weight')}{self.scale_name}", scale)
+
+    def _store(self, name: str, value: Tensor) -> None:
+        value = value.detach().cpu().contiguous()
+        if self.waiting and value.nbytes + sum(x.nbytes for x in self.waiting.values()) > self.most:
+            self._flush()
+        self.waiting[name], self.tensors[name] = value, described(value)
+        self.bytes += value.nbytes
+
+    def _flush(self) -> None:
+        self.shards.append(list(self.waiting))
+        self.save(self.waiting, self.directory / f"{len(self.shards)}.safetensors", metadata={"format": "pt"})
+        self.waiting = {}
+
+    def finish(self, config: dict[str, Any], left: Sequence[str]) -> None:
+        """Write what names the tensors, and give the directory its name; `left` stay in high precision."""
+        if not self.writes:
+            return
+        self._flush()
+        for number, names in enumerate(self.shards, 1):
+            file = f"model-{number:05}-of-{len(self.shards):05}.safetensors"
+            file = file if len(self.shards) > 1 else "model.safetensors"
+            (self.directory / f"{number}.safetensors").rename(self.directory / file)
+            self.tensors |= {name: {"file": file, **self.tensors[name]} for name in names}
+        versions = {"f8emu": __version__, **{name: version(name) for name in ("torch", "safetensors")}}
+        known = {"format": self.format, "recipe": self.recipe.to_dict(), "recipe_hash": self.recipe.content_hash}
+        written = {
+            CONFIG: {**config, "quantization_config": quantization_config(self.format, self.recipe, left)},
+            MANIFEST: {"schema": SCHEMA, **known, "versions": versions, "tensors": self.tensors},
+        }
+        if len(self.shards) > 1:
+            files = {name: known["file"] for name, known in self.tensors.items()}
+            written[INDEX] = {"metadata": {"total_size": self.bytes}, "weight_map": files}
+        for name, data in written.items():
+            (self.directory / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        self.directory.rename(self.path)
+
+
+def verify_export(path: str | os.PathLike[str]) -> list[str]:
+    """What differs between an exported directory and its manifest, in words; an empty list if nothing does.
+
+    Every tensor is read, one at a time.
+
+    Raises:
+        OperandError: no manifest, or one that is malformed; a file that is no safetensors file.
+    """
+    call, directory = "verify_export", Path(path)
+    manifest = json_of(call, directory, MANIFEST)
+    expected = manifest.get("tensors")
+    if manifest.get("schema") != SCHEMA or not isinstance(expected, dict):
+        schema = manifest.get("schema")
+        raise OperandError(f"{call}: {MANIFEST} must have schema {SCHEMA}; got {schema!r}; use the f8emu that wrote it")
+    differences: list[str] = []
+    for file, name, content in read(call, directory):
+        known, found = expected.pop(name, None), {"file": file, **described(content.get_tensor(name))}
+        if not isinstance(known, dict):
+            differences.append(f"{name}: in {file}, and not in the manifest")
+            continue
+        wrong = [key for key in found if known.get(key) != found[key]]
+        differences += [f"{name}: {key} is {found[key]}; expected {known.get(key)}" for key in wrong]
+    return differences + [f"{name}: in the manifest, and in no file" for name in expected]
+
+
+def described(value: Tensor) -> dict[str, Any]:
+    """The dtype, shape and SHA-256 of the bytes of a tensor, as the manifest has them."""
+    content = memoryview(value.reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(value.shape), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def safetensors(call: str) -> Any:
+    """The package, with its part for torch."""
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(call, "safetensors", "torch") from error
+    return safetensors
+
+
+def read(call: str, directory: Path) -> Iterator[tuple[str, str, Any]]:
+    """Of every tensor of a checkpoint the name of its file, its own, and the open file, of which only that is read."""
+    package, files = safetensors(call), sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise OperandError(f"{call}: {directory} must be a directory with safetensors files; got none")
+    for file in files:
+        try:
+            content = package.safe_open(file, framework="pt")
+        except (package.SafetensorError, OSError) as error:
+            raise OperandError(f"{call}: {file} must be a safetensors file; {error}; copy it again") from None
+        with content:
+            for name in content.keys():
+                yield file.name, name, content
+
+
+def json_of(call: str, directory: Path, name: str) -> dict[str, Any]:
+    """A JSON object of a checkpoint."""
+    try:
+        found = json.loads((directory / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OperandError(f"{call}: {directory} must have a {name}; {error}; give a complete checkpoint") from None
+    if not isinstance(found, dict):
+        raise OperandError(f"{call}: {name} of {directory} must be an object; got {type(found).__name__}")
+    return found
