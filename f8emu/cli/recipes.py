@@ -165,7 +165,7 @@ def _invariance(shapes: Path | None, json_file: Path | None, plan_file: Path | N
     on = chip_by_name("plan", chip).name
     with opened("plan", json_file) as out:
         weights = LLAMA_3_8B if shapes is None else shapes_from_json(text_of("plan", shapes), str(shapes))
-        recipes = [replace(recipe, chip=on) for recipe in RECIPES.values()]
+        recipes = [replace(recipe, chip=on) for recipe in (RECIPES | SERVING_RECIPES).values()]
         found = [
             invariance(recipe, n, k, gemm=gemm, rows=rows)
             for recipe, gemm, (n, k) in product(recipes, GEMMS, dict.fromkeys(weights))

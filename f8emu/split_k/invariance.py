@@ -62,8 +62,9 @@ def invariance(recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: in
 
     1. A scale over rows: a tensorwise scale of the tensor at hand follows from the amax of all rows. A delayed one is
        known before the call.
-    2. S: the library never splits a rowwise GEMM [CHAIN-3], nor one whose K is short [PLAN-2]. For the others the plan
-       of the recipe's chip gives S for every M; the outputs are bfloat16.
+    2. S: a recipe may rule that K is whole (`Gemm.split_k`). The library never splits a rowwise GEMM [CHAIN-3], nor one
+       whose K is short [PLAN-2]. For the others the plan of the recipe's chip gives S for every M; the outputs are
+       bfloat16.
 
     Exactness: as good as the plan, `reference/NUMERICS.md` 10. `f8emu fit KERNEL --m 1 --m 64` measures a kernel.
 
@@ -91,6 +92,8 @@ def invariance(recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: in
     own = "scales of earlier steps" if is_delayed else "a row has its own scales"
     scale = "no scales" if spec.is_high_precision else own
     # 2. S.
+    if not spec.split_k:
+        return found(Verdict.BY_RULE, f"{scale}, and the recipe never splits K")
     if not chip.plan:
         return found(Verdict.UNKNOWN, f"{scale}, but there is no split-K plan for {chip}")
     plan = shipped_plan(chip.plan)

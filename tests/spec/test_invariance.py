@@ -7,7 +7,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import f8emu.numpy as f8
-from f8emu.spec import RECIPES, Recipe, SpecError
+from f8emu.spec import RECIPES, SERVING_RECIPES, Recipe, SpecError
 from f8emu.spec.chips import CHIPS
 from f8emu.split_k.invariance import Invariance, Verdict, invariance, shapes_from_json
 
@@ -23,9 +23,11 @@ def _rows_differ(recipe: Recipe, rows: int, more: int) -> bool:
     return not np.array_equal(one, all_)
 
 
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.delayed is None])
-def test_a_verdict_is_what_the_bits_are(name: str) -> None:
-    recipe = RECIPES[name]
+DYNAMIC = {name: recipe for name, recipe in (RECIPES | SERVING_RECIPES).items() if recipe.delayed is None}
+
+
+@pytest.mark.parametrize("recipe", DYNAMIC.values(), ids=DYNAMIC)
+def test_a_verdict_is_what_the_bits_are(recipe: Recipe) -> None:
     verdict = invariance(recipe, N, K, rows=ROWS)
     if len(verdict.splits) > 1:  # at the first M that has another S, and just below
         rows = verdict.splits[1][0] - 1
