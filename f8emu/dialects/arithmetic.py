@@ -4,6 +4,7 @@ A matrix is worked through in bands of rows, so that what lies between x and its
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _MAX = 448.0
 _BAND = 1 << 19
 """Elements of a band: two megabytes of float32."""
+_ROUNDED_UP = (PowerOfTwo.UP, PowerOfTwo.UP_LOG2, PowerOfTwo.UP_LN)
 
 
 class Factors(NamedTuple):
@@ -83,9 +85,9 @@ def factors_from_amax(amax: Float32, dialect: Dialect, dtype: np.dtype[Any]) -> 
         )
     with np.errstate(all="ignore"):
         scale, multiplier = _scales(amax, dialect.scale, dtype)
-    kept = multiplier if dialect.stored.is_multiplier else scale
-    stored = {"input": dtype, "float8_e8m0fnu": E8M0}.get(dialect.stored.dtype, kept.dtype)
-    return Factors(kept.astype(stored, copy=False), scale, multiplier)
+        kept = multiplier if dialect.stored.is_multiplier else scale
+        stored = {"input": dtype, "float8_e8m0fnu": E8M0}.get(dialect.stored.dtype, kept.dtype)
+        return Factors(kept.astype(stored, copy=False), scale, multiplier)
 
 
 def factors_from_stored(stored: Array, dialect: Dialect) -> Factors:
@@ -133,6 +135,9 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
     def fl(x: Any) -> Array:
         return np.asarray(x, working).astype(narrow).astype(working)
 
+    def reciprocal(x: float) -> np.float32:  # XLA converts bfloat16 to float32 before it takes one, float16 it does not
+        return np.float32(np.float16(1.0 / x) if narrow == np.float16 else 1.0 / x)
+
     # 1. The amax that counts.
     a = amax.astype(working)
     if form.nan_amax is not None:
@@ -160,8 +165,7 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
             t = np.exp2(np.floor(_log2(t)))
         s = fl(np.float32(1.0) / t).astype(np.float32)
     else:
-        reciprocal = np.float32(np.float16(1.0 / _MAX) if narrow == np.float16 else 1.0 / _MAX)
-        s = fl(a / _MAX if form.division is Division.QUOTIENT else a * reciprocal).astype(np.float32)
+        s = fl(a / _MAX if form.division is Division.QUOTIENT else a * reciprocal(_MAX)).astype(np.float32)
         t = (np.float32(_MAX) / a.astype(np.float32)).astype(np.float32)
     # 3. The scale that counts, and its power of two.
     if form.small_scale is not None:
@@ -170,8 +174,13 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
         s = np.where(is_small, np.float32(instead), s)
     if form.scale_floor:
         s = np.maximum(s, fl(form.scale_floor).astype(np.float32))
-    if form.power_of_two in (PowerOfTwo.UP, PowerOfTwo.UP_LOG2):
-        exponent = _up(s) if form.power_of_two is PowerOfTwo.UP else np.ceil(_log2(s)) + 127
+    if form.power_of_two in _ROUNDED_UP:
+        exponent = _up(s)
+        if form.power_of_two is PowerOfTwo.UP_LOG2:
+            exponent = np.ceil(_log2(s)) + 127
+        elif form.power_of_two is PowerOfTwo.UP_LN:
+            ln = fl(np.log(s.astype(np.float64)))
+            exponent = np.ceil(fl(ln * reciprocal(float(fl(math.log(2)))))) + 127
         s = _power(exponent, np.isnan(s), form)
         return s, np.float32(1.0) / s
     return s, t

@@ -54,6 +54,8 @@ class PowerOfTwo(Enum):
     """By the bits, exactly."""
     UP_LOG2 = "s = 2^ceil(log2 s)"
     """log2 is rounded to float32, and is k for some s just above 2^k."""
+    UP_LN = "s = 2^ceil(ln s / ln 2)"
+    """XLA's log2: ln, ln 2 and the quotient are rounded to x's dtype. It misses more, in 16 bits far from 2^k too."""
     DOWN = "t down to 2^k"
     """By the bits, exactly."""
     DOWN_LOG2 = "t = 2^floor(log2 t)"
@@ -221,7 +223,7 @@ class Dialect:
         form = self.scale
         if form is None:
             return "its scales are given"
-        if form.division is Division.EXPONENT or form.power_of_two in (PowerOfTwo.UP_LOG2, PowerOfTwo.DOWN_LOG2):
+        if form.division is Division.EXPONENT or form.power_of_two not in (None, PowerOfTwo.UP, PowerOfTwo.DOWN):
             return "its powers of two are not always those next to 448 / amax"
         if self.stored.dtype == "input" or form.arithmetic is Arithmetic.INPUT:
             return "its scales are rounded to the dtype of x, a ScaleRule's are float32"

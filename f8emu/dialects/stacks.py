@@ -26,8 +26,8 @@ from f8emu.dialects.rules import (
 )
 from f8emu.spec.errors import SpecError
 
-_READ = ("compressed_tensors_cuda", "transformers_activation", "qwix_mxfp8")
-"""Dialects of compared packages that need a GPU, or another version."""
+_READ = ("compressed_tensors_cuda", "transformers_activation")
+"""Dialects of compared packages that need a GPU."""
 _TRITON = "On a GPU Triton divides by an approximation."
 _REQUANTIZED = "Of a block-quantized weight decoded to {}, as the model is loaded."
 _HISTORY = "amax is the history's; one of 0, inf or NaN leaves the scale as it was, which is 1 at first."
@@ -64,6 +64,7 @@ _CAVEATS = {
     "flax_linen": f"{_HISTORY} So does a subnormal one, which XLA flushes. {_XLA}",
     "qwix": f"An eager array of one scale is divided: qwix_eager_tensor. {_XLA}",
     "qwix_eager_tensor": _XLA,
+    "qwix_mxfp8": "XLA's maximum may drop a NaN. An infinite amax gives s = inf. Later versions have another rule.",
 }
 _S = Stored()
 
@@ -218,7 +219,7 @@ _flax, _ops = _of("flax", "flax==0.12.8", is_compared=True), "linen/fp8_ops.py: 
 _qwix, _qarray = _of("qwix", "qwix==0.1.8", is_compared=True), "_src/core/qarray.py: quantize"
 _eager = replace(_narrow, small_scale=(Limit.ROOT_OF_TINY, 1.0))
 _compiled = replace(_eager, division=Division.RECIPROCAL)
-_compiled_log2 = replace(_compiled, power_of_two=_UP_LOG2)
+_compiled_ln = replace(_compiled, power_of_two=PowerOfTwo.UP_LN)
 _by_rounded_s, _kernel_scale = (
     replace(_BY_S_NARROW, is_scale_rounded=True),
     Stored(names=("kernel_scale", "input_scale")),
@@ -227,7 +228,7 @@ _JAX = (
     _flax("flax_linen", _ops, _or_448, _by_rounded_s, (TENSOR,), _kernel_scale),
     _qwix("qwix", _qarray, _compiled, _BY_S_NARROW, (ROW, TENSOR, GROUP, SQUARE), _NARROW),
     _qwix("qwix_eager_tensor", _qarray, _eager, _BY_S_NARROW, (TENSOR,), _NARROW),
-    _qwix("qwix_mxfp8", _qarray, _compiled_log2, _BY_S_NARROW, (MX_GROUP,), _NARROW),
+    _qwix("qwix_mxfp8", _qarray, _compiled_ln, _BY_S_NARROW, (MX_GROUP,), _NARROW),
 )
 
 # 4 Checkpoints

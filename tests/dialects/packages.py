@@ -173,10 +173,11 @@ def jax_libraries() -> dict[str, Case]:
     def qwix(x: Any, block: Any) -> Result:
         tiles = {axis: size for axis, size in enumerate(block) if size not in (None, 1)}
         rows = (0,) if block[0] == 1 else ()
-        found = qarray.quantize_api(x, jnp.float8_e4m3fn, channelwise_axes=rows, tiled_axes=tiles)
+        qtype = "mxfp8" if block == (1, 32) else jnp.float8_e4m3fn
+        found = qarray.quantize_api(x, qtype, channelwise_axes=rows, tiled_axes=tiles)
         return found.qvalue, found.scale
 
-    compiled = {"flax_linen": flax, "qwix": qwix}
+    compiled = {"flax_linen": flax, "qwix": qwix, "qwix_mxfp8": qwix}
     return {name: jax.jit(case, static_argnums=1) for name, case in compiled.items()} | {"qwix_eager_tensor": qwix}
 
 

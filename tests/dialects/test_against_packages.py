@@ -35,6 +35,7 @@ def mxfp8_corner(amax: Array, dtype: str, _: Array) -> Array:
 CORNERS: dict[str, Corner] = {
     **dict.fromkeys(("torchao_mx_floor", "torchao_mx_ceil", "torchao_mx_even"), lambda amax, *_: np.isnan(amax)),
     **dict.fromkeys(("qwix", "qwix_eager_tensor"), lambda amax, *_: np.isnan(amax)),
+    "qwix_mxfp8": lambda amax, *_: ~np.isfinite(amax),
     "torchao_mx_rceil": lambda amax, _, scale: scale.view(np.uint8) == 0,
     "compressed_tensors_mxfp8": mxfp8_corner,
 }
@@ -126,6 +127,7 @@ PLANTED = (
     planted("torchao_mx_even", carry=0),
     planted("torchao_mx_rceil", power_of_two=PowerOfTwo.UP),
     planted("qwix", division=Division.QUOTIENT),
+    planted("qwix_mxfp8", power_of_two=PowerOfTwo.UP_LOG2),
     planted("flax_linen", nan_amax=None),
 )
 """Other rules, which the tables must tell from those of the packages."""
