@@ -4,11 +4,13 @@ import copy
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
@@ -20,6 +22,7 @@ from f8emu.conformance import load_subject, verify
 from f8emu.conformance.layers.layer import LayerMode
 from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.spec import (
+    BLOCKWISE_UE8M0,
     E4M3FN,
     E5M2,
     FLOAT32,
@@ -492,3 +495,20 @@ def test_the_hardware_chooses_its_own_split() -> None:
     high = torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(UnsupportedError, match=r"mm: on the hardware the library's heuristic decides"):
         f8.mm(high, high, split_k=1)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 60])
+def test_the_serving_recipe_is_never_split(rows: int, tmp_path: Path, assert_same_bits: Any) -> None:
+    """Few outputs and a long K, which cuBLAS splits: the product is one sum. Exported weights are those of a CPU."""
+    torch.manual_seed(rows)
+    model: Any = nn.Sequential(nn.Linear(8192, 128, bias=False, dtype=torch.float32))
+    f8.convert_to_float8_training(model, config="blockwise_ue8m0")
+    x = torch.randn(rows, 8192) * torch.logspace(-6, 2, 8192)
+    expected = reference.linear(BLOCKWISE_UE8M0, x.numpy(), model[0].weight.detach().numpy()).result
+    f8.export_float8(model, tmp_path / "cpu", format="block")
+    model.cuda()
+    f8.export_float8(model, tmp_path / "gpu", format="block")
+    assert (tmp_path / "cpu/f8emu_manifest.json").read_text() == (tmp_path / "gpu/f8emu_manifest.json").read_text()
+    with torch.no_grad():
+        assert_same_bits(model(x.cuda()).cpu(), expected)
+        assert_same_bits(torch.compile(model)(x.cuda()).cpu(), expected)
