@@ -101,6 +101,12 @@ def _emulator(report: dict[str, Any]) -> None:
         assert figure["giga_multiply_adds_per_second"] == pytest.approx(64**3 / figure["seconds"] / 1e9)
 
 
+def _audit(report: dict[str, Any]) -> None:
+    (figure,) = report["figures"]
+    assert figure["bytes"] == 32 << 20 and figure["peak_bytes"] > figure["imported_bytes"] > 0
+    assert figure["ratio"] == pytest.approx(figure["seconds"] / figure["baseline_seconds"])
+
+
 def _matmul(report: dict[str, Any]) -> None:
     assert len(report["gemms"]) == len(matmul.SHAPES) * len(matmul.KINDS)
     dim, hidden, kv_dim, gpus = 8192, 28672, 8 * 128, 8  # of Llama-2 70B
@@ -136,6 +142,7 @@ SCRIPTS: dict[str, Callable[[dict[str, Any]], None]] = {
     f"host {HOST} eager graph --subjects bf16 torchao/tensorwise f8emu/tensorwise f8emu/delayed": _host,
     "casts --device cpu --rows 40 --cols 136 --dtypes bfloat16": _casts,
     "emulator --sizes 64 --rounds 1": _emulator,
+    "audit --mebibytes 32 --shards 2 --rounds 1": _audit,
     "matmul --device cpu --tokens 128 --dim 128 --rounds 1": _matmul,
     "experts --device cpu --tiny --rounds 1 --steps 1 --mode eager": _experts,
     "train --device cpu --tiny --steps 2 --seeds 2 --recipes tensorwise delayed": _training,

@@ -50,6 +50,16 @@ def emulator() -> str:
     return f"{table(columns, rows)}\n\n{lines(*_EMULATORS, packages=('torch', 'jax'))}"
 
 
+def audit() -> str:
+    """`f8emu audit` beside reading the same files."""
+    rows = []
+    for figure in record("audit-cpu")["figures"]:
+        times = (f"{figure[key]:.2f}" for key in ("seconds", "baseline_seconds", "ratio"))
+        rows.append([f"{figure['bytes'] / 2**30:.0f} GiB", *times, f"{figure['peak_bytes'] / 2**20:.0f} MiB"])
+    columns = ["codes", "audit, s", "`numpy.fromfile`, s", "ratio", "peak memory of the audit"]
+    return f"{table(columns, rows)}\n\n{source('audit-cpu', ('numpy',))}"
+
+
 def kernels() -> str:
     """Kernels that `f8emu verify` knows by name, on an H200."""
     rows = []
@@ -210,4 +220,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "exhaustive": exhaustive,
     "recorded-layers": recorded_layers,
     "captures": captures,
+    "audit": audit,
 }
