@@ -132,7 +132,7 @@ def _matrix(call: str, name: str, x: Any, formats: tuple[Format, ...]) -> tuple[
 
 def _block(call: str, dialect: Dialect, block: Block | None, shape: tuple[int, int], scale: Any) -> Block:
     """The block that was chosen, or the first whose grid the scales have, if they are given."""
-    blocks = dialect.blocks if block is None else (block,)
+    blocks = dialect.blocks if block is None else ((block[0], block[1]),)
     if not set(blocks) <= set(dialect.blocks):
         known = ", ".join(map(str, dialect.blocks))
         raise SpecError(f"{call}: block must be one that {dialect.name} has, {known}; got {block}; None is all")
