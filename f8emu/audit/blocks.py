@@ -117,14 +117,15 @@ def weights_of(checkpoint: Checkpoint, form: Format) -> Iterator[Weight]:
         if codes.dtype in _CODES and codes.is_matrix and "scale" not in name.rpartition(".")[2]:
             names = (*names_of(name, form.scales), *names_of(name))
             scale = next((tensors[one] for one in names if one in tensors), None)
-            block = None if scale is None else _block_of(codes.shape, scale.shape, form)
+            block = None if scale is None else _block_of(codes, scale, form)
             yield Weight(codes=codes, scale=scale, block=block)
 
 
-def _block_of(codes: tuple[int, ...], scale: tuple[int, ...], form: Format) -> Block | None:
-    # One that the format declares or, where it says none, any whose scales have this shape.
-    declared = form.blocks or (TENSOR, ROW, SQUARE, GROUP, MX_GROUP)
-    return next((one for one in declared if scale in shapes_of(codes, one, has_ones=form.has_ones)), None)
+def _block_of(codes: Stored, scale: Stored, form: Format) -> Block | None:
+    # One that the format declares or, where it says none, any whose scales have this shape; by their name, of blocks.
+    usual = (TENSOR, ROW, SQUARE, GROUP, MX_GROUP)
+    declared = form.blocks or ((SQUARE, *usual) if scale.name.endswith("_scale_inv") else usual)
+    return next((one for one in declared if scale.shape in shapes_of(codes.shape, one, has_ones=form.has_ones)), None)
 
 
 def shapes_of(codes: tuple[int, ...], block: Block, *, has_ones: bool = False) -> list[tuple[int, ...]]:

@@ -68,6 +68,7 @@ class Audit:
     compared: int = 0
     """With a source: the tensors that were compared with it."""
     findings: list[Finding] = field(default_factory=list)
+    """The worst first."""
     is_interrupted: bool = False
 
     @property

@@ -171,7 +171,7 @@ def consumers_of(text: str) -> list[str]:
     Raises:
         SpecError: an unknown stack or chip.
     """
-    stack, separator, chip = text.lower().replace("-", "_").partition(":")
+    stack, separator, chip = text.lower().replace("-", "_").replace("deepgemm", "deep_gemm").partition(":")
     wanted = f"{stack}:{_CHIPS.get(chip, '?')}" if separator else f"{stack}:"
     found = [key for key in CONSUMERS if key.startswith(wanted)]
     if not found:

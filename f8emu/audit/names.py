@@ -91,7 +91,7 @@ def lone_scales(checkpoint: Checkpoint) -> Iterator[Finding]:
     is_by_head = isinstance(cache, dict) and cache.get("strategy") == "attn_head"
     for name, stored in sorted(checkpoint.tensors.items()):
         is_cache = _KV.search(name) is not None
-        if stored.dtype == "F8_E4M3" and name.endswith(("scale", "scale_inv")):
+        if stored.dtype == "F8_E4M3" and "scale" in name.rpartition(".")[2]:
             nans = sum(int(np.count_nonzero(codes.view(np.uint8) & 0x7F == 0x7F)) for codes in stored.parts(1 << 22))
             if nans:
                 yield finding("e4m3-scale", name, "at most 0x7E", f"0x7F, {nans} times")

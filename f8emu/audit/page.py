@@ -22,20 +22,17 @@ def audit_page(found: Audit, errors: int) -> tuple[Page, str]:
         Facts(items=facts),
         Text(points=[f"{name}: {text}" for name, text in facts], only="terminal"),
     ]
-    # 2. Findings, the worst first, and those of one kind together.
-    order = {check: i for i, check in enumerate(CHECKS)}
-    ranked = sorted(found.findings, key=lambda one: (list(Severity).index(one.severity), order[one.check]))
-    shown = ranked[:errors]
-    if shown:
+    # 2. The first findings.
+    if shown := found.findings[:errors]:
         rows = [
             [Cell(text=one.severity, tone=_TONES[one.severity]), one.check, one.place, one.expected, one.found]
             for one in shown
         ]
-        caption = f"{len(shown)} of {counted(len(ranked), 'finding')}"
+        caption = f"{len(shown)} of {counted(len(found.findings), 'finding')}"
         blocks.append(Table(caption=caption, columns=("severity", "check", "where", "expected", "found"), rows=rows))
     # 3. Meaning and remedy, once for each kind.
-    totals = Counter(one.check for one in ranked)
-    for one in {(one.check, one.effect): one for one in ranked}.values():
+    totals = Counter(one.check for one in found.findings)
+    for one in {(one.check, one.effect): one for one in found.findings}.values():
         title = CHECKS[one.check].title
         lines = [f"{one.check} ({counted(totals[one.check], 'tensor')}): {title}"]
         more = (("served", one.effect), ("remedy", one.remedy), ("see", one.thread))
@@ -52,7 +49,7 @@ def audit_verdict(found: Audit) -> str:
     said = ", ".join(counted(counts[severity], severity) for severity in Severity if counts[severity])
     of = f"{found.tensors} of {counted(found.tensors_total, 'float8 weight')}"
     if found.has_difference:
-        first = next(one for one in found.findings if one.is_fault)
+        first = found.findings[0]
         return f"{'INTERRUPTED, ' * found.is_interrupted}FAULTY: {said}; the first: {first.place}: {first.check}; {of}"
     if found.is_interrupted:
         return f"INTERRUPTED: no fault so far in {of}"

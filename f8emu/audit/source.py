@@ -11,6 +11,7 @@ from f8emu.audit.faults import Severity
 from f8emu.audit.findings import Finding, finding
 from f8emu.dialects import DIALECTS, Dialect
 from f8emu.dialects.arithmetic import Factors, block_amax, encode, factors_from_amax
+from f8emu.dialects.rules import PowerOfTwo, ScaleForm
 
 _Part = tuple[int, int, np.ndarray]
 
@@ -47,9 +48,14 @@ class _Candidate:
     def differs(self) -> np.ndarray:
         return self.scales_differ | (self.codes_differ > 0)
 
+    @property
+    def form(self) -> ScaleForm:
+        assert self.dialect.scale is not None
+        return self.dialect.scale
 
-def compared(weight: Weight, blocks: Blocks, source: Stored) -> Comparison | None:
-    """The dialects of a weight; None if no dialect has its blocks.
+
+def compared(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: bool = False) -> Comparison | None:
+    """The dialects of a weight; None if no dialect has its blocks. `is_power_of_two`: the configuration says so.
 
     Raises:
         CheckpointError: a file has changed.
@@ -72,9 +78,12 @@ def compared(weight: Weight, blocks: Blocks, source: Stored) -> Comparison | Non
     # 2. The codes: of dialects with these scales to the end; of all others a part, to find the nearest.
     right = [one for one in every if not one.scales_differ.any()]
     _count_codes(weight, source, right or every, is_sample=not right)
-    names = tuple(one.dialect.name for one in right if not one.codes_differ.any())
-    if names:
-        return Comparison(weight=weight, stored=blocks.raw.tobytes(), dialects=names)
+    fits = [one for one in right if not one.codes_differ.any()]
+    if fits:
+        powers = [one for one in fits if one.form.is_power_of_two]
+        found = _by_logarithm(weight, raw, every, powers) if is_power_of_two or powers == fits else None
+        names = tuple(one.dialect.name for one in fits)
+        return Comparison(weight=weight, stored=blocks.raw.tobytes(), dialects=names, finding=found)
     # 3. The nearest: by its codes, as long as some are right; then the one whose scales moved; then by its scales.
     half = (weight.codes.size if right else next(_parts(weight, source))[2].size) // 2
     fewest = min(min(int(one.codes_differ.sum()), half) for one in right or every)
@@ -142,6 +151,21 @@ def _count_codes(weight: Weight, source: Stored, of: Sequence[_Candidate], *, is
                 )
         if is_sample:
             return
+
+
+def _by_logarithm(weight: Weight, raw: np.ndarray, every: list[_Candidate], powers: list[_Candidate]) -> Finding | None:
+    # Where all that fits rounds by a float logarithm, and the bits give twice the scale.
+    bits = [one for one in every if one.form.power_of_two in (PowerOfTwo.UP, PowerOfTwo.DOWN)]
+    logarithms = (PowerOfTwo.UP_LOG2, PowerOfTwo.DOWN_LOG2)
+    if not bits or not all(one.form.power_of_two in logarithms for one in powers):
+        return None
+    best = min(bits, key=lambda one: int(one.scales_differ.sum()))
+    wrong = best.ours.astype(np.float32) == 2 * raw.astype(np.float32)
+    if not powers or not wrong.any():
+        return None
+    scales = (f"{array[wrong][0]:.9g}" for array in (best.ours.astype(np.float32), raw.astype(np.float32)))
+    place = {"block": weight.place(int(wrong.argmax())), "blocks": int(wrong.sum())}
+    return finding("logarithm", weight.name, *scales, **place)
 
 
 def _finding(weight: Weight, raw: np.ndarray, best: _Candidate) -> Finding:

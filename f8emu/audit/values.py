@@ -24,7 +24,7 @@ _TOP, _HALF, _QUARTER, _CEIL = 0x7E, 0x76, 0x6E, 0x70
 _IN_WINDOW = math.log2(448 / 432)
 """How probable it is that the largest code of a block is 448 although its scale is the power of two above amax / 448:
 amax / 448s is between 1/2 and 1, log-uniform by Benford's law, and rounds to 448 from 432 on. 5.2%."""
-_NEVER = 1e-4
+_NEVER = 1e-3
 """A probability below which something is no accident."""
 _LARGEST_AMAX, _LARGEST_MEDIAN = 2048.0, 32.0
 """Magnitudes that no weights have; a single outlier does not raise the median. For every amax below 448^2 / 2048 = 98,
@@ -135,7 +135,7 @@ def examined(weight: Weight, blocks: Blocks) -> tuple[Summary, list[Finding]]:
     is_full = bool(np.all(is_floored | (largest == _TOP)) and not is_floored.all())
     chance = 1.0
     if is_full and (kind is not Kind.FLOAT or len(scales) == 1):
-        chance, is_rare, clipped = _chance(weight, len(largest), len(scales))
+        chance, is_rare, clipped = _chance(weight, len(largest))
         if len(scales) == 1 and len(largest) >= 4 and is_rare and (kind is Kind.FLOAT or scale[0] == 1):
             add("scale-constant", "a scale of each block", f"{scale[0]:.4g} in all", largest == _TOP)
         elif clipped and kind is not Kind.FLOAT:
@@ -156,7 +156,7 @@ def examined(weight: Weight, blocks: Blocks) -> tuple[Summary, list[Finding]]:
     return summary, found
 
 
-def _chance(weight: Weight, used: int, scales: int) -> tuple[float, bool, str]:
+def _chance(weight: Weight, used: int) -> tuple[float, bool, str]:
     """How probable 448 in every block is by accident, if weights have no end; whether 448 is as rare as an outlier of a
     continuous distribution; and the sign of clipped codes, or empty.
 
@@ -164,9 +164,8 @@ def _chance(weight: Weight, used: int, scales: int) -> tuple[float, bool, str]:
     Let m be how often a block has 448. Then the window holds a weight with probability 1 - e^-m, and none is above it
     with e^-m or less, because the tails of weights decay that slowly. Weights with an end (uniform, clipped, constant)
     have none above: there m is about ln(blocks) or more if every block has one, and nothing follows from that, unless
-    the codes below show a tail. Clipped codes are more than their neighbours. Below an end, 448 is at most half as
-    frequent as 416, which stands for twice the width; and the rule FLOOR of Microscaling, which clips 448 to 512, makes
-    it 2.5 times as frequent.
+    the codes below show a tail. Clipped codes are more than their neighbours: below an end, 448 is at most half as
+    frequent as 416, which stands for twice the width.
     """
     counts, blocks = histogram(weight)
     top, below, middle = (int(counts[code]) for code in (_TOP, _TOP - 1, _TOP - 6))
@@ -175,9 +174,8 @@ def _chance(weight: Weight, used: int, scales: int) -> tuple[float, bool, str]:
     is_rare = is_spread and mean < 4
     has_end = not (is_rare and 4 * below < middle) and (below == 0 or mean >= 0.8 * math.log(used + 1))
     chance = 1.0 if has_end else (-math.expm1(-mean) * math.exp(-mean)) ** used
-    share = 2.5 if weight.block == MX_GROUP and scales == 1 else 0.5
-    is_excess = top - share * below > 4 * math.sqrt(top + share * share * below)
-    is_clipped = is_excess and is_spread and (mean >= 8 or (scales >= 3 and mean > 1.5)) and (used >= 4 or scales > 1)
+    is_excess = top - below / 2 > 4 * math.sqrt(top + below / 4)
+    is_clipped = is_excess and is_spread and used >= 4 and (mean >= 8 or (mean >= 3 and used >= 8))
     return chance, is_rare, f"448 in every block, {mean:.1f} times on average" if is_clipped else ""
 
 

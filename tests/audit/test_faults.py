@@ -64,13 +64,14 @@ def changed_block() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return blocks(made.codes, made.scale), {"l.weight": x}
 
 
-def late_log2() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A scale that is one exponent below that of the bits, as a logarithm gives it just above a power of two."""
+def by_logarithm() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A float32 block whose amax is the next float above 448 * 2^-20; the other blocks tell that scales are 2^k."""
     x = normal(256, 256).astype(np.float32)
-    made = quantize(x, "deep_gemm_block_ue8m0")
-    scale = made.scale.copy()
-    scale[1, 0] /= 2
-    return blocks(made.codes, scale), {"l.weight": x}
+    x[128:, :128] = 2.0**-14
+    x[130, 3] = np.nextafter(np.float32(448 * 2.0**-20), np.float32(1))
+    made = quantize(x, "transformers_block_ue8m0")
+    assert made.scale[1, 0] == 2.0**-20
+    return blocks(made.codes, made.scale), {"l.weight": x}
 
 
 def double_rounded() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -100,7 +101,7 @@ def powers() -> dict[str, np.ndarray]:
 
 WITH_SOURCE = {
     "another floor, with the source": (changed_block, "floored", fp8(), (1, 0)),
-    "log2 against bits": (late_log2, "no-dialect", fp8(scale_fmt="ue8m0"), (1, 0)),
+    "log2 against bits": (by_logarithm, "logarithm", fp8(scale_fmt="ue8m0"), (1, 0)),
     "double rounding": (double_rounded, "no-dialect", MXFP8, (1, 1)),
     "NaN lost in the amax": (lost_nan, "nan-code", MXFP8, (0, 1)),
 }
