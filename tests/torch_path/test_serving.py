@@ -224,7 +224,7 @@ def test_transformers_loads_what_was_trained(trained: tuple[Any, Path]) -> None:
 
 @pytest.fixture
 def compressed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package alone, of those that `make install` lays aside: others would change transformers for later tests."""
+    """The package alone, of those that `make install` lays aside, and for one test: they change transformers."""
     packages = [one for name in ("compressed_tensors*", "loguru*") for one in Path(sys.prefix, "stacks").glob(name)]
     assert packages, "`make install` brings the packages of other stacks"
     (tmp_path / "packages").mkdir()
@@ -235,22 +235,21 @@ def compressed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     is_available.cache_clear()
     yield
     is_available.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("compressed_tensors", "loguru")]:
+        del sys.modules[name]
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-@pytest.mark.parametrize(("recipe", "is_primary"), [("rowwise", True), ("tensorwise", False)])
-def test_compressed_tensors_decompresses_to_what_was_trained(
-    recipe: str, is_primary: bool, compressed_tensors: None, tmp_path: Path
-) -> None:
+def test_compressed_tensors_decompresses_to_what_was_trained(compressed_tensors: None, tmp_path: Path) -> None:
     """By its own package; of float8 primary weights the codes that the layers hold."""
-    model = llama(recipe, float8_primary_weights=is_primary)
-    f8.export_float8(model, tmp_path / "model", format="compressed-tensors")
-    loaded_weights_are_ours(model, tmp_path / "model", transformers.CompressedTensorsConfig(dequantize=True))
-    stored = load_file(tmp_path / "model" / "model.safetensors")
-    if is_primary:
-        fqn, layer = next(iter(float8_layers(model).items()))
-        assert torch.equal(stored[f"{fqn}.weight"].view(torch.uint8), layer.weight.rows.view(torch.uint8))
-        assert torch.equal(stored[f"{fqn}.weight_scale"], layer.weight.row_scale)
+    for recipe, is_primary in (("rowwise", True), ("tensorwise", False)):
+        model, path = llama(recipe, float8_primary_weights=is_primary), tmp_path / recipe
+        f8.export_float8(model, path, format="compressed-tensors")
+        loaded_weights_are_ours(model, path, transformers.CompressedTensorsConfig(dequantize=True))
+        if is_primary:
+            stored, (fqn, layer) = load_file(path / "model.safetensors"), next(iter(float8_layers(model).items()))
+            assert torch.equal(stored[f"{fqn}.weight"].view(torch.uint8), layer.weight.rows.view(torch.uint8))
+            assert torch.equal(stored[f"{fqn}.weight_scale"], layer.weight.row_scale)
 
 
 # The command, the manifest, shards of ranks, and what is refused.
