@@ -13,6 +13,7 @@ from f8emu.dialects.rules import ROW, SQUARE, TENSOR
 
 _SHARDS = {"qkv_proj": 3, "query_key_value": 3, "gate_up_proj": 2}
 """A fused Linear -> the shards that a loader expects scales of."""
+_NUMBERS = re.compile(r"\d+")
 _KV = re.compile(r"(^|[._])(k|v|kv|q|prob)_scale$|(^|\.)(k|v)_proj\.output_scale$|kv_cache\.scaling_factor$")
 
 
@@ -23,11 +24,18 @@ def named(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> It
     for weight in weights:
         if form.ignores(weight.module):
             yield finding("ignored", weight.name, "BF16, F16 or F32", weight.codes.dtype)
+        if form.method and weight.codes.dtype != "F8_E4M3":
+            yield finding("code-dtype", weight.name, "F8_E4M3", weight.codes.dtype)
         yield from _input_scale(checkpoint, form, weight)
         if weight.scale is not None:
             yield from _scale(form, weight)
         elif form.is_certain or any("scale" in name for name in checkpoint.tensors):
             yield finding("scale-missing", weight.name, names_of(weight.name, form.scales)[0], "no scale")
+    like = {_NUMBERS.sub("#", weight.name) for weight in weights} if form.method else ()
+    for name, stored in checkpoint.tensors.items():
+        is_left = stored.dtype in FLOATS and not form.ignores(name.rpartition(".")[0])
+        if is_left and _NUMBERS.sub("#", name) in like:
+            yield finding("unquantized", name, "F8_E4M3, as in other layers", stored.dtype)
     yield from _orphans(checkpoint, weights)
     for name in sorted(checkpoint.unlisted):
         yield finding("unlisted", name, "an entry of the index", "none")

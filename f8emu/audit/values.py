@@ -26,9 +26,9 @@ _IN_WINDOW = math.log2(448 / 432)
 amax / 448s is between 1/2 and 1, log-uniform by Benford's law, and rounds to 448 from 432 on. 5.2%."""
 _NEVER = 1e-3
 """A probability below which something is no accident."""
-_LARGEST_AMAX, _LARGEST_MEDIAN = 2048.0, 32.0
-"""Magnitudes that no weights have; a single outlier does not raise the median. For every amax below 448^2 / 2048 = 98,
-the reciprocal of the scale is beyond them."""
+_LARGEST_AMAX, _LARGEST_MEDIAN = 24.0, 3.5
+"""Magnitudes that no weights have; a single outlier does not raise the median. A scale that is an amax is beyond them
+for every amax above 24 / 448 = 0.05, and the reciprocal of a scale for every amax below 448^2 / 24 = 8000."""
 _PLAIN_CAST = 112.0
 """What a cast without a scale does not reach; the largest code under any scale is 128 or more."""
 
@@ -81,13 +81,13 @@ def forbidden(weight: Weight, blocks: Blocks) -> Iterator[Finding]:
 
 def _amplitude(weight: Weight, values: NDArray[np.float32], scale: NDArray[np.float32]) -> Iterator[Finding]:
     with np.errstate(over="ignore"):
-        amax, inverse = float(np.median(values * scale)), float(np.median(values / scale))
+        amax, inverse = (float(np.quantile(one, 0.1)) for one in (values * scale, values / scale))  # but outliers
     if amax > _LARGEST_AMAX:
         counts = histogram(weight)[0][1:]
         middle = float(VALUES[1 + np.searchsorted(np.cumsum(counts), counts.sum() / 2)])
-        if middle * float(np.median(scale)) > _LARGEST_MEDIAN:
-            found = f"{amax:.3g}; {inverse:.3g} if they are divided by the scale"
-            yield finding("inverted", weight.name, "largest weights below 100", found, blocks=len(scale))
+        if middle * float(np.quantile(scale, 0.1)) > _LARGEST_MEDIAN:
+            found = f"{amax:.3g}; by the reciprocal {inverse:.3g}, by scale / 448 {amax / 448:.3g}"
+            yield finding("amplitude", weight.name, "largest weights below 10", found, blocks=len(scale))
 
 
 def unscaled(weight: Weight, *, is_told: bool) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 E4M3 = ml_dtypes.float8_e4m3fn
+E5M2 = ml_dtypes.float8_e5m2
 BF16 = ml_dtypes.bfloat16
 NAMES = {
     "uint8": "U8",

@@ -118,7 +118,7 @@ FAULTS: dict[str, Callable[[], Fault]] = {
     ),
     "0 / 0": lambda: Fault(one_zero_block(), fp8(), "zero-over-zero", block=(0, 1)),
     "the reciprocal": lambda: Fault(
-        {"l.weight": codes(), "l.weight_scale": f32(4480)}, compressed("tensor"), "inverted"
+        {"l.weight": codes(), "l.weight_scale": f32(4480)}, compressed("tensor"), "amplitude"
     ),
     "another name": lambda: Fault({"l.weight": codes(), "l.weight_scale": f32([1e-4])}, fp8(), "scale-name"),
     "another shape": lambda: Fault(

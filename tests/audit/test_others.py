@@ -9,7 +9,7 @@ import pytest
 from f8emu.audit import audit
 from f8emu.cli.frame import status_of
 from f8emu.dialects import quantize
-from tests.audit.checkpoints import BF16, E4M3, MXFP8, checkpoint, compressed, f32, fp8, normal
+from tests.audit.checkpoints import BF16, E4M3, E5M2, MXFP8, checkpoint, compressed, f32, fp8, normal
 
 Tensors = dict[str, np.ndarray]
 SOURCE = {f"l.{i}.weight": normal(512, 512, seed=i) for i in range(3)}
@@ -68,14 +68,22 @@ FAULTS: dict[str, tuple[Callable[[], Tensors], str, object, bool]] = {
     "a sign": (put(S, at((3, 1), -1e-4)), "scale-invalid", CONFIGS[BLOCK], False),
     "a byte of 255": (put(C, at((3, 1), 255), MX), "scale-invalid", MXFP8, False),
     "one code of NaN": (put(W, lambda w: at((200, 300), 0xFF)(w.view(np.uint8))), "nan-code", CONFIGS[BLOCK], False),
-    "reciprocals": (put(S, lambda s: 1 / s), "inverted", CONFIGS[BLOCK], False),
+    "reciprocals": (put(S, lambda s: 1 / s), "amplitude", CONFIGS[BLOCK], False),
+    "amaxes": (put(S, lambda s: s * 448), "amplitude", CONFIGS[BLOCK], False),
+    "E5M2": (put(W, lambda w: w.astype(np.float32).astype(E5M2)), "code-dtype", CONFIGS[BLOCK], False),
+    "one layer in bfloat16": (
+        lambda: {name: x for name, x in quantized(BLOCK).items() if name != S} | {W: SOURCE[W]},
+        "unquantized",
+        CONFIGS[BLOCK],
+        False,
+    ),
     "exponents as numbers": (
         put(C, lambda s: s.astype(np.float32), MX),
-        "inverted",
+        "amplitude",
         compressed("group", group_size=32),
         False,
     ),
-    "exponents without bias": (put(C, lambda s: s - np.uint8(127), MX), "inverted", MXFP8, False),
+    "exponents without bias": (put(C, lambda s: s - np.uint8(127), MX), "amplitude", MXFP8, False),
     "ones": (put(S, np.ones_like), "scale-constant", CONFIGS[BLOCK], False),
     "one scale for all": (put(S, lambda s: np.full_like(s, s.max())), "scale-constant", CONFIGS[BLOCK], False),
     "rounded down after": (put(S, lambda s: np.exp2(np.floor(np.log2(s)))), "rounded-after", CONFIGS[BLOCK], False),
