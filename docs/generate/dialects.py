@@ -10,7 +10,8 @@ _HEAD = """# Dialects of other stacks
 
 What [`f8emu.dialects`](api/f8emu.dialects.md) knows of the quantizers of other stacks.
 [Dialects](../concepts/dialects.md) explains them. `s` decodes, `value = code * s`; `t` is multiplied while quantizing;
-`fl` rounds to float32. *compared*: every byte of the package, on a CPU. *read*: from the source.
+`fl` rounds to float32. *compared*: every byte of the package on a CPU, or of its kernels on a GPU for finite x.
+*read*: from the source.
 """
 _ZERO_BLOCKS = """## Zero blocks
 

@@ -206,6 +206,27 @@ def captures() -> str:
     return f"{shown_table}\n\n{source('captures-h200', ('torch',))}"
 
 
+def dialects() -> str:
+    """The kernels of other stacks on a GPU, by the dialect that says what they give."""
+    rows, held = [], record("dialects_on_gpu-h100")["cases"]
+    ran = [case for case in held if case["verdict"] != "not run"]
+    for dialect in dict.fromkeys(case["dialect"] for case in ran):
+        found = [case for case in ran if case["dialect"] == dialect]
+        counts = [(sum(case[what] for case in found), sum(case[f"{what}_differ"] for case in found)) for what in _BYTES]
+        shown = [of(number - apart, number) if number else NO_FIGURE for number, apart in counts]
+        far = [max(case[what] for case in found) for what in ("scale_ulps", "code_steps")]
+        kernels = len({case["kernel"] for case in found})
+        rows.append([f"`{dialect}`", str(kernels), *shown, f"{far[0]}, {far[1]}" if any(far) else NO_FIGURE])
+    special = [case["special"] for case in ran if "special" in case]
+    apart, number = (sum(sum(case[f"{what}{end}"] for what in _BYTES) for case in special) for end in ("_differ", ""))
+    shown_table = table(["dialect", "kernels", "scales equal", "codes equal", "furthest, ulps and codes"], rows)
+    said = f"In blocks with NaN or infinity {of(apart, number)} scales and codes differ."
+    return f"{shown_table}\n\n{said}\n\n{source('dialects_on_gpu-h100', ('torch', 'triton', 'cuda', 'torchao'))}"
+
+
+_BYTES = ("scales", "codes")
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "matmul": matmul,
     "matmul-plot": matmul_plot,
@@ -221,4 +242,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "recorded-layers": recorded_layers,
     "captures": captures,
     "audit": audit,
+    "dialects": dialects,
 }

@@ -158,7 +158,7 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
         t = fl(fl(1.0 / a) * _MAX if by_reciprocal else _MAX / a).astype(np.float32)
         if form.largest_multiplier is not None:
             of = dtype if form.largest_multiplier is Arithmetic.INPUT else np.float32
-            t = np.minimum(t, np.float32(ml_dtypes.finfo(of).max))
+            t = np.where(np.isinf(t), np.float32(ml_dtypes.finfo(of).max), t)
         if form.power_of_two is PowerOfTwo.DOWN:
             t = (t.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
         elif form.power_of_two is PowerOfTwo.DOWN_LOG2:

@@ -91,7 +91,7 @@ class ScaleForm:
     carry: int = 0
     """What EXPONENT adds to the float32 bits of amax: 0 rounds the exponent down, 0x7FFFFF up."""
     largest_multiplier: Arithmetic | None = None
-    """A t beyond the largest finite number of this dtype becomes that number."""
+    """An infinite t becomes the largest finite number of this dtype."""
     small_scale: tuple[float | Limit, float | Limit] | None = None
     """(limit, instead): an s of at most (with ROOT_OF_TINY: below) `limit` becomes `instead`."""
     scale_floor: float = 0.0
@@ -164,8 +164,9 @@ class Stored:
 class Dialect:
     """One quantizer of another stack, to float8_e4m3fn.
 
-    Exactness: with `is_compared`, the bytes of that package on a CPU, for float32, bfloat16 and float16, except where
-    `caveat` says so. Without, the bytes that the source text gives in IEEE arithmetic; what runs on a GPU was not run.
+    Exactness: with `is_compared`, the bytes of that package on a CPU, for float32, bfloat16 and float16; with `gpu`,
+    those of its kernels there, for finite x. Otherwise the bytes that the source text gives in IEEE arithmetic. Where
+    `caveat`, `scale_ulps` or `code_steps` says so, a stack differs.
     """
 
     name: str
@@ -175,6 +176,8 @@ class Dialect:
     version: str
     is_compared: bool = False
     """Whether the tests compare every byte with the package `version`, PACKAGE==VERSION; otherwise it was read."""
+    gpu: str = ""
+    """The GPU on which its kernels gave these bytes for finite x: benchmarks.proofs.dialects_on_gpu."""
     scale: ScaleForm | None
     """None: the scale is given, from a calibration or a checkpoint."""
     code: CodeForm
@@ -193,8 +196,9 @@ class Dialect:
 
     @property
     def standing(self) -> str:
-        """`compared with PACKAGE==VERSION` or `read in VERSION`."""
-        return f"compared with {self.version}" if self.is_compared else f"read in {self.version}"
+        """`compared with PACKAGE==VERSION`, with `on an H100` if its kernels ran there; or `read in VERSION`."""
+        where = ["on a CPU"] * self.is_compared + [f"on an {self.gpu}"] * bool(self.gpu)
+        return f"compared with {self.version} {' and '.join(where)}" if where else f"read in {self.version}"
 
     @property
     def formula(self) -> str:

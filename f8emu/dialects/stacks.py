@@ -28,7 +28,17 @@ from f8emu.spec.errors import SpecError
 
 _READ = ("compressed_tensors_cuda", "transformers_activation")
 """Dialects of compared packages that need a GPU."""
+_ON_H100 = frozenset(
+    "vllm_static vllm_tensor vllm_token vllm_group vllm_group_ue8m0 vllm_group_triton vllm_group_triton_ue8m0 "
+    "vllm_silu_group vllm_layernorm_group vllm_native_cuda vllm_native_group_cuda vllm_weight_block_ue8m0 "
+    "sglang_tensor sglang_weight_tensor sglang_weight_block_ue8m0 deep_gemm_block_cuda deep_gemm_block_ue8m0 "
+    "deepseek_group_ue8m0 fbgemm_triton fbgemm_torch fbgemm_cuda torchao_tensorwise torchao_rowwise "
+    "torchao_rowwise_float torchao_blockwise torchao_inference torchao_mx_floor torchao_mx_ceil torchao_mx_even "
+    "torchao_mx_rceil transformers_block transformers_block_ue8m0".split()
+)
+"""Dialects whose kernels gave these bytes on an H100: tests hold it to benchmarks/results/dialects_on_gpu-h100.json."""
 _TRITON = "On a GPU Triton divides by an approximation."
+_LOG2 = "A float32 matrix has 2^ceil(log2 s), with a log2 that is k for some s just above 2^k."
 _REQUANTIZED = "Of a block-quantized weight decoded to {}, as the model is loaded."
 _HISTORY = "amax is the history's; one of 0, inf or NaN leaves the scale as it was, which is 1 at first."
 _NAN_OF_MX = "A block whose byte is 255, for a NaN, is divided by inf."
@@ -36,18 +46,21 @@ _SCALE_UB = "A given scale_ub bounds {}; here is none."
 _XLA = "XLA gives float16 codes as x * (1/s) in float16. Its maximum may drop a NaN."
 _CAVEATS = {
     "vllm_token": _SCALE_UB.format("s"),
+    "vllm_group_ue8m0": _LOG2,
     "vllm_group_triton": _TRITON,
+    "vllm_weight_block_cuda": f"vLLM compiles it to Triton. {_TRITON}",
     "vllm_weight_block_ue8m0": _REQUANTIZED.format("float32"),
     "vllm_fused_shards": "Each shard is decoded to float16 by its own scale. The largest scale is given here.",
     "sglang_group": "Built with fast math: the division for codes is approximate. A float32 or float16 NaN gives +448.",
-    "sglang_group_ue8m0": "A float32 or float16 NaN gives +448.",
+    "sglang_group_ue8m0": "1/s is infinite in float16 where s is 2^-16 or less. A bfloat16 NaN stays one.",
     "sglang_token": "Fast math on SM90. Zeros have codes 0 from the kernel of large batches, 0x7E from the other.",
     "sglang_weight_tensor": "vLLM's function of this name computes amax and its floor in x's dtype.",
     "sglang_weight_block_ue8m0": _REQUANTIZED.format("bfloat16"),
     "deepseek_group": _TRITON,
     "transformer_engine_delayed": _HISTORY,
     "torchao_blockwise": "Compared are the package's references in torch; its kernels are Triton's.",
-    "torchao_inference": "With MSLK on SM90, rows follow fbgemm_triton. hp_value_lb and hp_value_ub bound amax.",
+    "torchao_inference": "On CUDA a float32 s is amax * fl(1/448). With MSLK on SM90, rows follow fbgemm_triton. "
+    "hp_value_lb and hp_value_ub bound amax.",
     "torchao_mx_floor": _NAN_OF_MX,
     "torchao_mx_ceil": _NAN_OF_MX,
     "torchao_mx_even": _NAN_OF_MX,
@@ -77,6 +90,7 @@ def _of(stack: str, version: str, *, is_compared: bool = False) -> Callable[...,
     ) -> Dialect:
         rest: Any = {"name": name, "stack": stack, "source": source, "version": version, "stored": stored, **bounds}
         rest |= {"is_compared": is_compared and name not in _READ, "caveat": _CAVEATS.get(name, "")}
+        rest["gpu"] = "H100" if name in _ON_H100 else ""
         return Dialect(scale=scale, code=code, blocks=blocks, **rest)
 
     return make
@@ -109,7 +123,8 @@ _BYTE = Stored(dtype="float8_e8m0fnu")
 
 _vllm = _of("vLLM", "vllm==0.33.0")
 _common, _grouped = "w8a8/fp8/common.cu", "w8a8/fp8/per_token_group_quant.cu"
-_utils, _native = "fp8_utils.py", "input_quant_fp8.py: QuantFP8.forward_native"
+_utils, _deep_gemm = "fp8_utils.py", "utils/deep_gemm.py: per_block_cast_to_fp8"
+_native = "input_quant_fp8.py: QuantFP8.forward_native"
 _max, _token, _native_token = (
     _D(ignores_nan=True),
     _D(ignores_nan=True, scale_floor=_MIN_SCALE),
@@ -117,7 +132,8 @@ _max, _token, _native_token = (
 )
 _group = _D(ignores_nan=True, amax_floor=1e-10)
 _group_up = replace(_group, scale_floor=1e-10, power_of_two=_UP)
-_block, _requant = _D(amax_floor=1e-4), _R(amax_floor=1e-4, power_of_two=_UP_LOG2)
+_block, _reciprocal = _D(amax_floor=1e-4), _R(amax_floor=1e-4)
+_requant = replace(_reciprocal, power_of_two=_UP_LOG2)
 _triton, _triton_up = _R(amax_floor=1e-10), _R(amax_floor=1e-10, power_of_two=_UP_LOG2)
 _q1, _q2 = replace(_BY_S, nan=NanCode.MAX), replace(_BY_INVERSE, nan=NanCode.MAX)
 _q2_low = replace(_BY_INVERSE, nan=NanCode.MIN)
@@ -139,7 +155,8 @@ _VLLM = (
     *_with_cuda(_vllm, "vllm_native_group", _native, _native_token, _BY_S, (GROUP,)),
     _vllm("vllm_weight_tensor", "online/fp8.py", _max, _q2, (TENSOR,), _WEIGHT),
     _vllm("vllm_weight_channel", "online/fp8.py", _token, _q1, (ROW,), _WEIGHT),
-    *_with_cuda(_vllm, "vllm_weight_block", "utils/deep_gemm.py", _block, _BY_INVERSE, (SQUARE,), _WEIGHT_INV),
+    _vllm("vllm_weight_block", _deep_gemm, _block, _BY_INVERSE, (SQUARE,), _WEIGHT_INV),
+    _vllm("vllm_weight_block_cuda", _deep_gemm, _reciprocal, _BY_INVERSE, (SQUARE,), _WEIGHT_INV, code_steps=1),
     _vllm("vllm_weight_block_ue8m0", f"{_utils}: requant", _requant, _BY_INVERSE, (SQUARE,), _WEIGHT_INV),
     _vllm("vllm_fused_shards", "w8a8_utils.py: requantize_with_max_scale", None, _q2, (TENSOR,), _rounded),
 )
@@ -147,11 +164,12 @@ _VLLM = (
 _sglang = _of("SGLang", "sglang==0.5.23")
 _fast, _fast_up = replace(_triton, ignores_nan=True), replace(_triton, ignores_nan=True, power_of_two=_UP)
 _floor_and_reciprocal, _block_up = _T2(amax_floor=1e-12), replace(_block, power_of_two=_UP, exponents=(1, 254))
+_half = replace(_q2, arithmetic=_INPUT)
 _bytes_of_sglang = replace(_BYTE, layout="uint8, or int32 of four bytes along K")
 _cuh, _weight_ue8m0 = "per_token_group_quant.cuh", "fp8_utils.py: quant_weight_ue8m0"
 _SGLANG = (
     _sglang("sglang_group", _cuh, _fast, _BY_T, (GROUP,), code_steps=1),
-    _sglang("sglang_group_ue8m0", _cuh, _fast_up, _BY_T, (GROUP,), _bytes_of_sglang),
+    _sglang("sglang_group_ue8m0", _cuh, _fast_up, _half, (GROUP,), _bytes_of_sglang),
     _sglang("sglang_token", "per_token_quant_fp8.cuh", _max, _q2, (ROW,), scale_ulps=2, code_steps=1),
     _sglang("sglang_tensor", "per_tensor_quant_fp8.cuh", _max, _q2, (TENSOR,)),
     _sglang("sglang_weight_tensor", "input_to_float8", _floor_and_reciprocal, _BY_T, (TENSOR,), _WEIGHT),
@@ -164,14 +182,14 @@ _casts, _block_log2 = (SQUARE, GROUP, COLUMN), replace(_block, power_of_two=_UP_
 _DEEPSEEK = (
     *_with_cuda(_gemm, "deep_gemm_block", _math, _block, _BY_INVERSE, _casts, _WEIGHT_INV),
     _gemm("deep_gemm_block_ue8m0", _math, _block_up, _BY_INVERSE, _casts, _WEIGHT_INV),
-    _v3("deepseek_group", _kernel, _block, _BY_S, (GROUP,), scale_ulps=2, code_steps=1),
+    _v3("deepseek_group", _kernel, _reciprocal, _BY_S, (GROUP,), code_steps=1),
     _v3("deepseek_group_ue8m0", _kernel, _block_log2, _BY_S, (GROUP,)),
 )
 
 _fbgemm, _fp8_gemm = _of("FBGEMM", "FBGEMM 71d6f8b"), "fp8_gemm.py: quantize_fp8_row, quantize_fp8_block"
 _floored, _k_major = _T(amax_floor=1e-12), replace(_WEIGHT, layout="blocks transposed, unless k_major")
 _FBGEMM = (
-    _fbgemm("fbgemm_triton", _fp8_gemm, _floored, _BY_T, (ROW, SQUARE), _k_major, scale_ulps=2, code_steps=1),
+    _fbgemm("fbgemm_triton", _fp8_gemm, _floored, _BY_T, (ROW, SQUARE), _k_major, scale_ulps=4, code_steps=1),
     _fbgemm("fbgemm_torch", _fp8_gemm, _floor_and_reciprocal, _BY_T, (ROW, SQUARE), _WEIGHT),
     _fbgemm("fbgemm_cuda", "quantize.cu: quantize_fp8_per_row", _token, _BY_S, (ROW,), _WEIGHT),
 )
@@ -249,11 +267,11 @@ _hf = _of("transformers", "transformers==5.23.0", is_compared=True)
 _fp8_quantize, _act_quant = "finegrained_fp8.py: Fp8Quantize", "act_quant.py: fp8_act_quant"
 _safe = _T2(small_amax=_ZERO_IS_ONE, nan_amax=448.0)
 _safe_log2 = replace(_safe, scale_floor=2.0**-126, power_of_two=_UP_LOG2, exponents=(0, 255))
-_least_scale, _byte_inv = _D(scale_floor=1e-12), replace(_BYTE, names=("weight_scale_inv",))
+_by_least, _byte_inv = replace(_BY_S, scale_floor=1e-12), replace(_BYTE, names=("weight_scale_inv",))
 _TRANSFORMERS = (
     _hf("transformers_block", _fp8_quantize, _safe, _BY_T, (SQUARE, TENSOR), _WEIGHT_INV),
     _hf("transformers_block_ue8m0", _fp8_quantize, _safe_log2, _BY_T, (SQUARE, TENSOR), _byte_inv),
-    _hf("transformers_activation", _act_quant, _least_scale, _BY_S, (GROUP,), scale_ulps=2, code_steps=1),
+    _hf("transformers_activation", _act_quant, _R(), _by_least, (GROUP,), code_steps=1),
 )
 
 _mo = _of("Model-Optimizer", "nvidia-modelopt==0.47.0", is_compared=True)

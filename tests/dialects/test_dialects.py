@@ -1,7 +1,9 @@
 """Dialects without the packages: known facts, torch's own operations, the three libraries, refusals."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -317,3 +319,18 @@ def test_the_table() -> None:
         assert hash(one) == hash(replace(one)) and one.blocks and one.source and one.formula
         assert ("==" in one.version) or not one.is_compared, "a compared package has a version that pip knows"
         assert bool(one.scale_ulps or one.code_steps) <= bool(one.caveat), "a bound has a reason"
+
+
+def test_those_said_to_have_run_on_a_gpu_did() -> None:
+    recorded = json.loads((Path(__file__).parents[2] / "benchmarks/results/dialects_on_gpu-h100.json").read_text())
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in recorded["cases"]:
+        if case["verdict"] != "not run":
+            found.setdefault(case["dialect"], []).append(case)
+    agreeing = {name for name, cases in found.items() if {case["verdict"] for case in cases} <= {"equal", "within"}}
+    # Of TransformerEngine the scales alone were computed there.
+    whole = {name for name in agreeing if any(case["codes"] for case in found[name])}
+    assert {name for name, one in DIALECTS.items() if one.gpu} == whole, f"_ON_H100 = {' '.join(sorted(whole))}"
+    for name in whole:
+        exact = [case for case in found[name] if case["verdict"] == "equal"]
+        assert exact or DIALECTS[name].code_steps, f"{name} claims exactness; its kernels were never equal"
