@@ -42,7 +42,7 @@ class Summary:
     """None: there are no such blocks."""
     used: int = 0
     scales: frozenset[float] = frozenset()
-    """At most 64 of them."""
+    """All of them or, of floats with mantissa bits, the smallest and the largest."""
     first: tuple[int, ...] = ()
     """The first block whose scale has mantissa bits."""
     largest: int = 0
@@ -81,13 +81,18 @@ def forbidden(weight: Weight, blocks: Blocks) -> Iterator[Finding]:
 
 def _amplitude(weight: Weight, values: NDArray[np.float32], scale: NDArray[np.float32]) -> Iterator[Finding]:
     with np.errstate(over="ignore"):
-        amax, inverse = (float(np.quantile(one, 0.1)) for one in (values * scale, values / scale))  # but outliers
+        amax, inverse = (_low(one) for one in (values * scale, values / scale))
     if amax > _LARGEST_AMAX:
         counts = histogram(weight)[0][1:]
         middle = float(VALUES[1 + np.searchsorted(np.cumsum(counts), counts.sum() / 2)])
-        if middle * float(np.quantile(scale, 0.1)) > _LARGEST_MEDIAN:
+        if middle * _low(scale) > _LARGEST_MEDIAN:
             found = f"{amax:.3g}; by the reciprocal {inverse:.3g}, by scale / 448 {amax / 448:.3g}"
             yield finding("amplitude", weight.name, "largest weights below 10", found, blocks=len(scale))
+
+
+def _low(values: NDArray[np.float32]) -> float:
+    # What nine of ten exceed: without outliers.
+    return float(np.partition(values, len(values) // 10)[len(values) // 10])
 
 
 def unscaled(weight: Weight, *, is_told: bool) -> Iterator[Finding]:
@@ -117,7 +122,9 @@ def examined(weight: Weight, blocks: Blocks) -> tuple[Summary, list[Finding]]:
     # 1. The kind of scales.
     has_mantissa = (scale.view(np.uint32) & 0x7FFFFF) != 0
     kind = Kind.E8M0 if blocks.are_bytes else Kind.FLOAT if has_mantissa.any() else Kind.POWER
-    scales = np.unique(scale)
+    # All of them or, of floats with mantissa bits, whether they differ.
+    exponents = np.flatnonzero(np.bincount(scale.view(np.uint32) >> 23)) - 127
+    scales = np.unique([scale.min(), scale.max()]) if has_mantissa.any() else np.exp2(exponents.astype(np.float32))
     # 2. Floors: the codes of a block are small because its scale could not be smaller.
     is_floored = np.isin(scale, _floors())
     is_faint = is_floored & (largest < _QUARTER)
@@ -145,7 +152,7 @@ def examined(weight: Weight, blocks: Blocks) -> tuple[Summary, list[Finding]]:
         weight=weight,
         kind=kind,
         used=len(largest),
-        scales=frozenset(scales[:64].tolist()),
+        scales=frozenset(scales.tolist()),
         first=weight.place(int(np.flatnonzero(used)[int(has_mantissa.argmax())])),
         largest=int(largest.max()),
         zeros=zeros,
@@ -200,8 +207,9 @@ def together(form: Format, every: Sequence[Summary], told: set[str], consumers: 
             found = f"448 in all {one.used} blocks"
             yield finding("rounded-after", one.weight.name, "448 in about 5% of blocks", found, blocks=one.used)
     # 2. The shards of a fused layer share the scale of the largest, which excuses the others.
-    reached = {scale: max(one.largest for one in every if scale in one.scales) for one in every for scale in one.scales}
-    yield from (one.coarse for one in every if one.coarse and max(reached[scale] for scale in one.scales) < _HALF)
+    whole = [one for one in every if one.weight.block == TENSOR]
+    reached = {scale for one in whole if one.largest >= _HALF for scale in one.scales}
+    yield from (one.coarse for one in whole if one.coarse and not one.scales & reached)
     # 3. The kinds of block scales.
     of_blocks = [one for one in every if one.kind is not None and one.weight.block not in (TENSOR, ROW)]
     yield from _said(form, of_blocks)

@@ -129,6 +129,18 @@ def test_without_a_fault_nothing_is_named(dialect: str, tmp_path: Path) -> None:
     assert status_of(found) == 0 and not found.findings and dialect in found.dialects
 
 
+def test_shards_that_share_a_scale_excuse_each_other(tmp_path: Path) -> None:
+    """As Model-Optimizer exports q, k and v: the scale is that of the largest."""
+    x = SOURCE[W].astype(np.float32)
+    scale = np.float32(np.abs(x).max() / 448)
+    large, small = ((x * factor / scale).astype(E4M3) for factor in (1, 0.1))
+    both = {"q.weight": large, "k.weight": small, "q.weight_scale": f32([scale])[0], "k.weight_scale": f32([scale])[0]}
+    assert not audit(checkpoint(tmp_path / "both", both, compressed("tensor"))).findings
+    both["k.weight_scale"] = np.nextafter(both["k.weight_scale"], np.float32(0))
+    (one,) = audit(checkpoint(tmp_path / "apart", both, compressed("tensor"))).findings
+    assert (one.check, one.tensor) == ("too-coarse", "k.weight")
+
+
 def test_blocks_that_end_early_and_experts(tmp_path: Path) -> None:
     """Partial blocks, in shards; experts that are one tensor: the block that is named is that of the grid."""
     x = np.stack([normal(200, 272, seed=i) for i in range(3)])
