@@ -34,20 +34,9 @@ import numpy as np
 import torch
 
 from benchmarks.runner import DEVICE, Bench, Entry, compile_without_limits, draw, option, say
-from f8emu.dialects import DIALECTS, Dialect, quantize
-from f8emu.dialects.arithmetic import grid_shape
-from f8emu.dialects.rules import (
-    COLUMN,
-    GROUP,
-    MX_GROUP,
-    ROW,
-    SQUARE,
-    TENSOR,
-    Block,
-    CodeRule,
-    Division,
-    PowerOfTwo,
-)
+from f8emu.dialects import DIALECTS, Dialect, quantize, rules
+from f8emu.dialects.arithmetic import block_amax, grid_shape
+from f8emu.dialects.rules import COLUMN, GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
 from f8emu.interop.arrays import to_numpy, to_torch
 
 Array = np.ndarray[Any, Any]
@@ -165,7 +154,7 @@ def _bounded(x: Array, least: float, most: float) -> Array:
 # 2 Comparison
 
 
-def compare(of: Case, xs: Sequence[Array], results: Sequence[tuple[Array | None, Array | None]]) -> Entry:
+def compare(of: Case, xs: Sequence[Array], results: Sequence[Sequence[Any]]) -> Entry:
     """How many codes and scales differ, how far, and the first that does."""
     found: Entry = dict.fromkeys(("scales", "scales_differ", "scale_ulps", "codes", "codes_differ", "code_steps"), 0)
     for x, (codes, scale) in zip(xs, results, strict=True):
@@ -179,20 +168,18 @@ def compare(of: Case, xs: Sequence[Array], results: Sequence[tuple[Array | None,
                 raise TypeError(f"scales are {scale.dtype}, those of {of.dialect.name} {expected.scale.dtype}")
             ulps = _ulps(scale, expected.scale)
             _count(found, ("scales", "scales_differ", "scale_ulps"), ulps)
-            if at := _first(ulps):
+            if ulps.any():
                 # Codes are judged by the scale that the kernel has.
                 by_scale = quantize(x, of.dialect, block=of.block, scale=scale).codes
                 reference = np.where(_spread(ulps == 0, x.shape, of.block), reference, by_scale)
-                shown = {"scale": _hex(scale[at]), "expected": _hex(expected.scale[at])}
-                found.setdefault("first_scale", {"amax": _amax_at(x, at, of.block), **shown})
+                found.setdefault("first_scale", _first(ulps, block_amax(x, of.block), scale, expected.scale))
         if codes is not None:
-            steps = _steps(codes.view(np.uint8), reference.view(np.uint8))
+            got, wanted = (one.view(np.uint8) for one in (codes, reference))
+            steps = _steps(got, wanted)
             _count(found, ("codes", "codes_differ", "code_steps"), steps)
-            if at := _first(steps):
-                where = tuple(i // (n or extent) for i, n, extent in zip(at, of.block, x.shape, strict=True))
-                pair = [int(one.view(np.uint8)[at]) for one in (codes, reference)]
-                shown = {"code": pair[0], "expected": pair[1], "s": _hex(expected.scale[where])}
-                found.setdefault("first_code", {"x": _hex(x[at]), "amax": _amax_at(x, where, of.block), **shown})
+            if steps.any():
+                s = _spread(expected.scale, x.shape, of.block)
+                found.setdefault("first_code", {"s": float(s[steps != 0][0]), **_first(steps, x, got, wanted)})
     return found
 
 
@@ -202,18 +189,9 @@ def _count(found: Entry, names: tuple[str, str, str], distance: Array) -> None:
     found[names[2]] = max(found[names[2]], int(distance.max()))
 
 
-def _first(distance: Array) -> tuple[int, ...] | None:
-    return tuple(int(i) for i in np.argwhere(distance)[0]) if distance.any() else None
-
-
-def _amax_at(x: Array, at: tuple[int, ...], block: Block) -> str:
-    height, width = (n or extent for n, extent in zip(block, x.shape, strict=True))
-    i, j = at[0] * height, at[1] * width
-    return _hex(np.abs(x[i : i + height, j : j + width].astype(np.float32)).max())
-
-
-def _hex(value: Any) -> str:
-    return f"{float(value):.9g} ({float(value).hex() if math.isfinite(value) else 'not finite'})"
+def _first(distance: Array, of: Array, got: Array, expected: Array) -> dict[str, Any]:
+    at = tuple(np.argwhere(distance)[0])
+    return {"of": float(of[at]).hex(), "got": float(got[at]).hex(), "expected": float(expected[at]).hex()}
 
 
 def _spread(of_block: Array, shape: tuple[int, ...], block: Block) -> Array:
@@ -240,39 +218,42 @@ def _steps(got: Array, expected: Array) -> Array:
     return np.where(of_nan[0] & of_nan[1], 0, np.where(of_nan[0] | of_nan[1], 255, distance))
 
 
-def verdict(dialect: Dialect, found: Entry) -> str:
-    """`equal`, `within` what the dialect says of its kernel, or `differs`."""
-    if not found["scales_differ"] and not found["codes_differ"]:
-        return "equal"
-    is_within = found["scale_ulps"] <= dialect.scale_ulps and found["code_steps"] <= dialect.code_steps
-    return "within" if is_within else "differs"
-
-
 def judge(of: Case, device: torch.device) -> Iterator[Entry]:
-    """An entry for each dtype of x."""
+    """An entry for each dtype of x. Its verdict, of finite x: `equal`, `within` the dialect's bounds, or `differs`."""
     for dtype in of.dtypes:
         entry: Entry = {"kernel": of.name, "dialect": of.dialect.name, "x": dtype}
         try:
             for special in (False, True)[: 1 + of.has_special]:
                 xs = [_bounded(x, *of.range) for x in tables(dtype, of.block, special=special)]
-                found = compare(of, xs, [_on_host(of.run(to_torch(x, device))) for x in xs])
+                results = [
+                    [one if one is None else to_numpy(one.cpu()) for one in of.run(to_torch(x, device))] for x in xs
+                ]
+                found = compare(of, xs, results)
                 if special:
-                    kinds = ("scales", "scales_differ", "codes", "codes_differ")
-                    entry["special"] = {kind: found[kind] for kind in kinds}
-                else:
-                    entry |= {"verdict": verdict(of.dialect, found), **found}
+                    entry["special"] = {
+                        kind: found[kind] for kind in ("scales", "scales_differ", "codes", "codes_differ")
+                    }
+                    continue
+                is_equal = not found["scales_differ"] and not found["codes_differ"]
+                is_within = (
+                    found["scale_ulps"] <= of.dialect.scale_ulps and found["code_steps"] <= of.dialect.code_steps
+                )
+                entry |= {"verdict": "equal" if is_equal else "within" if is_within else "differs", **found}
         except Exception as error:  # the others go on
             entry |= {"verdict": "not run", "why": f"{type(error).__name__}: {str(error)[-1500:]}"}
             entry["where"] = traceback.format_exc(limit=-3)[-1500:]
         yield entry
 
 
-def _on_host(result: Result) -> tuple[Array | None, Array | None]:
-    codes, scale = (None if one is None else to_numpy(one.detach().contiguous().cpu()) for one in result)
-    return codes, scale
-
-
 # 3 Where kernels come from
+
+
+_HEADER = """
+import functools, math, torch, triton
+import torch.nn.functional as F
+import triton.language as tl
+from typing import *
+"""
 
 
 class Kernels:
@@ -308,7 +289,7 @@ class Kernels:
         if key in self._found:  # Triton compiles what is new
             return self._found[key]
         text = (self.sources / file).read_text()
-        parts = [_header(needed), *(_source_of(text, name, bare) for name in names)]
+        parts = [_HEADER, *(_source_of(text, name, bare) for name in names)]
         path = self._made / f"{Path(file).stem}_{names[0].rpartition('.')[2]}_{len(list(self._made.iterdir()))}.py"
         path.write_text("\n\n".join(parts))
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -320,12 +301,6 @@ class Kernels:
         last = [name.rpartition(".")[2] for name in names]
         self._found[key] = SimpleNamespace(**{name: getattr(module, name) for name in last})
         return self._found[key]
-
-
-def _header(needed: dict[str, Any]) -> str:
-    lines = ["import functools, math", "from typing import *", "import torch", "import torch.nn.functional as F"]
-    lines += ["import triton", "import triton.language as tl"] if importlib.util.find_spec("triton") else []
-    return "\n".join(line for line in lines if line.rpartition(" ")[2] not in needed)
 
 
 def _source_of(text: str, name: str, bare: bool) -> str:
@@ -371,26 +346,22 @@ def _amax(x: Tensor, block: Block) -> Tensor:
 
 
 def _vllm(kernels: Kernels) -> Iterator[Case]:
+    def operator(x: Tensor, library: str, name: str, scales: int | None, *rest: Any) -> Result:
+        """Called with codes, x, scales and the rest; None: one scale."""
+        codes, scale = _empty(x, *((1,) if scales is None else (len(x), scales or x.shape[1] // 128)))
+        getattr(kernels.operators(library), name)(codes, x, scale, *rest)
+        return codes, scale
+
     def static(x: Tensor) -> Result:
         codes, scale = torch.empty_like(x, dtype=E4M3), torch.full((1,), 0.00372, device=x.device)
         kernels.operators("vllm_common").static_scaled_fp8_quant(codes, x, scale, None)
         return codes, None
 
-    def tensor(x: Tensor) -> Result:
-        codes, scale = _empty(x, 1)
-        kernels.operators("vllm_common").dynamic_scaled_fp8_quant(codes, x, scale)
-        return codes, scale
-
-    def token(x: Tensor) -> Result:
-        codes, scale = _empty(x, len(x), 1)
-        kernels.operators("vllm_common").dynamic_per_token_scaled_fp8_quant(codes, x, scale, None)
-        return codes, scale
-
     def group(x: Tensor, up: bool, by_columns: bool) -> Result:
         codes, scale = _groups(x)
         scale = scale.t().contiguous().t() if by_columns else scale
-        operator = kernels.operators("vllm_group").per_token_group_fp8_quant
-        operator(x, codes, scale, 128, 1e-10, -MAX, MAX, up, by_columns, False)
+        function = kernels.operators("vllm_group").per_token_group_fp8_quant
+        function(x, codes, scale, 128, 1e-10, -MAX, MAX, up, by_columns, False)
         return codes, scale
 
     def packed(x: Tensor) -> Result:
@@ -407,21 +378,19 @@ def _vllm(kernels: Kernels) -> Iterator[Case]:
         kernels.operators("vllm_silu").silu_and_mul_per_block_quant(codes, both, scale, 128, None, False)
         return codes, scale / 256
 
-    def norm(x: Tensor, by_group: bool) -> Result:
+    def norm(x: Tensor, name: str, scales: int, *rest: Any) -> Result:
         # With so large an epsilon the norm is x * 2^-20, exactly, and the weight takes it back.
-        codes, scale = _groups(x) if by_group else _empty(x, len(x), 1)
-        of, weight = kernels.operators("vllm_norm"), torch.full_like(x[0], 2.0**20)
-        if by_group:
-            of.rms_norm_per_block_quant(codes, x, weight, scale, 2.0**40, None, None, 128, False)
-        else:
-            of.rms_norm_dynamic_per_token_quant(codes, x, weight, scale, 2.0**40, None, None)
+        codes, scale = _empty(x, len(x), scales or x.shape[1] // 128)
+        function = getattr(kernels.operators("vllm_norm"), name)
+        function(codes, x, torch.full_like(x[0], 2.0**20), scale, 2.0**40, None, None, *rest)
         return codes, scale
 
     normed: dict[str, Any] = {"dtypes": ("float32", "bfloat16"), "range": (0.0, 128.0), "has_special": False}
-    by_log2 = variant("vllm_group_ue8m0", scale={"power_of_two": PowerOfTwo.UP_LOG2})
+    by_log2 = variant("vllm_group_ue8m0", scale={"power_of_two": rules.PowerOfTwo.UP_LOG2})
     of_256 = variant("vllm_silu_group", scale={"scale_floor": 1 / (MAX * 512) / 256})
-    yield case("vLLM per tensor", "vllm_tensor", TENSOR, tensor)
-    yield case("vLLM per token", "vllm_token", ROW, token)
+    library, token = "vllm_common", "dynamic_per_token_scaled_fp8_quant"
+    yield case("vLLM per tensor", "vllm_tensor", TENSOR, operator, library, "dynamic_scaled_fp8_quant", None)
+    yield case("vLLM per token", "vllm_token", ROW, operator, library, token, 1, None)
     yield case("vLLM static", "vllm_static", TENSOR, static, given=0.00372)
     yield case("vLLM group", "vllm_group", GROUP, group, False, False)
     yield case("vLLM group, columns", "vllm_group", GROUP, group, False, True)
@@ -429,8 +398,10 @@ def _vllm(kernels: Kernels) -> Iterator[Case]:
     yield case("vLLM group UE8M0, by log2", by_log2, GROUP, group, True, False, dtypes=("float32",))
     yield case("vLLM group UE8M0 packed", "vllm_group_ue8m0_packed", GROUP, packed, dtypes=HALVES)
     yield case("vLLM silu group", of_256, GROUP, silu, dtypes=HALVES, range=(0.0, 128.0))
-    yield case("vLLM norm group", "vllm_layernorm_group", GROUP, norm, True, **normed)
-    yield case("vLLM norm per token", "vllm_token", ROW, norm, False, **normed)
+    yield case(
+        "vLLM norm group", "vllm_layernorm_group", GROUP, norm, "rms_norm_per_block_quant", 0, 128, False, **normed
+    )
+    yield case("vLLM norm per token", "vllm_token", ROW, norm, "rms_norm_dynamic_per_token_quant", 1, **normed)
 
 
 def _vllm_torch(kernels: Kernels) -> Iterator[Case]:
@@ -518,7 +489,7 @@ def _sglang(kernels: Kernels) -> Iterator[Case]:
     zeros = variant("sglang_token", code={"scale_floor": 2.0**-126})
     # Fast math has no subnormal s.
     normal: dict[str, Any] = {"range": (2.0**-100, math.inf)}
-    approximate = variant("vllm_group_triton", code={"rule": CodeRule.INVERSE})
+    approximate = variant("vllm_group_triton", code={"rule": rules.CodeRule.INVERSE})
     yield case("SGLang group", "sglang_group", GROUP, group)
     yield case("SGLang group UE8M0", "sglang_group_ue8m0", GROUP, up)
     yield case("SGLang per token, 1,024 rows", "sglang_token", ROW, token, 1024, **normal)
@@ -650,7 +621,7 @@ def _torchao(kernels: Kernels) -> Iterator[Case]:
         ("weight_quant_transposed_rhs", SQUARE),
     ):
         yield case(f"torchao Triton {name}", "torchao_blockwise", block, blockwise, name)
-    on_cuda = variant("torchao_inference", scale={"division": Division.RECIPROCAL})
+    on_cuda = variant("torchao_inference", scale={"division": rules.Division.RECIPROCAL})
     for what, block in (("row", ROW), ("tensor", TENSOR), ("block", SQUARE)):
         yield case(f"torchao inference {what}", "torchao_inference", block, inference, block, dtypes=HALVES)
         yield case(f"torchao inference {what}", on_cuda, block, inference, block, dtypes=("float32",))
@@ -748,21 +719,18 @@ def _apart(arguments: Any, stacks: Sequence[str]) -> list[Entry]:
 
 def _show(entries: Sequence[Entry]) -> None:
     rows = []
-    for entry in entries:
+    for e in entries:
         pairs = [("scales", "scale_ulps"), ("codes", "code_steps")]
-        counts = [
-            f"{entry[f'{what}_differ']:,} of {entry[what]:,} by {entry[far]}" if entry.get(what) else ""
-            for what, far in pairs
-        ]
-        special = entry.get("special")
-        counts.append(f"{special['scales_differ']:,}, {special['codes_differ']:,}" if special else "")
-        rows.append([f"{entry['kernel']} {entry.get('x', '')}", entry["verdict"], *counts])
+        counts = [f"{e[f'{n}_differ']:,} of {e[n]:,} by {e[far]}" if e.get(n) else "" for n, far in pairs]
+        special = e.get("special", {"scales_differ": 0, "codes_differ": 0})
+        of_special = f"{special['scales_differ']:,}, {special['codes_differ']:,}"
+        rows.append([f"{e['kernel']} {e.get('x', '')}", e["verdict"], *counts, of_special])
     draw("Kernels against dialects", ("kernel", "verdict", "scales", "codes", "with NaN or inf"), rows)
-    for entry in entries:
-        if "why" in entry:
-            say(f"not run: {entry['kernel']} {entry.get('x', '')}: {entry['why'].splitlines()[-1][:300]}")
-        if entry["verdict"] == "differs":
-            say(f"{entry['kernel']} {entry['x']}: {entry.get('first_scale')} {entry.get('first_code')}")
+    for e in entries:
+        if "why" in e:
+            say(f"not run: {e['kernel']} {e.get('x', '')}: {e['why'].splitlines()[-1][:300]}")
+        if e["verdict"] == "differs":
+            say(f"{e['kernel']} {e['x']}: {e.get('first_scale')} {e.get('first_code')}")
 
 
 if __name__ == "__main__":
