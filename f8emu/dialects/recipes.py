@@ -18,8 +18,9 @@ def serving_recipe(*, input: Dialect | str, weight: Dialect | str) -> Recipe:
     tensors. Gradients, which no server casts, have torchao's floor, and scales that are powers of two if those of both
     dialects are. `serving_recipe(input="vllm_group_ue8m0", weight="deep_gemm_block_ue8m0")` is `BLOCKWISE_UE8M0`.
 
-    Exactness: for finite inputs codes and scales of the GEMM `output` are those of the dialects. Its product is that of
-    the recipe's chip; a server's is the same if its kernel adds up and scales in the same order, as DeepGEMM's does.
+    Exactness: for finite bfloat16 inputs codes and scales of the GEMM `output` are those of the dialects; `caveat` says
+    where those of other dtypes are not. Its product is that of the recipe's chip; a server's is the same if its kernel
+    adds up and scales in the same order, as DeepGEMM's does.
 
     Raises:
         SpecError: an unknown dialect.

@@ -207,7 +207,7 @@ class Dialect:
 
     @property
     def scale_rule(self) -> ScaleRule:
-        """The `ScaleRule` with which f8emu's own casts give the bytes of this dialect, for finite inputs.
+        """The `ScaleRule` with which f8emu's own casts give the bytes of this dialect, for finite inputs; see `caveat`.
 
         They multiply by an inverse scale that is correctly rounded from `448 / max(amax, floor)`, so a dialect has one
         if it does the same, or if its scales are powers of two, which leave nothing to round.
