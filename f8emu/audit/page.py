@@ -15,7 +15,11 @@ def audit_page(found: Audit, errors: int) -> tuple[Page, str]:
     # 1. What was audited.
     facts = [("format", found.format), ("scales", found.scales), ("consumer", found.consumer)]
     size = f"{found.tensors} of {found.tensors_total}, {found.blocks} blocks, {found.elements} weights"
-    facts += [("float8 weights", size), ("source", found.source), ("dialect", _dialects(found))]
+    facts += [
+        ("float8 weights", size),
+        ("source", found.source and f"{found.source}, {counted(found.compared, 'weight')} compared"),
+        ("dialect", _dialects(found)),
+    ]
     facts += [("zero blocks", f"{count}: {what}") for what, count in found.zero_blocks.items()]
     facts = [(name, text) for name, text in facts if text]
     blocks: list[Block] = [

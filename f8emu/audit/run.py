@@ -64,9 +64,6 @@ def audit(
             told.advance()
     except KeyboardInterrupt:
         found.is_interrupted = True
-    if origin is not None and parts and not any(part.weight.source_name in origin.tensors for part in parts):
-        name = parts[0].weight.source_name
-        found.findings.append(finding("source-missing", parts[0].weight.name, f"{name} in the source", "none"))
     _conclude(found, form, parts, consumers)
     return found
 
@@ -124,6 +121,9 @@ def _conclude(found: Audit, form: Format, parts: list[_Part], consumers: list[st
     found.zero_blocks = fingerprints(summaries)
     comparisons = [part.comparison for part in parts if part.comparison is not None]
     found.compared = len(comparisons)
+    if found.source and parts and not comparisons and not any(one.check == "source-shape" for one in found.findings):
+        expected = f"{parts[0].weight.source_name} in high precision, in blocks of a known dialect"
+        found.findings.append(finding("source-missing", parts[0].weight.name, expected, "none", blocks=len(parts)))
     # Dialects of the stack that the configuration names come first.
     names = Counter(name for one in comparisons for name in one.dialects)
     stack = form.method.replace("-", "_") or "?"

@@ -21,12 +21,12 @@ class Comparison:
     """One weight against its source."""
 
     weight: Weight
-    stored: bytes
-    """The scales as they are stored."""
+    stored: int
+    """A hash of the scales as they are stored."""
     dialects: tuple[str, ...] = ()
     """Those that give every byte of codes and scales; the sign of a zero is left out."""
-    expected: frozenset[bytes] = frozenset()
-    """Without any, the scales that the nearest ones give."""
+    expected: frozenset[int] = frozenset()
+    """Without any, hashes of the scales that the nearest ones give."""
     finding: Finding | None = None
 
 
@@ -83,7 +83,7 @@ def compared(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two:
         powers = [one for one in fits if one.form.is_power_of_two]
         found = _by_logarithm(weight, raw, every, powers) if is_power_of_two or powers == fits else None
         names = tuple(one.dialect.name for one in fits)
-        return Comparison(weight=weight, stored=blocks.raw.tobytes(), dialects=names, finding=found)
+        return Comparison(weight=weight, stored=hash(blocks.raw.tobytes()), dialects=names, finding=found)
     # 3. The nearest: by its codes, as long as some are right; then the one whose scales moved; then by its scales.
     half = (weight.codes.size if right else next(_parts(weight, source))[2].size) // 2
     fewest = min(min(int(one.codes_differ.sum()), half) for one in right or every)
@@ -94,9 +94,9 @@ def compared(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two:
     if not right:
         best.codes_differ[:] = 0
         _count_codes(weight, source, [best], is_sample=False)
-    expected = frozenset(one.ours.tobytes() for one in tied)
+    expected = frozenset(hash(one.ours.tobytes()) for one in tied)
     found = _finding(weight, raw, best)
-    return Comparison(weight=weight, stored=blocks.raw.tobytes(), expected=expected, finding=found)
+    return Comparison(weight=weight, stored=hash(blocks.raw.tobytes()), expected=expected, finding=found)
 
 
 def misplaced(comparisons: Sequence[Comparison]) -> Iterator[Finding]:

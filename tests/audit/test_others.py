@@ -129,6 +129,16 @@ def test_without_a_fault_nothing_is_named(dialect: str, tmp_path: Path) -> None:
     assert status_of(found) == 0 and not found.findings and dialect in found.dialects
 
 
+@pytest.mark.parametrize(
+    ("check", "source"),
+    [("source-missing", {"model.l.1.weight": SOURCE[W]}), ("source-shape", {W: SOURCE[W][:256]})],
+)
+def test_a_source_that_is_another_model(check: str, source: Tensors, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model", quantized(BLOCK), CONFIGS[BLOCK])
+    found = audit(path, source=checkpoint(tmp_path / "source", source))
+    assert status_of(found) == 1 and [one.check for one in found.findings] == [check]
+
+
 def test_shards_that_share_a_scale_excuse_each_other(tmp_path: Path) -> None:
     """As Model-Optimizer exports q, k and v: the scale is that of the largest."""
     x = SOURCE[W].astype(np.float32)
