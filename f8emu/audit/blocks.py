@@ -189,7 +189,10 @@ def buffer_for(weight: Weight) -> int:
     return max(_BAND, weight.codes.shape[-1])
 
 
-def histogram(weight: Weight) -> tuple[NDArray[np.int64], int]:
-    """How often each magnitude of a code occurs in the first codes, and the number of blocks that these are."""
-    codes = weight.codes.read(0, min(weight.codes.size, _SAMPLE)).view(np.uint8)
-    return np.bincount(codes & 0x7F, minlength=128), max(1, len(codes) // math.prod(weight.extent))
+def histogram(weight: Weight, most: int = _SAMPLE) -> tuple[NDArray[np.int64], int]:
+    """How often each magnitude of a code occurs in the first `most` codes, and the number of blocks that these are."""
+    counts, size = np.zeros(128, np.int64), min(weight.codes.size, most)
+    for begin in range(0, size, _BAND):
+        codes = weight.codes.read(begin, min(begin + _BAND, size)).view(np.uint8)
+        counts += np.bincount(codes & 0x7F, minlength=128)
+    return counts, max(1, size // math.prod(weight.extent))

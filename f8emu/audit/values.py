@@ -97,7 +97,7 @@ def _low(values: NDArray[np.float32]) -> float:
 
 def unscaled(weight: Weight, *, is_told: bool) -> Iterator[Finding]:
     """A weight whose scale is not known: a plain cast, or one that lost its scale, unless that is told already."""
-    counts, _ = histogram(weight)
+    counts = histogram(weight, weight.codes.size)[0]
     if counts[weight.largest_code + 1 :].any():
         yield finding("nan-code", weight.name, f"at most {weight.largest_code:#04x}", "NaN or infinity")
     largest = VALUES[np.flatnonzero(counts)[-1]] if weight.largest_code == _TOP else 0

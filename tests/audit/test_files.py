@@ -125,6 +125,15 @@ def test_the_command_and_its_reports(tmp_path: Path) -> None:
     assert invoke("audit", str(write(tmp_path / "c.safetensors", SOUND)))[0] == 0
 
 
+def test_a_plain_cast_is_read_to_its_end(tmp_path: Path) -> None:
+    """A file of codes without scales has none to lose, unless its codes reach 448; NaN is found wherever it is."""
+    plain = codes(4096, 1100, 0x38)
+    assert not audit(write(tmp_path / "a.safetensors", {"l.weight": plain})).findings
+    plain.view(np.uint8)[-1, -1] = 0xFF
+    (one,) = audit(write(tmp_path / "a.safetensors", {"l.weight": plain})).findings
+    assert one.check == "nan-code"
+
+
 def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
     tensors = {
         f"l.{i}{name}": array
