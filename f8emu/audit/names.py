@@ -7,6 +7,7 @@ import numpy as np
 
 from f8emu.audit.blocks import Weight, names_of, shapes_of
 from f8emu.audit.checkpoint import FLOATS, Checkpoint
+from f8emu.audit.faults import Severity
 from f8emu.audit.findings import Finding, finding
 from f8emu.audit.formats import INPUT_SCALES, SCALES, Format
 from f8emu.dialects.rules import ROW, SQUARE, TENSOR
@@ -47,7 +48,8 @@ def _scale(form: Format, weight: Weight) -> Iterator[Finding]:
     # A file without a configuration may call its scales what it likes; but few loaders know ComfyUI's name.
     if scale.name not in expected or (not form.is_certain and scale.name.endswith(".scale_weight")):
         name = expected[0] if form.is_certain else names_of(weight.name)[1]
-        yield finding("scale-name", weight.name, name, scale.name, remedy=f"rename the tensor to {name}")
+        more = {} if form.is_certain else {"severity": Severity.WARNING}
+        yield finding("scale-name", weight.name, name, scale.name, remedy=f"rename the tensor to {name}", **more)
     if scale.dtype not in form.dtypes:
         check = "scale-packed" if scale.dtype in ("I32", "U32", "I64") else "scale-dtype"
         yield finding(check, weight.name, " or ".join(form.dtypes), f"{scale.dtype} {list(scale.shape)}")
@@ -84,7 +86,7 @@ def _orphans(checkpoint: Checkpoint, weights: Sequence[Weight]) -> Iterator[Find
                 yield finding("scale-orphan", name, "one scale of a weight", "another beside it")
             elif weight is not None and weight.dtype in FLOATS and weight.is_matrix:
                 yield finding("scale-orphan", name, f"{of} in float8", f"{weight.dtype} {list(weight.shape)}")
-            elif weight is None and of.endswith(".weight"):
+            elif weight is None and of.endswith(".weight") and f"{of}_packed" not in checkpoint.tensors:
                 yield finding("scale-orphan", name, f"a weight {of}", "none")
             break
 

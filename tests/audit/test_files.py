@@ -125,6 +125,16 @@ def test_the_command_and_its_reports(tmp_path: Path) -> None:
     assert invoke("audit", str(write(tmp_path / "c.safetensors", SOUND)))[0] == 0
 
 
+def test_patterns_of_a_configuration(tmp_path: Path) -> None:
+    """In every way in which stacks write them; one that would take forever is not tried."""
+    name = f"model.layers.10.{'a' * 40}.q_proj"
+    tensors = {f"{name}.weight": codes(), f"{name}.weight_scale_inv": f32([1e-4])}
+    fits = ["q_proj", "model.layers.10", name, "re:.*q_proj$", "model.layers.1*"]
+    for pattern in (*fits, "layers.1", "re:q_proj", "proj", "re:(", "re:.*(a+)+$"):
+        found = audit(checkpoint(tmp_path / "model", tensors, fp8(modules_to_not_convert=[pattern])))
+        assert [one.check for one in found.findings] == ["ignored"] * (pattern in fits), pattern
+
+
 def test_a_plain_cast_is_read_to_its_end(tmp_path: Path) -> None:
     """A file of codes without scales has none to lose, unless its codes reach 448; NaN is found wherever it is."""
     plain = codes(4096, 1100, 0x38)

@@ -129,6 +129,24 @@ def test_without_a_fault_nothing_is_named(dialect: str, tmp_path: Path) -> None:
     assert status_of(found) == 0 and not found.findings and dialect in found.dialects
 
 
+def test_what_is_not_float8_is_left_alone(tmp_path: Path) -> None:
+    """Packed weights of other formats beside their scales, norms, biases, embeddings, a router and an ignored head."""
+    other = {
+        **dict.fromkeys(("norm.weight", "q_proj.bias", "mlp.gate.e_score_correction_bias"), f32(1.0)),
+        **dict.fromkeys(("model.embed_tokens.weight", "mlp.gate.weight", "l.9.weight"), SOURCE[W]),
+        **{"up.weight_packed": np.zeros((8, 4), np.uint8), "up.weight_scale": f32([1.0])},
+        **{
+            "down.weight": np.zeros((8, 4), np.uint8),
+            "down.weight_scale": np.ones((8, 1), E4M3),
+            "a.k_scale": f32(0.5),
+        },
+    }
+    path = checkpoint(tmp_path / "model", quantized(BLOCK) | other, fp8(modules_to_not_convert=["l.9", "lm_head"]))
+    assert not audit(path, source=checkpoint(tmp_path / "source", SOURCE)).findings
+    mistral = {"wq.weight": quantized(BLOCK)[W], "wq.qscale_weight": f32(1e-4)[0], "wq.qscale_act": f32(0.1)[0]}
+    assert not audit(checkpoint(tmp_path / "mistral", mistral)).findings
+
+
 @pytest.mark.parametrize(
     ("check", "source"),
     [("source-missing", {"model.l.1.weight": SOURCE[W]}), ("source-shape", {W: SOURCE[W][:256]})],
