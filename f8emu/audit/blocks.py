@@ -13,7 +13,7 @@ from f8emu.audit.checkpoint import Checkpoint, Stored
 from f8emu.audit.formats import SCALES, Format
 from f8emu.dialects.rules import GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
 
-_CODES = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
+CODES = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 """The dtype of codes -> the code of its largest number. What is above, signs left out, is infinite or NaN."""
 _BAND = 1 << 20
 """Bytes of codes that are read at a time, so that they stay in the cache of a core."""
@@ -49,7 +49,7 @@ class Weight:
 
     @property
     def largest_code(self) -> int:
-        return _CODES[self.codes.dtype]
+        return CODES[self.codes.dtype]
 
     @property
     def matrices(self) -> tuple[int, int, int]:
@@ -114,7 +114,7 @@ def weights_of(checkpoint: Checkpoint, form: Format) -> Iterator[Weight]:
     """The float8 weights in the order of their names, each with the first scale that is there."""
     tensors = checkpoint.tensors
     for name, codes in sorted(tensors.items()):
-        if codes.dtype in _CODES and codes.is_matrix and "scale" not in name.rpartition(".")[2]:
+        if codes.dtype in CODES and codes.is_matrix and "scale" not in name.rpartition(".")[2]:
             names = (*names_of(name, form.scales), *names_of(name))
             scale = next((tensors[one] for one in names if one in tensors), None)
             block = None if scale is None else _block_of(codes, scale, form)
@@ -196,3 +196,14 @@ def histogram(weight: Weight, most: int = _SAMPLE) -> tuple[NDArray[np.int64], i
         codes = weight.codes.read(begin, min(begin + _BAND, size)).view(np.uint8)
         counts += np.bincount(codes & 0x7F, minlength=128)
     return counts, max(1, size // math.prod(weight.extent))
+
+
+def magnitudes(weight: Weight, index: int) -> Bytes:
+    """The codes of a block that are not 0, signs left out."""
+    _, rows, k = weight.matrices
+    height, width = weight.extent
+    matrix, down, across = (int(one) for one in np.unravel_index(index, weight.grid))
+    begin, end = ((matrix * rows + min(row, rows)) * k for row in (down * height, (down + 1) * height))
+    found = weight.codes.read(begin, end).view(np.uint8).reshape(-1, k)[:, across * width : (across + 1) * width]
+    found = np.bitwise_and(found, np.uint8(0x7F))
+    return found[found > 0]

@@ -174,6 +174,6 @@ def _weight_map(source: Path) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         raise _fault(source, "a weight_map with names of tensors and files", f"{listed!r:.60}")
     for tensor, name in listed.items():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
             raise _fault(source, f"a .safetensors file of this directory for {tensor!r:.60}", f"{name!r:.80}")
     return listed

@@ -1,11 +1,13 @@
 """The checks of names, shapes and dtypes, and of the scales that belong to no float8 weight."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from f8emu.audit.blocks import Weight, names_of, shapes_of
+from f8emu.audit.blocks import CODES, Weight, names_of, shapes_of
 from f8emu.audit.checkpoint import FLOATS, Checkpoint
 from f8emu.audit.faults import Severity
 from f8emu.audit.findings import Finding, finding
@@ -32,14 +34,42 @@ def named(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> It
             yield from _scale(form, weight)
         elif form.is_certain or any("scale" in name for name in checkpoint.tensors):
             yield finding("scale-missing", weight.name, names_of(weight.name, form.scales)[0], "no scale")
-    like = {_NUMBERS.sub("#", weight.name) for weight in weights} if form.method else ()
-    for name, stored in checkpoint.tensors.items():
-        is_left = stored.dtype in FLOATS and not form.ignores(name.rpartition(".")[0])
-        if is_left and _NUMBERS.sub("#", name) in like:
-            yield finding("unquantized", name, "F8_E4M3, as in other layers", stored.dtype)
+    if form.method:
+        yield from _unlike(checkpoint, form, weights)
     yield from _orphans(checkpoint, weights)
     for name in sorted(checkpoint.unlisted):
         yield finding("unlisted", name, "an entry of the index", "none")
+
+
+def _unlike(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> Iterator[Finding]:
+    # Tensors that are not what their like in other layers are.
+    like = {_NUMBERS.sub("#", weight.name): weight.codes.shape for weight in weights}
+    for name, stored in checkpoint.tensors.items():
+        module, _, last = name.rpartition(".")
+        shape = like.get(_NUMBERS.sub("#", name))
+        if stored.dtype in FLOATS and shape and not form.ignores(module):
+            yield finding("unquantized", name, "F8_E4M3, as in other layers", stored.dtype)
+        elif stored.dtype in ("U8", "I8") and shape == stored.shape:
+            yield finding("code-dtype", name, "F8_E4M3, as in other layers", stored.dtype)
+        elif stored.dtype in CODES and len(stored.shape) < 2 and "scale" not in last:
+            yield finding("code-dtype", name, "a vector in BF16, F16 or F32", stored.dtype)
+    usual = Counter((w.block, w.scale.dtype) for w in weights if w.scale is not None and w.scale.dtype in FLOATS)
+    for weight in weights:
+        if weight.scale is not None and (count := usual[weight.block, weight.scale.dtype]):
+            most, dtype = max((n, dtype) for (block, dtype), n in usual.items() if block == weight.block)
+            if count < most:
+                more = {"severity": Severity.WARNING, "effect": "the scale was rounded after the codes were made"}
+                yield finding("scale-dtype", weight.name, f"{dtype}, as in other layers", weight.scale.dtype, **more)
+
+
+def left_out(checkpoint: Checkpoint, origin: Checkpoint, weights: Sequence[Weight]) -> Iterator[Finding]:
+    """Weights of the source that are not there, although their like in other layers or experts are."""
+    there = {weight.source_name: weight.codes.shape for weight in weights}
+    like = {(_NUMBERS.sub("#", name), shape) for name, shape in there.items()}
+    for name, stored in origin.tensors.items():
+        is_like = (_NUMBERS.sub("#", name), stored.shape) in like
+        if checkpoint.has_config and is_like and name not in there and name not in checkpoint.tensors:
+            yield finding("left-out", name, "the weight, as in other layers", "none")
 
 
 def _scale(form: Format, weight: Weight) -> Iterator[Finding]:
@@ -56,12 +86,27 @@ def _scale(form: Format, weight: Weight) -> Iterator[Finding]:
     shards = _SHARDS.get(weight.module.rpartition(".")[2], 1)
     if weight.block is TENSOR and shards > 1 and scale.size == 1:
         yield finding("scale-per-shard", weight.name, f"{shards} scales, one of each shard", "1")
-    if weight.block is None and scale.shape != (shards,):
+    if weight.block is None and shards > 1 and scale.shape == (shards,):
+        if scale.dtype in FLOATS:
+            yield from _shards(weight, scale.read().astype(np.float32))
+    elif weight.block is None:
         blocks = form.blocks or (TENSOR, ROW, SQUARE)
         shapes = [shapes_of(weight.codes.shape, one, has_ones=form.has_ones)[0] for one in blocks]
         is_turned = any(len(shape) > 1 and scale.shape == (*shape[:-2], *shape[:-3:-1]) for shape in shapes)
         found = f"{list(scale.shape)}" + ", transposed" * is_turned
         yield finding("scale-shape", weight.name, " or ".join(str(list(shape)) for shape in shapes), found)
+
+
+def _shards(weight: Weight, scale: NDArray[np.float32]) -> Iterator[Finding]:
+    # Scales of shards, whose rows are not known: what no shard has, as slots that were never written.
+    is_positive = (scale > 0) & np.isfinite(scale)
+    for check, expected, wrong in (
+        ("scale-invalid", "> 0 and finite, in each shard", ~is_positive),
+        ("amplitude", "a scale of at most 1 in each shard", is_positive & (scale > 1)),
+    ):
+        if wrong.any():
+            place = {"block": (int(wrong.argmax()),), "blocks": int(wrong.sum())}
+            yield finding(check, weight.name, expected, f"{scale[wrong][0]:.4g}", **place)
 
 
 def _input_scale(checkpoint: Checkpoint, form: Format, weight: Weight) -> Iterator[Finding]:

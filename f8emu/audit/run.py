@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from threading import local
@@ -16,8 +16,8 @@ from f8emu.audit.checkpoint import DTYPES, FLOATS, Checkpoint, read_checkpoint
 from f8emu.audit.faults import CHECKS, Severity
 from f8emu.audit.findings import Audit, Finding, finding
 from f8emu.audit.formats import Format, consumers_of, format_of
-from f8emu.audit.names import lone_scales, named
-from f8emu.audit.source import Comparison, compared, misplaced
+from f8emu.audit.names import left_out, lone_scales, named
+from f8emu.audit.source import Comparison, compared, misplaced, mixed
 from f8emu.audit.values import Summary, examined, fingerprints, forbidden, together, unscaled
 from f8emu.conformance.run.result import Progress, Silent
 
@@ -55,6 +55,7 @@ def audit(
     try:
         found.findings += named(checkpoint, form, weights)
         found.findings += lone_scales(checkpoint)
+        found.findings += left_out(checkpoint, origin, weights) if origin is not None else ()
         told.begin("audit", "float8 weights", len(weights))
         for part in _parts(weights, form, origin):
             parts.append(part)
@@ -96,6 +97,8 @@ def _parts(weights: list[Weight], form: Format, origin: Checkpoint | None) -> It
         if source is not None and source.dtype in FLOATS and weight.codes.dtype == "F8_E4M3":
             if source.shape == weight.codes.shape:
                 part.comparison = compared(weight, blocks, source, is_power_of_two=form.is_power_of_two)
+                if part.comparison is not None and part.comparison.dialects:
+                    part.findings = [_explained(one) for one in part.findings]
             else:
                 shapes = (f"{list(one.shape)}" for one in (weight.codes, source))
                 part.findings.append(finding("source-shape", weight.name, *shapes))
@@ -110,6 +113,11 @@ def _parts(weights: list[Weight], form: Format, origin: Checkpoint | None) -> It
                 running += [pool.submit(examine, one) for one in islice(rest, 1)]
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _explained(one: Finding) -> Finding:
+    # A scale of 0 where a dialect gives it for zeros is its way.
+    return replace(one, severity=Severity.NOTE) if one.check == "scale-zero" else one
 
 
 def _conclude(found: Audit, form: Format, parts: list[_Part], consumers: list[str]) -> None:
@@ -129,5 +137,6 @@ def _conclude(found: Audit, form: Format, parts: list[_Part], consumers: list[st
     stack = form.method.replace("-", "_") or "?"
     found.dialects = dict(sorted(names.items(), key=lambda one: (-one[1], not one[0].startswith(stack))))
     found.findings += misplaced(comparisons)
+    found.findings += mixed(comparisons)
     order = {check: i for i, check in enumerate(CHECKS)}
     found.findings.sort(key=lambda one: (list(Severity).index(one.severity), order[one.check]))

@@ -1,5 +1,6 @@
 """A float8 weight beside the weight that it was quantized from: which dialects give every byte, and where none does."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -110,6 +111,18 @@ def misplaced(comparisons: Sequence[Comparison]) -> Iterator[Finding]:
             yield finding("grid-moved", one.weight.name, *moved, block=one.finding.block) if is_other else one.finding
 
 
+def mixed(comparisons: Sequence[Comparison]) -> Iterator[Finding]:
+    """Weights whose dialects are not that of the others with the same blocks."""
+    for block in dict.fromkeys(one.weight.block for one in comparisons):
+        known = [one for one in comparisons if one.weight.block == block and one.dialects]
+        counts = Counter(name for one in known for name in one.dialects)
+        usual, count = counts.most_common(1)[0] if counts else ("", 0)
+        other = [one for one in known if usual not in one.dialects]
+        if other and count > len(other):
+            found = f"{other[0].dialects[0]}, in {len(other)} of {len(known)} weights"
+            yield finding("dialects-mixed", other[0].weight.name, usual, found)
+
+
 def _parts(weight: Weight, stored: Stored) -> Iterator[_Part]:
     # First row of blocks, rows of a block in this part, and the part of a matrix: whole blocks, or a piece of one.
     _, rows, k = weight.matrices
@@ -182,7 +195,8 @@ def _finding(weight: Weight, raw: np.ndarray, best: _Candidate) -> Finding:
     if best.codes_differ[down, across]:
         expected += f", code {best.first[down]}"
     found = f"scale {float(raw[down, across]):.9g}; {scales} scales and {codes} codes differ in all"
-    severity = Severity.ERROR if scales else Severity.WARNING
+    is_other = scales or codes > weight.codes.size // 20  # dialects with the same scales differ in 3% of codes at most
+    severity = Severity.ERROR if is_other else Severity.WARNING
     return finding("no-dialect", weight.name, expected, found, severity=severity, **place)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from f8emu.audit.blocks import VALUES, Blocks, Weight, histogram
+from f8emu.audit.blocks import VALUES, Blocks, Weight, histogram, magnitudes
 from f8emu.audit.faults import Severity
 from f8emu.audit.findings import Finding, finding
 from f8emu.audit.formats import CONSUMERS, Format, Kind
@@ -76,10 +76,11 @@ def forbidden(weight: Weight, blocks: Blocks) -> Iterator[Finding]:
         found = f"bytes {', '.join(map(str, used[:8]))}"
         yield finding("e8m0-by-value", weight.name, "exponents about 120", found, blocks=used.size)
     if blocks.used.any() and weight.largest_code == _TOP:
-        yield from _amplitude(weight, VALUES[blocks.largest[blocks.used]], blocks.scale[blocks.used])
+        yield from _amplitude(weight, blocks)
 
 
-def _amplitude(weight: Weight, values: NDArray[np.float32], scale: NDArray[np.float32]) -> Iterator[Finding]:
+def _amplitude(weight: Weight, blocks: Blocks) -> Iterator[Finding]:
+    values, scale = VALUES[blocks.largest[blocks.used]], blocks.scale[blocks.used]
     with np.errstate(over="ignore"):
         amax, inverse = (_low(one) for one in (values * scale, values / scale))
     if amax > _LARGEST_AMAX:
@@ -88,6 +89,26 @@ def _amplitude(weight: Weight, values: NDArray[np.float32], scale: NDArray[np.fl
         if middle * _low(scale) > _LARGEST_MEDIAN:
             found = f"{amax:.3g}; by the reciprocal {inverse:.3g}, by scale / 448 {amax / 448:.3g}"
             yield finding("amplitude", weight.name, "largest weights below 10", found, blocks=len(scale))
+            return
+    yield from _large_block(weight, blocks)
+
+
+def _large_block(weight: Weight, blocks: Blocks) -> Iterator[Finding]:
+    # One block of many whose weights are large, and not an outlier in it alone. Rows may be large.
+    rows, columns = weight.extent
+    if min(rows, columns) < 32 or len(blocks.scale) == 1:
+        return
+    with np.errstate(all="ignore"):
+        amax = np.where(blocks.used, VALUES[np.minimum(blocks.largest, _TOP)] * blocks.scale, 0)
+    for index in np.argsort(amax)[-4:][::-1]:
+        if not amax[index] > _LARGEST_AMAX:
+            return
+        middle = float(np.median(VALUES[magnitudes(weight, int(index))]) * blocks.scale[index])
+        if middle > _LARGEST_MEDIAN:
+            place = {"block": weight.place(int(index)), "blocks": 1}
+            found = f"{amax[index]:.3g}, and {middle:.3g} in the middle"
+            yield finding("amplitude", weight.name, "largest weights below 10", found, **place)
+            return
 
 
 def _low(values: NDArray[np.float32]) -> float:

@@ -55,6 +55,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an unknown dtype": (lambda f: header(f, json.dumps({"a": entry(0, 3, "F9")}).encode(), b"abc"), "dtype among"),
     "an index that leads out": (lambda f: index(f, {"l.weight": "../model.safetensors"}), "of this directory"),
     "an absolute path": (lambda f: index(f, {"l.weight": "/dev/zero.safetensors"}), "of this directory"),
+    "a name with a zero byte": (lambda f: index(f, {"l.weight": "a\0.safetensors"}), "of this directory"),
     "an absent shard": (lambda f: index(f, {"l.weight": "absent.safetensors"}), "No such file"),
     "a tensor that is elsewhere": (lambda f: index(f, {"x": "model.safetensors"}), "as the index says"),
     "an index of nothing": (lambda f: index(f, []), "weight_map"),

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from f8emu.audit import audit
+from f8emu.audit import Severity, audit
 from f8emu.cli.frame import status_of
 from f8emu.dialects import quantize
-from tests.audit.checkpoints import BF16, E4M3, E5M2, MXFP8, checkpoint, compressed, f32, fp8, normal
+from tests.audit.checkpoints import BF16, E4M3, E5M2, MXFP8, checkpoint, codes, compressed, f32, fp8, normal
 
 Tensors = dict[str, np.ndarray]
 SOURCE = {f"l.{i}.weight": normal(512, 512, seed=i) for i in range(3)}
@@ -62,6 +62,11 @@ def renamed(old: str, new: str, dialect: str = BLOCK) -> Tensors:
     return {new if name == old else name: array for name, array in found.items()}
 
 
+def floor_of_microscaling() -> Tensors:
+    made = quantize(SOURCE[W], "torchao_mx_floor")
+    return {W: made.codes, C: made.scale.view(np.uint8)}
+
+
 FAULTS: dict[str, tuple[Callable[[], Tensors], str, object, bool]] = {
     # tensors, check, configuration, whether the source is needed
     "NaN in a grid": (put(S, at((1, 2), np.nan)), "scale-invalid", CONFIGS[BLOCK], False),
@@ -96,6 +101,17 @@ FAULTS: dict[str, tuple[Callable[[], Tensors], str, object, bool]] = {
     "a weight in bfloat16": (lambda: quantized(BLOCK) | {W: SOURCE[W]}, "scale-orphan", CONFIGS[BLOCK], False),
     "two scales": (lambda: quantized(BLOCK) | {C: f32([1.0])}, "scale-orphan", CONFIGS[BLOCK], False),
     "one scale of many": (put(C, lambda s: s[:1], CHANNEL), "scale-shape", CONFIGS[CHANNEL], False),
+    "one number for all rows": (put(C, lambda s: s[0], CHANNEL), "scale-shape", CONFIGS[CHANNEL], False),
+    "codes as bytes": (put(W, lambda w: w.view(np.uint8)), "code-dtype", CONFIGS[BLOCK], False),
+    "a scale in bfloat16": (put(S, lambda s: s.astype(BF16)), "scale-dtype", CONFIGS[BLOCK], False),
+    "one block of large weights": (put(S, at((1, 2), 0.2)), "amplitude", CONFIGS[BLOCK], False),
+    "another quantizer": (lambda: quantized(MX) | floor_of_microscaling(), "dialects-mixed", MXFP8, True),
+    "a weight that was lost": (
+        lambda: {name: x for name, x in quantized(BLOCK).items() if name not in (W, S)},
+        "left-out",
+        CONFIGS[BLOCK],
+        True,
+    ),
     "transposed": (put(S, lambda s: s.T), "grid-moved", CONFIGS[BLOCK], True),
     "shifted": (put(S, lambda s: np.roll(s, 1, 0)), "grid-moved", CONFIGS[BLOCK], True),
     "two blocks": (put(S, lambda s: s[[1, 0, 2, 3]]), "grid-moved", CONFIGS[BLOCK], True),
@@ -120,6 +136,37 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
     assert W in named or check == "config-missing", found.findings
     if not needs_source and check not in ("config-missing", "scale-shape", "input-scale"):
         assert named == {W}, "the sound weights have none"
+
+
+def test_scales_of_shards_and_vectors_of_codes(tmp_path: Path) -> None:
+    """Slots that a loader would leave uninitialized, and a bias that no consumer decodes."""
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    sound = {"qkv_proj.weight": codes(384, 128), "qkv_proj.weight_scale": f32(1e-3, 2e-3, 1e-3)}
+    assert not audit(checkpoint(tmp_path / "sound", sound, config)).findings
+    faulty = sound | {"qkv_proj.weight_scale": f32(1e-3, np.nan, 3e5), "qkv_proj.bias": codes(1, 384)[0]}
+    found = audit(checkpoint(tmp_path / "faulty", faulty, config)).findings
+    assert {(one.check, one.tensor, one.block) for one in found} == {
+        ("scale-invalid", "qkv_proj.weight", (1,)),
+        ("amplitude", "qkv_proj.weight", (2,)),
+        ("code-dtype", "qkv_proj.bias", None),
+    }
+
+
+def test_codes_of_other_weights_are_an_error_and_explained_zeros_are_none(tmp_path: Path) -> None:
+    """A few codes of another rounding are a warning; a zero weight is a fault where its quantizer is not known."""
+    source = checkpoint(tmp_path / "source", SOURCE | {W: np.zeros((512, 512), BF16)})
+    tensors: Tensors = {}
+    for name, x in (SOURCE | {W: np.zeros((512, 512), BF16)}).items():
+        made = quantize(x, "vllm_tensor")
+        tensors |= {name: made.codes, f"{name}_scale": made.scale.reshape(1)}
+    path = checkpoint(tmp_path / "zeros", tensors, compressed("tensor"))
+    for origin, severity in ((None, Severity.WARNING), (source, Severity.NOTE)):
+        (one,) = audit(path, source=origin).findings
+        assert (one.check, one.tensor, one.severity) == ("scale-zero", W, severity)
+    rolled = quantized(BLOCK) | {W: np.roll(quantized(BLOCK)[W].view(np.uint8), 1, 0).view(E4M3)}
+    path = checkpoint(tmp_path / "rolled", rolled, CONFIGS[BLOCK])
+    (one,) = audit(path, source=checkpoint(tmp_path / "sound", SOURCE)).findings
+    assert (one.check, one.severity) == ("no-dialect", Severity.ERROR)
 
 
 @pytest.mark.parametrize("dialect", NAMES)
