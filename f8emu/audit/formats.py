@@ -88,6 +88,8 @@ def format_of(checkpoint: Checkpoint) -> Format:
             return Format(name="FBGEMM float8", scales=("{w}_scale",), dtypes=("F32",), blocks=(ROW,), **more)
     if method == "torchao" or any(name.endswith("._weight_qdata") for name in checkpoint.tensors):
         return Format(name="torchao float8", scales=("{m}._weight_scale",), **more)
+    if not method and "scaled_fp8" in checkpoint.tensors:  # an empty tensor that marks the format
+        return Format(name="ComfyUI float8", scales=("{m}.scale_weight",))
     return Format(name=f"quant_method {method!r:.40}" if method else "float8 without a configuration", **more)
 
 

@@ -24,6 +24,7 @@ def named(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> It
     """What names, shapes and dtypes alone show."""
     if weights and checkpoint.has_config and not checkpoint.quantization:
         yield finding("config-missing", weights[0].name, "a quantization_config", "none", blocks=len(weights))
+    has_scales = any(weight.scale is not None for weight in weights)
     for weight in weights:
         if form.ignores(weight.module):
             yield finding("ignored", weight.name, "BF16, F16 or F32", weight.codes.dtype)
@@ -32,7 +33,7 @@ def named(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> It
         yield from _input_scale(checkpoint, form, weight)
         if weight.scale is not None:
             yield from _scale(form, weight)
-        elif form.is_certain or any("scale" in name for name in checkpoint.tensors):
+        elif form.is_certain or has_scales:
             yield finding("scale-missing", weight.name, names_of(weight.name, form.scales)[0], "no scale")
     if form.method:
         yield from _unlike(checkpoint, form, weights)
@@ -99,9 +100,9 @@ def _scale(form: Format, weight: Weight) -> Iterator[Finding]:
 
 def _shards(weight: Weight, scale: NDArray[np.float32]) -> Iterator[Finding]:
     # Scales of shards, whose rows are not known: what no shard has, as slots that were never written.
-    is_positive = (scale > 0) & np.isfinite(scale)
+    is_positive = (scale >= np.finfo(np.float32).tiny) & np.isfinite(scale)
     for check, expected, wrong in (
-        ("scale-invalid", "> 0 and finite, in each shard", ~is_positive),
+        ("scale-invalid", "> 0, normal and finite, in each shard", ~is_positive),
         ("amplitude", "a scale of at most 1 in each shard", is_positive & (scale > 1)),
     ):
         if wrong.any():
@@ -154,6 +155,7 @@ def lone_scales(checkpoint: Checkpoint) -> Iterator[Finding]:
             check = "kv-scale" if is_cache else "input-scale"
             values = stored.read().astype(np.float64).reshape(-1) if stored.size < 1 << 20 else np.ones(2)
             wrong = values[~((values > 0) & np.isfinite(values))]
-            if wrong.size or (is_cache and stored.size != 1 and not is_by_head):
+            is_vector = (stored.size != 1 and not is_by_head) if is_cache else stored.size > 8 and "expert" not in name
+            if wrong.size or is_vector:
                 found = f"{wrong[0]:g}" if wrong.size else f"{list(stored.shape)}"
-                yield finding(check, name, "one number, > 0 and finite" if is_cache else "> 0 and finite", found)
+                yield finding(check, name, "one number, > 0 and finite" if is_vector else "> 0 and finite", found)

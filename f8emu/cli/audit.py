@@ -28,7 +28,7 @@ def add_to(app: "typer.Typer") -> None:
             str | None,
             typer.Option(
                 metavar="STACK[:CHIP]",
-                help="What will serve it: vllm, sglang, deep_gemm, transformers or comfyui; on h100, b200, ...",
+                help="What will serve it: vllm, sglang, deep_gemm or transformers; on h100, b200, ...",
             ),
         ] = None,
         json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all findings.")] = None,

@@ -143,13 +143,23 @@ def test_scales_of_shards_and_vectors_of_codes(tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     sound = {"qkv_proj.weight": codes(384, 128), "qkv_proj.weight_scale": f32(1e-3, 2e-3, 1e-3)}
     assert not audit(checkpoint(tmp_path / "sound", sound, config)).findings
-    faulty = sound | {"qkv_proj.weight_scale": f32(1e-3, np.nan, 3e5), "qkv_proj.bias": codes(1, 384)[0]}
+    faulty = sound | {"qkv_proj.weight_scale": f32(1e-3, 1e-39, 3e5), "qkv_proj.bias": codes(1, 384)[0]}
     found = audit(checkpoint(tmp_path / "faulty", faulty, config)).findings
     assert {(one.check, one.tensor, one.block) for one in found} == {
         ("scale-invalid", "qkv_proj.weight", (1,)),
         ("amplitude", "qkv_proj.weight", (2,)),
         ("code-dtype", "qkv_proj.bias", None),
     }
+
+
+def test_files_without_a_configuration(tmp_path: Path) -> None:
+    """A plain cast of a model whose norms are called scales; names of ComfyUI in a file that says it is one."""
+    plain = {"a.weight": SOURCE[W].astype(E4M3), "norm.scale": np.ones(8, BF16)}
+    assert not audit(checkpoint(tmp_path / "plain", plain)).findings
+    scaled = {"a.weight": codes(), "a.scale_weight": f32(1e-4)[0], "scaled_fp8": np.zeros(2, E4M3)}
+    assert not audit(checkpoint(tmp_path / "scaled", scaled)).findings
+    found = audit(checkpoint(tmp_path / "lost", scaled | {"b.weight": codes()})).findings
+    assert [(one.check, one.tensor) for one in found] == [("scale-missing", "b.weight")]
 
 
 def test_codes_of_other_weights_are_an_error_and_explained_zeros_are_none(tmp_path: Path) -> None:
@@ -159,6 +169,9 @@ def test_codes_of_other_weights_are_an_error_and_explained_zeros_are_none(tmp_pa
     for name, x in (SOURCE | {W: np.zeros((512, 512), BF16)}).items():
         made = quantize(x, "vllm_tensor")
         tensors |= {name: made.codes, f"{name}_scale": made.scale.reshape(1)}
+    tensors_of_half = {name: x.astype(np.float16) if "scale" in name else x for name, x in tensors.items()}
+    underflow = checkpoint(tmp_path / "half", tensors_of_half, compressed("tensor"))
+    assert [one.severity for one in audit(underflow, source=source).findings] == [Severity.WARNING]
     path = checkpoint(tmp_path / "zeros", tensors, compressed("tensor"))
     for origin, severity in ((None, Severity.WARNING), (source, Severity.NOTE)):
         (one,) = audit(path, source=origin).findings
