@@ -490,7 +490,8 @@ def _sglang(kernels: Kernels) -> Iterator[Case]:
     # Fast math has no subnormal s.
     normal: dict[str, Any] = {"range": (2.0**-100, math.inf)}
     approximate = variant("vllm_group_triton", code={"rule": rules.CodeRule.INVERSE})
-    yield case("SGLang group", "sglang_group", GROUP, group)
+    # The approximate division by an amax above 2^126 gives 0.
+    yield case("SGLang group", "sglang_group", GROUP, group, range=(0.0, 2.0**126))
     yield case("SGLang group UE8M0", "sglang_group_ue8m0", GROUP, up)
     yield case("SGLang per token, 1,024 rows", "sglang_token", ROW, token, 1024, **normal)
     yield case("SGLang per token, 2,304 rows", zeros, ROW, token, 2304, **normal)
@@ -603,7 +604,10 @@ def _torchao(kernels: Kernels) -> Iterator[Case]:
         primitives = of("torchao.quantization.quant_primitives")
         size = [size or extent for size, extent in zip(block, x.shape, strict=True)]
         scale = primitives._choose_scale_float8(x, size, E4M3)
-        return primitives._quantize_affine_float8(x, scale, E4M3), scale
+        narrow = scale.to(x.dtype)
+        if not torch.equal(narrow.float(), scale):
+            raise AssertionError(f"scales of {x.dtype} have more bits than it")
+        return primitives._quantize_affine_float8(x, scale, E4M3), narrow
 
     def mx(x: Tensor, mode: str) -> Result:
         modes = of("torchao.prototype.mx_formats.config").ScaleCalculationMode
@@ -621,10 +625,15 @@ def _torchao(kernels: Kernels) -> Iterator[Case]:
         ("weight_quant_transposed_rhs", SQUARE),
     ):
         yield case(f"torchao Triton {name}", "torchao_blockwise", block, blockwise, name)
-    on_cuda = variant("torchao_inference", scale={"division": rules.Division.RECIPROCAL})
+    # s is fl(amax * fl(1/448)), rounded to the dtype of x.
+    on_cuda = variant(
+        "torchao_inference",
+        scale={"division": rules.Division.RECIPROCAL, "arithmetic": rules.Arithmetic.FLOAT32},
+        code={"is_scale_rounded": True},
+        stored=rules.Stored(dtype="input"),
+    )
     for what, block in (("row", ROW), ("tensor", TENSOR), ("block", SQUARE)):
-        yield case(f"torchao inference {what}", "torchao_inference", block, inference, block, dtypes=HALVES)
-        yield case(f"torchao inference {what}", on_cuda, block, inference, block, dtypes=("float32",))
+        yield case(f"torchao inference {what}", on_cuda, block, inference, block)
     for mode in ("FLOOR", "CEIL", "EVEN", "RCEIL"):
         # As the caveats say: a byte of 255, for a NaN, and RCEIL's byte of 0 have codes of their own.
         rest: dict[str, Any] = {"range": (2.0**-100 if mode == "RCEIL" else 0.0, math.inf), "has_special": False}

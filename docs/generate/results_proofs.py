@@ -62,15 +62,24 @@ def audit() -> str:
 
 def kernels() -> str:
     """Kernels that `f8emu verify` knows by name, on an H200."""
+    return _kernels("kernels-h200", ("torch", "jax"))
+
+
+def deepgemm() -> str:
+    """Those of DeepGEMM on an H100."""
+    return _kernels("deepgemm-h100", ("sgl-deep-gemm", "torch"))
+
+
+def _kernels(name: str, packages: tuple[str, ...]) -> str:
     rows = []
-    for kernel in sorted(record("kernels-h200")["kernels"], key=lambda k: k["kernel"].lower()):
+    for kernel in sorted(record(name)["kernels"], key=lambda k: k["kernel"].lower()):
         cases, outputs = (
             of(*(sum(stage[f"{what}_{part}"] for stage in kernel["stages"]) for part in ("equal", "total")))
             for what in ("cases", "outputs")
         )
         rows.append([f"`{kernel['kernel']}`", cases, outputs, _explanation(kernel["diagnosis"])])
     shown = table(["kernel", "GEMMs equal", "outputs equal", "what the kernel does instead"], rows)
-    return f"{shown}\n\n{source('kernels-h200', ('torch', 'jax'))}"
+    return f"{shown}\n\n{source(name, packages)}"
 
 
 def _explanation(diagnosis: list[Entry]) -> str:
@@ -221,7 +230,8 @@ def dialects() -> str:
     apart, number = (sum(sum(case[f"{what}{end}"] for what in _BYTES) for case in special) for end in ("_differ", ""))
     shown_table = table(["dialect", "kernels", "scales equal", "codes equal", "furthest, ulps and codes"], rows)
     said = f"In blocks with NaN or infinity {of(apart, number)} scales and codes differ."
-    return f"{shown_table}\n\n{said}\n\n{source('dialects_on_gpu-h100', ('torch', 'triton', 'cuda', 'torchao'))}"
+    stacks = ("vllm", "sglang", "compressed-tensors", "transformers", "torchao", "torch", "triton", "cuda")
+    return f"{shown_table}\n\n{said}\n\n{source('dialects_on_gpu-h100', stacks)}"
 
 
 _BYTES = ("scales", "codes")
@@ -243,4 +253,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "captures": captures,
     "audit": audit,
     "dialects": dialects,
+    "deepgemm": deepgemm,
 }

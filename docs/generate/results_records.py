@@ -142,7 +142,7 @@ def device(name: str) -> str:
 def versions(name: str, packages: Sequence[str]) -> str:
     """The versions of these packages, those that the recording has."""
     held = record(name)
-    found = held.get("versions") or last_run(name).get("versions") or held
+    found = held.get("packages", {}) | (held.get("versions") or last_run(name).get("versions") or held)
     held_versions = [(package, found.get(package)) for package in packages]
     if "library" in held:
         held_versions.append(("", held["library"]))

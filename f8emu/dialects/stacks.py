@@ -29,12 +29,13 @@ from f8emu.spec.errors import SpecError
 _READ = ("compressed_tensors_cuda", "transformers_activation")
 """Dialects of compared packages that need a GPU."""
 _ON_H100 = frozenset(
-    "vllm_static vllm_tensor vllm_token vllm_group vllm_group_ue8m0 vllm_group_triton vllm_group_triton_ue8m0 "
-    "vllm_silu_group vllm_layernorm_group vllm_native_cuda vllm_native_group_cuda vllm_weight_block_ue8m0 "
-    "sglang_tensor sglang_weight_tensor sglang_weight_block_ue8m0 deep_gemm_block_cuda deep_gemm_block_ue8m0 "
-    "deepseek_group_ue8m0 fbgemm_triton fbgemm_torch fbgemm_cuda torchao_tensorwise torchao_rowwise "
-    "torchao_rowwise_float torchao_blockwise torchao_inference torchao_mx_floor torchao_mx_ceil torchao_mx_even "
-    "torchao_mx_rceil transformers_block transformers_block_ue8m0".split()
+    "vllm_static vllm_tensor vllm_token vllm_group vllm_group_ue8m0 vllm_group_ue8m0_packed vllm_group_triton "
+    "vllm_group_triton_ue8m0 vllm_silu_group vllm_layernorm_group vllm_weight_block_cuda vllm_weight_block_ue8m0 "
+    "sglang_group_ue8m0 sglang_token sglang_tensor sglang_weight_tensor sglang_weight_block_ue8m0 "
+    "deep_gemm_block_ue8m0 deepseek_group deepseek_group_ue8m0 fbgemm_triton fbgemm_torch fbgemm_cuda "
+    "torchao_tensorwise torchao_rowwise torchao_rowwise_float torchao_blockwise torchao_mx_floor torchao_mx_ceil "
+    "torchao_mx_even torchao_mx_rceil compressed_tensors_cuda transformers_block transformers_block_ue8m0 "
+    "transformers_activation deep_gemm_block_cuda vllm_native_cuda vllm_native_group_cuda".split()
 )
 """Dialects whose kernels gave these bytes on an H100: tests hold it to benchmarks/results/dialects_on_gpu-h100.json."""
 _TRITON = "On a GPU Triton divides by an approximation."
@@ -51,7 +52,8 @@ _CAVEATS = {
     "vllm_weight_block_cuda": f"vLLM compiles it to Triton. {_TRITON}",
     "vllm_weight_block_ue8m0": _REQUANTIZED.format("float32"),
     "vllm_fused_shards": "Each shard is decoded to float16 by its own scale. The largest scale is given here.",
-    "sglang_group": "Built with fast math: the division for codes is approximate. A float32 or float16 NaN gives +448.",
+    "sglang_group": "Fast math: the division for codes is approximate, and gives codes of 0 for an amax above 2^126. A "
+    "float32 or float16 NaN gives +448.",
     "sglang_group_ue8m0": "1/s is infinite in float16 where s is 2^-16 or less. A bfloat16 NaN stays one.",
     "sglang_token": "Fast math on SM90. Zeros have codes 0 from the kernel of large batches, 0x7E from the other.",
     "sglang_weight_tensor": "vLLM's function of this name computes amax and its floor in x's dtype.",
@@ -59,8 +61,8 @@ _CAVEATS = {
     "deepseek_group": _TRITON,
     "transformer_engine_delayed": _HISTORY,
     "torchao_blockwise": "Compared are the package's references in torch; its kernels are Triton's.",
-    "torchao_inference": "On CUDA a float32 s is amax * fl(1/448). With MSLK on SM90, rows follow fbgemm_triton. "
-    "hp_value_lb and hp_value_ub bound amax.",
+    "torchao_inference": "On CUDA s is amax * fl(1/448), which is another float32, and another float16 for some s "
+    "below 2^-17. With MSLK on SM90, rows follow fbgemm_triton. hp_value_lb and hp_value_ub bound amax.",
     "torchao_mx_floor": _NAN_OF_MX,
     "torchao_mx_ceil": _NAN_OF_MX,
     "torchao_mx_even": _NAN_OF_MX,

@@ -288,8 +288,19 @@ def test_declaration(name: str) -> None:
 @pytest.mark.parametrize("name", DEEPGEMM_GROUPS)
 def test_declaration_of_groups_with_block_scales(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for the functions of the library, which our own functions call."""
-    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(**DEEPGEMM_GROUPS))
+    monkeypatch.setitem(
+        sys.modules, "deep_gemm", SimpleNamespace(**DEEPGEMM_GROUPS, fp8_m_grouped_gemm_nt_masked=masked_groups)
+    )
     assert equal_and_offered(replace(KERNELS[f"deepgemm.{name}"], needs_gpu=False)) == (2, 2)
+
+
+def test_a_function_that_the_installed_version_lacks_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a library that is not installed, and by a reason that holds for every GEMM."""
+    kernel = replace(KERNELS["deepgemm.k_grouped_fp8_gemm_nt_contiguous"], needs_gpu=False)
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=contiguous_groups))
+    for case in few_cases()[:2]:
+        with pytest.raises(NotOffered, match="deep_gemm has no attribute 'k_grouped_fp8_gemm_nt_contiguous'"):
+            answer(kernel, case)
 
 
 def test_absent_kernels_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,9 @@ def masked(a: _Scaled, b: _Scaled, out: "Tensor") -> None:
     first = -(-rows // 2)
     counts = torch.tensor([0, first, 0, rows], dtype=torch.int32, device=out.device)
     codes = torch.stack([a[0].view(torch.uint8)] * 4).view(a[0].dtype)
-    _library().m_grouped_fp8_gemm_nt_masked((codes, torch.stack([a[1]] * 4)), _with_others(b), found, counts, rows)
+    # The name that every version has.
+    function = _library().fp8_m_grouped_gemm_nt_masked
+    function((codes, torch.stack([a[1]] * 4)), _with_others(b), found, counts, rows)
     out[:first], out[first:] = found[1, :first], found[3, first:]
 
 

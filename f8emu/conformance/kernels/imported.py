@@ -46,7 +46,10 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
     if isinstance(function, str):
         try:
             for name in kernel.imports:
-                contained(f"the import of {name}", importlib.import_module, _SCRIPT)(name)
+                if ":" in name:
+                    attribute(name)
+                else:
+                    contained(f"the import of {name}", importlib.import_module, _SCRIPT)(name)
             function = attribute(function)
         except Exception as error:  # the package's code runs: built for another torch, it may raise anything
             said = f"{type(error).__name__}: {text_of(error)}"

@@ -157,7 +157,7 @@ class Kernel:
     arrays: str | None = None
     """torch, numpy or jax; None leaves it to the command line."""
     imports: tuple[str, ...] = ()
-    """Modules to import before the function."""
+    """Modules to import before the function; `package.module:function` must be there too."""
     install: str = ""
     """How to install the package; without the package the kernel is "not offered"."""
     needs_gpu: bool = False
