@@ -277,7 +277,7 @@ _KERNELS = (
         **_deepgemm_groups("inner", "k_grouped_fp8_gemm_nt_contiguous", arguments=(*_PAIRS, Arg.ZEROS)),
         scales={(_VECTOR, _VECTOR): (ScaleLayout(), ScaleLayout())},
         out_dtypes=(FLOAT32,),
-        predicted="different, as deepgemm.fp8_gemm_nt_1d1d; sgl-deep-gemm 0.1.2 has no such function, 0.2.5 does",
+        predicted="different, as deepgemm.fp8_gemm_nt_1d1d; sgl-deep-gemm 0.1.2 has no such function, 0.1.4 has",
     ),
     _declared(
         "jax.dot_general",
