@@ -17,6 +17,7 @@ from f8emu.dialects.rules import ROW, SQUARE, TENSOR
 _SHARDS = {"qkv_proj": 3, "query_key_value": 3, "gate_up_proj": 2}
 """A fused Linear -> the shards that a loader expects scales of."""
 _NUMBERS = re.compile(r"\d+")
+_LAYER = re.compile(r".*?\.\d+\.")
 _KV = re.compile(r"(^|[._])(k|v|kv|q|prob)_scale$|(^|\.)(k|v)_proj\.output_scale$|kv_cache\.scaling_factor$")
 
 
@@ -64,12 +65,15 @@ def _unlike(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> 
 
 
 def left_out(checkpoint: Checkpoint, origin: Checkpoint, weights: Sequence[Weight]) -> Iterator[Finding]:
-    """Weights of the source that are not there, although their like in other layers or experts are."""
+    """Weights of the source that are not there, although their like in other layers and more of their layer are."""
+    layers = {found[0] for name in checkpoint.tensors if (found := _LAYER.match(name))}
     there = {weight.source_name: weight.codes.shape for weight in weights}
     like = {(_NUMBERS.sub("#", name), shape) for name, shape in there.items()}
     for name, stored in origin.tensors.items():
         is_like = (_NUMBERS.sub("#", name), stored.shape) in like
-        if checkpoint.has_config and is_like and name not in there and name not in checkpoint.tensors:
+        is_lost = is_like and name not in there and name not in checkpoint.tensors
+        # A layer that is missing as a whole was left out on purpose, as the last ones of DeepSeek-V3 are.
+        if checkpoint.has_config and is_lost and (found := _LAYER.match(name)) and found[0] in layers:
             yield finding("left-out", name, "the weight, as in other layers", "none")
 
 

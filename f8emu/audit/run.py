@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -22,6 +22,8 @@ from f8emu.audit.values import Summary, examined, fingerprints, forbidden, toget
 from f8emu.conformance.run.result import Progress, Silent
 
 _THREADS = 2
+_BY_CHANCE = ("saturated", "scale-constant", "too-coarse", "rounded-after")
+"""Checks of codes against the rule of their scales, which know no source."""
 
 
 def audit(
@@ -37,7 +39,8 @@ def audit(
 
     Exactness: every code and every scale is read. What is found in names, shapes, forbidden codes, kinds of scales and
     against a source is certain. Codes against the rule of their scales, and amplitudes, are judged by the probability
-    of an accident, which is below 1e-3 for each finding, unless weights were clipped themselves.
+    of an accident, which is below 1e-3 for each finding, unless weights were clipped themselves; a source tells those
+    apart, and makes what it refutes a note.
 
     Raises:
         CheckpointError: a file that is missing, cut short, foreign or inconsistent.
@@ -97,9 +100,6 @@ def _parts(weights: list[Weight], form: Format, origin: Checkpoint | None) -> It
         if source is not None and source.dtype in FLOATS and weight.codes.dtype == "F8_E4M3":
             if source.shape == weight.codes.shape:
                 part.comparison = compared(weight, blocks, source, is_power_of_two=form.is_power_of_two)
-                # A float32 scale of 0 that a dialect gives is its way with zeros; smaller dtypes underflow.
-                if part.comparison is not None and part.comparison.dialects and weight.scale.dtype == "F32":
-                    part.findings = [_excused(one) for one in part.findings]
             else:
                 shapes = (f"{list(one.shape)}" for one in (weight.codes, source))
                 part.findings.append(finding("source-shape", weight.name, *shapes))
@@ -116,8 +116,12 @@ def _parts(weights: list[Weight], form: Format, origin: Checkpoint | None) -> It
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _excused(one: Finding) -> Finding:
-    return replace(one, severity=Severity.NOTE) if one.check == "scale-zero" else one
+def _excused(one: Finding, known: Mapping[str, Weight]) -> Finding:
+    # A dialect that gives every byte refutes what was judged by chance: the weights were clipped before.
+    # A float32 scale of 0 is then its way with zeros; smaller dtypes underflow.
+    scale = known[one.tensor].scale if one.tensor in known else None
+    is_zero = one.check == "scale-zero" and scale is not None and scale.dtype == "F32"
+    return replace(one, severity=Severity.NOTE) if is_zero or (scale and one.check in _BY_CHANCE) else one
 
 
 def _conclude(found: Audit, form: Format, parts: list[_Part], consumers: list[str]) -> None:
@@ -138,5 +142,7 @@ def _conclude(found: Audit, form: Format, parts: list[_Part], consumers: list[st
     found.dialects = dict(sorted(names.items(), key=lambda one: (-one[1], not one[0].startswith(stack))))
     found.findings += misplaced(comparisons)
     found.findings += mixed(comparisons)
+    known = {one.weight.name: one.weight for one in comparisons if one.dialects}
+    found.findings = [_excused(one, known) for one in found.findings]
     order = {check: i for i, check in enumerate(CHECKS)}
     found.findings.sort(key=lambda one: (list(Severity).index(one.severity), order[one.check]))

@@ -107,7 +107,7 @@ FAULTS: dict[str, tuple[Callable[[], Tensors], str, object, bool]] = {
     "one block of large weights": (put(S, at((1, 2), 0.2)), "amplitude", CONFIGS[BLOCK], False),
     "another quantizer": (lambda: quantized(MX) | floor_of_microscaling(), "dialects-mixed", MXFP8, True),
     "a weight that was lost": (
-        lambda: {name: x for name, x in quantized(BLOCK).items() if name not in (W, S)},
+        lambda: {name: x for name, x in quantized(BLOCK).items() if name not in (W, S)} | {"l.1.norm": f32(1.0)},
         "left-out",
         CONFIGS[BLOCK],
         True,
@@ -215,6 +215,21 @@ def test_a_source_that_is_another_model(check: str, source: Tensors, tmp_path: P
     path = checkpoint(tmp_path / "model", quantized(BLOCK), CONFIGS[BLOCK])
     found = audit(path, source=checkpoint(tmp_path / "source", source))
     assert status_of(found) == 1 and [one.check for one in found.findings] == [check]
+
+
+def test_a_source_refutes_what_was_judged_by_chance(tmp_path: Path) -> None:
+    """Weights that were clipped before they were quantized have 448 as often as codes that were clipped."""
+    x = np.clip(SOURCE[W].astype(np.float32), -0.0136, 0.0136).astype(BF16)
+    made = quantize(x, MX)
+    path = checkpoint(tmp_path / "model", {W: made.codes, C: made.scale.view(np.uint8)}, MXFP8)
+    for source, severity in ((None, Severity.ERROR), (checkpoint(tmp_path / "source", {W: x}), Severity.NOTE)):
+        (one,) = audit(path, source=source).findings
+        assert (one.check, one.severity) == ("saturated", severity)
+
+
+def test_a_layer_that_was_left_out_on_purpose(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model", {n: x for n, x in quantized(BLOCK).items() if n not in (W, S)}, fp8())
+    assert not audit(path, source=checkpoint(tmp_path / "source", SOURCE)).findings
 
 
 def test_shards_that_share_a_scale_excuse_each_other(tmp_path: Path) -> None:
