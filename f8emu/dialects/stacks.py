@@ -30,12 +30,13 @@ _READ = ("compressed_tensors_cuda", "transformers_activation")
 """Dialects of compared packages that need a GPU."""
 _ON_H100 = frozenset(
     "vllm_static vllm_tensor vllm_token vllm_group vllm_group_ue8m0 vllm_group_ue8m0_packed vllm_group_triton "
-    "vllm_group_triton_ue8m0 vllm_silu_group vllm_layernorm_group vllm_weight_block_cuda vllm_weight_block_ue8m0 "
-    "sglang_group_ue8m0 sglang_token sglang_tensor sglang_weight_tensor sglang_weight_block_ue8m0 "
-    "deep_gemm_block_ue8m0 deepseek_group deepseek_group_ue8m0 fbgemm_triton fbgemm_torch fbgemm_cuda "
-    "torchao_tensorwise torchao_rowwise torchao_rowwise_float torchao_blockwise torchao_mx_floor torchao_mx_ceil "
-    "torchao_mx_even torchao_mx_rceil compressed_tensors_cuda transformers_block transformers_block_ue8m0 "
-    "transformers_activation deep_gemm_block_cuda vllm_native_cuda vllm_native_group_cuda".split()
+    "vllm_group_triton_ue8m0 vllm_silu_group vllm_layernorm_group vllm_weight_block_cuda "
+    "vllm_weight_block_ue8m0 sglang_group sglang_group_ue8m0 sglang_token sglang_tensor sglang_weight_tensor "
+    "sglang_weight_block_ue8m0 deep_gemm_block_ue8m0 deepseek_group deepseek_group_ue8m0 fbgemm_triton "
+    "fbgemm_torch fbgemm_cuda torchao_tensorwise torchao_rowwise torchao_rowwise_float torchao_blockwise "
+    "torchao_inference torchao_mx_floor torchao_mx_ceil torchao_mx_even torchao_mx_rceil "
+    "compressed_tensors_cuda transformers_block transformers_block_ue8m0 transformers_activation "
+    "deep_gemm_block_cuda vllm_native_cuda vllm_native_group_cuda".split()
 )
 """Dialects whose kernels gave these bytes on an H100: tests hold it to benchmarks/results/dialects_on_gpu-h100.json."""
 _TRITON = "On a GPU Triton divides by an approximation."

@@ -271,6 +271,7 @@ _KERNELS = (
         **_deepgemm_groups("masked", "fp8_m_grouped_gemm_nt_masked"),
         scales=BLOCKWISE_1X128_128X128,
         predicted="equal, as deepgemm.m_grouped_fp8_gemm_nt_contiguous, in groups of any rows",
+        seen="on an H100 equal: 1,524,612 outputs of 358 GEMMs",
     ),
     _declared(
         "deepgemm.k_grouped_fp8_gemm_nt_contiguous",
@@ -278,6 +279,7 @@ _KERNELS = (
         scales={(_VECTOR, _VECTOR): (ScaleLayout(), ScaleLayout())},
         out_dtypes=(FLOAT32,),
         predicted="different, as deepgemm.fp8_gemm_nt_1d1d; sgl-deep-gemm 0.1.2 has no such function, 0.1.4 has",
+        seen="on an H100 different; on small GEMMs every bit explained, as deepgemm.fp8_gemm_nt_1d1d",
     ),
     _declared(
         "jax.dot_general",
