@@ -69,7 +69,7 @@ def gemm(
     pad_k, pad_n = _to_multiple(k, CHIP.size_multiple), _to_multiple(n, CHIP.size_multiple)
     pad_m, fewest = 0, 1 if spec.split_k else unsplit_rows(1, n + pad_n, k)
     if fewest > 1 and a.codes.is_cuda:  # rows of zeros, with which the library does not split K
-        pad_m = torch.sym_max(m, fewest) - m
+        pad_m = max(fewest - m, 0)
     elif fewest > 1:
         split_k = 1
     if granularity_a is Granularity.BLOCKWISE_1X128:
