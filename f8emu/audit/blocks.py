@@ -1,15 +1,16 @@
 """The float8 weights of a checkpoint: which scale each has, and what its blocks hold, read in bands."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from f8emu.audit.checkpoint import Checkpoint, Stored
+from f8emu.audit.checkpoint import DTYPES, Checkpoint, Stored
 from f8emu.audit.formats import SCALES, Format
 from f8emu.dialects.rules import GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
 
@@ -21,6 +22,8 @@ _SAMPLE = 1 << 22
 """Codes of which a histogram is taken."""
 VALUES = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 """The magnitude of each E4M3 code."""
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""A fused Linear -> the layers whose rows it has, one below the other."""
 Bytes = NDArray[np.uint8]
 
 
@@ -32,6 +35,8 @@ class Weight:
     scale: Stored | None = None
     block: Block | None = None
     """What shares a scale; None: the shapes do not say."""
+    shard: str = ""
+    """The weight of the source, of one of the shards of a fused weight."""
 
     @property
     def name(self) -> str:
@@ -45,7 +50,7 @@ class Weight:
     @property
     def source_name(self) -> str:
         """The weight before it was quantized."""
-        return self.name.replace("._weight_qdata", ".weight")
+        return self.shard or self.name.replace("._weight_qdata", ".weight")
 
     @property
     def largest_code(self) -> int:
@@ -119,6 +124,31 @@ def weights_of(checkpoint: Checkpoint, form: Format) -> Iterator[Weight]:
             scale = next((tensors[one] for one in names if one in tensors), None)
             block = None if scale is None else _block_of(codes, scale, form)
             yield Weight(codes=codes, scale=scale, block=block)
+
+
+def shards_of(weight: Weight, sources: Mapping[str, Stored]) -> list[Weight]:
+    """The shards of a fused weight whose sources are apart, each with its rows of codes and scales; else the weight."""
+    stem, _, last = weight.module.rpartition(".")
+    names = [f"{stem}.{one}.weight".lstrip(".") for one in FUSED.get(last, ())]
+    parts = [sources[one].shape for one in names if one in sources]
+    (rows, k), scale, block = weight.codes.shape[-2:], weight.scale, weight.block
+    is_fused = len(names) == len(parts) > 0 and all(len(one) == 2 and one[1] == k for one in parts)
+    if scale is None or not is_fused or weight.codes.shape != (sum(one[0] for one in parts), k):
+        return [weight]
+    # Rows of the scales: one for each shard, or those of its blocks.
+    height = None if block is None else block[0]
+    counts = [1] * len(parts) if scale.shape == (len(parts),) else [one[0] // (height or rows + 1) for one in parts]
+    if sum(counts) * (height or 1) != (rows if height else len(parts)):
+        return [weight]
+    found: list[Weight] = []
+    starts = (accumulate(of, initial=0) for of in ([one[0] for one in parts], counts))
+    for name, (row, first), shape, count in zip(names, zip(*starts, strict=True), parts, counts, strict=False):
+        label, size = f"{weight.name} ({name.split('.')[-2]})", scale.size // sum(counts)
+        codes = replace(weight.codes, name=label, begin=weight.codes.begin + row * k, shape=shape)
+        begin = scale.begin + first * size * DTYPES[scale.dtype].itemsize
+        own = replace(scale, begin=begin, shape=(count, *scale.shape[1:]))
+        found.append(Weight(codes=codes, scale=own, block=block if height else TENSOR, shard=name))
+    return found
 
 
 def _block_of(codes: Stored, scale: Stored, form: Format) -> Block | None:

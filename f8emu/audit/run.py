@@ -11,7 +11,7 @@ from threading import local
 
 import numpy as np
 
-from f8emu.audit.blocks import Weight, buffer_for, measured, weights_of
+from f8emu.audit.blocks import Weight, buffer_for, measured, shards_of, weights_of
 from f8emu.audit.checkpoint import DTYPES, FLOATS, Checkpoint, read_checkpoint
 from f8emu.audit.faults import CHECKS, Severity
 from f8emu.audit.findings import Audit, Finding, finding
@@ -58,7 +58,10 @@ def audit(
     try:
         found.findings += named(checkpoint, form, weights)
         found.findings += lone_scales(checkpoint)
-        found.findings += left_out(checkpoint, origin, weights) if origin is not None else ()
+        if origin is not None:
+            found.findings += left_out(checkpoint, origin, weights)
+            weights = [shard for one in weights for shard in shards_of(one, origin.tensors)]
+            found.tensors_total = len(weights)
         told.begin("audit", "float8 weights", len(weights))
         for part in _parts(weights, form, origin):
             parts.append(part)

@@ -278,3 +278,27 @@ def test_bands_do_not_change_what_is_measured(tmp_path: Path, monkeypatch: pytes
         for size in (272, 1000, 40_000, 1 << 20):
             found = blocks.measured(weight, np.empty(size, np.uint8))
             assert found.largest.tolist() == expected, (scale, size)
+
+
+@pytest.mark.parametrize("scheme", ["shard", CHANNEL, BLOCK, MX])
+def test_the_shards_of_a_fused_weight_are_compared_each_with_its_source(scheme: str, tmp_path: Path) -> None:
+    """Of sizes of their own; a code that no rule gives is found in its shard."""
+    shapes = {"q_proj": (512, 256), "k_proj": (128, 256), "v_proj": (128, 256)}
+    source = {f"l.{name}.weight": normal(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    dialect = "vllm_tensor" if scheme == "shard" else scheme
+    made = [quantize(x, dialect) for x in source.values()]
+    scale = np.concatenate([one.scale.view(np.uint8) if scheme == MX else one.scale for one in made])
+    weight = np.concatenate([one.codes for one in made])
+    name = "l.qkv_proj.weight_scale" + "_inv" * (scheme == BLOCK)
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"} if scheme == "shard" else CONFIGS[scheme]
+    origin = checkpoint(tmp_path / "source", source)
+    for folder in ("clean", "planted"):
+        tensors = {"l.qkv_proj.weight": weight, name: scale.reshape(-1) if scheme == "shard" else scale}
+        found = audit(checkpoint(tmp_path / folder, tensors, config), source=origin)
+        assert found.compared == 3, found.findings
+        faults = [one for one in found.findings if one.is_fault]
+        if folder == "clean":
+            assert not faults and found.dialects[dialect] == 3
+        else:
+            assert [one.tensor for one in faults] == ["l.qkv_proj.weight (k_proj)"], faults
+        weight.view(np.uint8)[512 + 5, 7] ^= 1
