@@ -1,8 +1,5 @@
-"""Nothing is found in what quantizers write: those of other packages, our own export, and every dialect."""
+"""Nothing is found in what the quantizer of any dialect gives; tests/dialects audits what packages write."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -14,26 +11,6 @@ from f8emu.cli.frame import status_of
 from f8emu.dialects import DIALECTS, quantize
 from f8emu.dialects.rules import MX_GROUP, ROW, SQUARE, TENSOR
 from tests.audit.checkpoints import BF16, MXFP8, checkpoint, compressed, fp8
-
-ROOT = Path(__file__).parents[2]
-STACKS = Path(sys.prefix) / "stacks"
-WRITERS = (
-    *(f"compressed_tensors_{name}" for name in ("tensor", "channel", "block", "mxfp8")),
-    *("modelopt_tensor", "modelopt_block", "torchao_inference", "transformers_block", "transformers_block_ue8m0"),
-    *("torchao_blockwise", "torchao_rowwise"),  # f8emu's own, which scales as torchao does in training
-)
-
-
-def test_other_packages_and_our_export_write_no_fault(tmp_path: Path) -> None:
-    """The packages run in a process of their own; a missing one is a failure. Each dialect is recognised."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "reference", STACKS, os.environ.get("PYTHONPATH", ""))))
-    command = [sys.executable, str(Path(__file__).with_name("written.py")), str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for name in WRITERS:
-        found = audit(tmp_path / name, source=tmp_path / "source")
-        assert (found.findings, found.tensors, found.compared) == ([], 7, 7), name
-        assert name in found.dialect.split(", "), (name, found.dialects)
 
 
 def weights(rows: int, k: int, seed: int) -> dict[str, np.ndarray]:

@@ -1,23 +1,35 @@
-"""Checkpoints as the packages of other stacks and f8emu write them: a program, since they change what others import.
+"""Checkpoints as the packages of other stacks and f8emu write them, in the process of tests/dialects/packages.py.
 
-python written.py FOLDER      writes FOLDER/source, in bfloat16, and FOLDER/NAME of each writer
+The packages change what others import, so that nothing here is imported before `main`.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false
 
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM, TorchAoConfig
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-warnings.simplefilter("ignore")
+from f8emu.audit import audit
+
+WRITERS = (
+    *(f"compressed_tensors_{name}" for name in ("tensor", "channel", "block", "mxfp8")),
+    *("modelopt_tensor", "modelopt_block", "torchao_inference", "transformers_block", "transformers_block_ue8m0"),
+    *("torchao_blockwise", "torchao_rowwise"),  # f8emu's own, which scales as torchao does in training
+)
+
+
+def assert_clean(folder: Path) -> None:
+    """Nothing is found in what `main` has written, and each dialect is recognised."""
+    for name in WRITERS:
+        found = audit(folder / name, source=folder / "source")
+        assert (found.findings, found.tensors, found.compared) == ([], 7, 7), name
+        assert name in found.dialect.split(", "), (name, found.dialects)
 
 
 def llama(source: Path, **more: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, device_map="cpu", **more)
 
 
@@ -53,6 +65,8 @@ def modelopt(source: Path, out: Path, config: str) -> None:
 
 
 def f8emu(source: Path, out: Path, recipe: str, form: str) -> None:
+    from transformers import LlamaForCausalLM
+
     from f8emu.torch import convert_to_float8_training, export_float8
 
     model = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
@@ -61,7 +75,10 @@ def f8emu(source: Path, out: Path, recipe: str, form: str) -> None:
 
 
 def main(folder: Path) -> None:
+    """Write `folder`/source, in bfloat16, and one checkpoint for each of WRITERS."""
     from torchao.quantization import Float8WeightOnlyConfig
+    from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     source = folder / "source"
     torch.manual_seed(0)
@@ -79,7 +96,3 @@ def main(folder: Path) -> None:
         modelopt(source, folder / f"modelopt_{name}", config)
     f8emu(source, folder / "torchao_blockwise", "blockwise", "block")
     f8emu(source, folder / "torchao_rowwise", "rowwise", "compressed-tensors")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,8 +1,9 @@
 """The packages of other stacks quantize the tables: a program, since they change what others import.
 
-    python packages.py OUT.npz
+    python packages.py OUT.npz BLOCKS FOLDER
 
-writes `TABLE/DTYPE/DIALECT/BLOCK/codes`, bytes, and `.../scale`, the bytes of the stored scales and their dtype.
+writes FOLDER with the checkpoints of tests/audit/written.py, since one process is to import all this, and
+`TABLE/DTYPE/DIALECT/BLOCK/codes`, bytes, and `.../scale`, the bytes of the stored scales and their dtype.
 """
 
 # pyright: reportMissingImports=false
@@ -11,12 +12,15 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from tables import DTYPES, tables
+
+from tests.audit import written
 
 warnings.simplefilter("ignore")
 E4M3 = torch.float8_e4m3fn
@@ -215,3 +219,4 @@ def results(blocks_of: dict[str, list[list[Any]]]) -> Iterator[tuple[str, np.nda
 if __name__ == "__main__":
     found: dict[str, Any] = dict(results(json.loads(sys.argv[2])))
     np.savez(sys.argv[1], **found)
+    written.main(Path(sys.argv[3]))

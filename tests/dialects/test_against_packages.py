@@ -1,4 +1,5 @@
-"""Dialects against the packages that they describe: every byte of codes and scales, on a CPU.
+"""Dialects against the packages that they describe: every byte of codes and scales, on a CPU; and what the packages
+write, under the audit.
 
 The packages run once, in a process of their own (packages.py). `make install` puts them beside the other packages, into
 the folder `stacks` of the environment. A missing package is a failure: what was not compared may not count as compared.
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from f8emu.dialects import DIALECTS, Dialect, dequantize, quantize
 from f8emu.dialects.arithmetic import block_amax
 from f8emu.dialects.rules import COLUMN, Arithmetic, Block, CodeRule, Division, PowerOfTwo
+from tests.audit.written import assert_clean
 
 HERE = Path(__file__).parent
 COMPARED = {name: dialect for name, dialect in DIALECTS.items() if dialect.is_compared}
@@ -54,12 +56,13 @@ def load(name: str) -> Any:
 TABLES = {(dtype, table): x for dtype in load("tables").DTYPES for table, x in load("tables").tables(dtype).items()}
 
 
-def bytes_of_packages(out: Path) -> dict[str, Array]:
-    """`TABLE/DTYPE/DIALECT/BLOCK/codes` and `/scale` -> the bytes of the package."""
+def bytes_of_packages(folder: Path) -> dict[str, Array]:
+    """`TABLE/DTYPE/DIALECT/BLOCK/codes` and `/scale` -> bytes of the package; its checkpoints go into the folder."""
+    out = folder / "out.npz"
     blocks = {name: [block for block in one.blocks if block != COLUMN] for name, one in COMPARED.items()}
     paths = [str(HERE), *sys.path, str(Path(sys.prefix, "stacks"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_NUMPY_RANK_PROMOTION": "allow"}
-    command = [sys.executable, str(HERE / "packages.py"), str(out), json.dumps(blocks)]
+    command = [sys.executable, str(HERE / "packages.py"), str(out), json.dumps(blocks), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (
         f"packages.py failed; `make install` brings the packages of other stacks:\n{done.stderr}"
@@ -133,9 +136,9 @@ PLANTED = (
 """Other rules, which the tables must tell from those of the packages."""
 
 
-def test_every_byte(tmp_path: Path) -> None:
+def test_every_byte_and_no_finding(tmp_path: Path) -> None:
     """One test, so that one process alone imports the packages."""
-    packages = bytes_of_packages(tmp_path / "out.npz")
+    packages = bytes_of_packages(tmp_path)
     apart, with_corners = dict[str, tuple[int, int]](), set[str]()
     for name, dialect in COMPARED.items():
         assert any(f"/{name}/" in key for key in packages), f"{name} says it is compared; packages.py does not"
@@ -153,6 +156,7 @@ def test_every_byte(tmp_path: Path) -> None:
     assert apart == {}, "(codes, scales) that differ"
     assert with_corners == CORNERS.keys(), "a corner is what the tables show, and no more"
     assert [one for one in PLANTED if sum(differences(one, packages)[:2]) == 0] == []
+    assert_clean(tmp_path)
 
 
 def test_compared_versions_are_installed() -> None:
