@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from f8emu.audit.checkpoint import DTYPES, Checkpoint, Stored
 from f8emu.audit.formats import SCALES, Format
 from f8emu.dialects.rules import GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
+from f8emu.dialects.stacks import FUSED
 
 CODES = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 """The dtype of codes -> the code of its largest number. What is above, signs left out, is infinite or NaN."""
@@ -22,8 +23,6 @@ _SAMPLE = 1 << 22
 """Codes of which a histogram is taken."""
 VALUES = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 """The magnitude of each E4M3 code."""
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""A fused Linear -> the layers whose rows it has, one below the other."""
 Bytes = NDArray[np.uint8]
 
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from f8emu.audit.blocks import CODES, FUSED, Weight, names_of, shapes_of
+from f8emu.audit.blocks import CODES, Weight, names_of, shapes_of
 from f8emu.audit.checkpoint import FLOATS, Checkpoint
 from f8emu.audit.faults import Severity
 from f8emu.audit.findings import Finding, finding
 from f8emu.audit.formats import INPUT_SCALES, SCALES, Format
 from f8emu.dialects.rules import ROW, SQUARE, TENSOR
+from f8emu.dialects.stacks import FUSED
 
 _SHARDS = {"query_key_value": 3, **{name: len(shards) for name, shards in FUSED.items()}}
 """A fused Linear -> the shards that a loader expects scales of."""

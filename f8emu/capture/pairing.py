@@ -15,9 +15,9 @@ import numpy as np
 from f8emu.capture.explain import Side
 from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord, Record, TensorRecord
+from f8emu.dialects.stacks import FUSED
 from f8emu.spec import OPERANDS, TRANSPOSED, Granularity, SpecError
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _SHOWN = ("input", "output")
 """What layers of other stacks show of a forward pass."""
 Key = tuple[str, str, int]

@@ -158,13 +158,14 @@ def _plan(shapes: Path | None, json_file: Path | None, plan_file: Path | None, c
 
 def _invariance(shapes: Path | None, json_file: Path | None, plan_file: Path | None, chip: str, rows: int) -> int:
     from f8emu.spec.chips import chip_by_name
-    from f8emu.split_k.invariance import GEMMS, LLAMA_3_8B, invariance, shapes_from_json
+    from f8emu.split_k.invariance import GEMMS, LLAMA_3_8B, invariance
+    from f8emu.split_k.plan import weights_from_json
 
     if plan_file is not None:
         raise SpecError("plan: --plan goes without --invariance; leave one of them out")
     on = chip_by_name("plan", chip).name
     with opened("plan", json_file) as out:
-        weights = LLAMA_3_8B if shapes is None else shapes_from_json(text_of("plan", shapes), str(shapes))
+        weights = LLAMA_3_8B if shapes is None else weights_from_json(text_of("plan", shapes), str(shapes))
         recipes = [replace(recipe, chip=on) for recipe in (RECIPES | SERVING_RECIPES).values()]
         found = [
             invariance(recipe, n, k, gemm=gemm, rows=rows)

@@ -105,6 +105,9 @@ def _with_cuda(make: Callable[..., Dialect], name: str, source: str, scale: Scal
     return make(name, source, scale, *rest), make(f"{name}_cuda", source, on_cuda, *rest)
 
 
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""A fused Linear of a server -> the layers whose rows it has, one below the other."""
+
 # 1 Rules that stacks share
 
 _D = functools.partial(ScaleForm, division=Division.QUOTIENT)

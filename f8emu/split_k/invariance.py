@@ -3,17 +3,17 @@
 Two things can make a row depend on the others: a scale that rows share, and an S that the library chooses by M.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
+from operator import itemgetter
 
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import SpecError
 from f8emu.spec.gemm import OPERANDS
 from f8emu.spec.recipe import Recipe
-from f8emu.split_k.gemm import Source, of_layer
+from f8emu.split_k.gemm import PlannedGemm, Source, of_layer
 from f8emu.split_k.plan import shipped_plan
 
 ROWS = 8192
@@ -97,39 +97,22 @@ def invariance(recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: in
     if not chip.plan:
         return found(Verdict.UNKNOWN, f"{scale}, but there is no split-K plan for {chip}")
     plan = shipped_plan(chip.plan)
-    asked = [of_layer(spec, (m, columns, summed), "bfloat16", "tn") for m in range(1, rows + 1)]
-    if asked[0].gemm == "rowwise":
+
+    def asked(m: int) -> PlannedGemm:
+        return of_layer(spec, (m, columns, summed), "bfloat16", "tn")
+
+    one_row = asked(1)
+    if one_row.gemm == "rowwise":
         return found(Verdict.BY_RULE, f"{scale}, and a rowwise GEMM is never split [CHAIN-3]")
-    if plan.slice_bytes is not None and asked[0].bytes_of_k <= 2 * plan.slice_bytes:
+    if plan.slice_bytes is not None and one_row.bytes_of_k <= 2 * plan.slice_bytes:
         return found(Verdict.BY_RULE, f"{scale}, and K is too short to be split [PLAN-2]")
-    answers = [plan.split_k(one) for one in asked]
-    ranges = [next(group) for _, group in groupby(enumerate(answers, 1), key=lambda pair: pair[1])]
-    unknown = [m for m, split in ranges if split.source is Source.UNKNOWN]
-    if unknown:
-        return found(Verdict.UNKNOWN, f"{scale}, but the plan does not reach M = {unknown[0]}")
-    splits = [
-        next(group) for _, group in groupby(((m, split.split_k) for m, split in ranges), key=lambda pair: pair[1])
-    ]
+    answers = [plan.split_k(asked(m)) for m in range(1, rows + 1)]
+    unknown = next((m for m, split in enumerate(answers, 1) if split.source is Source.UNKNOWN), None)
+    if unknown is not None:
+        return found(Verdict.UNKNOWN, f"{scale}, but the plan does not reach M = {unknown}")
+    of_rows = enumerate((split.split_k for split in answers), 1)
+    splits = [next(group) for _, group in groupby(of_rows, key=itemgetter(1))]
     share = sum(split.source is Source.RECORDED for split in answers) / rows
     if len(splits) > 1:
         return found(Verdict.DEPENDS, f"{scale}, but S depends on M", splits, share)
     return found(Verdict.BY_PLAN, f"{scale}, and S = {splits[0][1]} up to M = {rows}", splits, share)
-
-
-def shapes_from_json(text: str, name: str) -> list[tuple[int, int]]:
-    """(n, k) of each object of a list; other keys, such as `m`, are the objects' own.
-
-    Raises:
-        SpecError: no list of objects with integers n and k of at least 1.
-    """
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{name}: not JSON: {error}") from None
-    found: list[tuple[int, int]] = []
-    for index, entry in enumerate(data if isinstance(data, list) else [None]):
-        n, k = (entry.get("n"), entry.get("k")) if isinstance(entry, dict) else (None, None)
-        if type(n) is not int or type(k) is not int or min(n, k) < 1:
-            raise SpecError(f"{name}: object {index}: expected integers n and k of at least 1; got {str(entry)[:60]}")
-        found.append((n, k))
-    return found

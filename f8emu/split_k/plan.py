@@ -105,6 +105,22 @@ def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedG
     return [(item, _gemm(item, f"{name}: object {index}")) for index, item in enumerate(data)]
 
 
+def weights_from_json(text: str, name: str) -> list[tuple[int, int]]:
+    """(n, k) of each object of a list; other keys, such as `m`, are the objects' own.
+
+    Raises:
+        SpecError: no list of objects with integers n and k of at least 1.
+    """
+    data = _parsed(text, name)
+    found: list[tuple[int, int]] = []
+    for index, entry in enumerate(data if isinstance(data, list) else [None]):
+        n, k = (entry.get("n"), entry.get("k")) if isinstance(entry, dict) else (None, None)
+        if type(n) is not int or type(k) is not int or min(n, k) < 1:
+            raise SpecError(f"{name}: object {index}: expected integers n and k of at least 1; got {str(entry)[:60]}")
+        found.append((n, k))
+    return found
+
+
 def _gemm(item: Any, place: str) -> PlannedGemm:
     if not isinstance(item, dict):
         raise SpecError(f"{place}: expected an object with {', '.join(_REQUIRED)}; got {_kind(item)}")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from f8emu.capture.handle import name_of
+from f8emu.torch.chip import FLOAT8_DTYPES, HIGH_PRECISION_DTYPES
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.torch_internals import is_in_backward_pass, named_modules, not_compiled
 
@@ -29,9 +30,7 @@ _OPERATORS = {
     "vllm::w8a8_triton_block_scaled_mm_func": (0, 2),
 }
 """Operator -> the places of a and of its scale among its arguments. Those of vLLM as it is at 0.33."""
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-_VALUES = (torch.float32, torch.bfloat16, torch.float16)
-_SCALES = (*_VALUES, torch.float8_e8m0fnu)
+_SCALES = (*HIGH_PRECISION_DTYPES, torch.float8_e8m0fnu)
 """Dtypes of scales that mean what they say; packed ones (int32) are not shown."""
 Operand = tuple[Tensor, Tensor]
 """Codes [rows, K] and the scale as the stack has it."""
@@ -50,7 +49,7 @@ def _is_foreign(module: nn.Module) -> bool:
         return False
     kinds = {(kind.__module__, kind.__name__) for kind in type(module).__mro__}
     is_torchao = ("torchao.float8.float8_linear", "Float8Linear") in kinds
-    return is_torchao or (weight.dtype in _FLOAT8 and _scale_of(module) is not None)
+    return is_torchao or (weight.dtype in FLOAT8_DTYPES and _scale_of(module) is not None)
 
 
 def _scale_of(module: nn.Module) -> Tensor | None:
@@ -97,7 +96,7 @@ class ForeignWatch:
             # a call that failed has no output; what activation checkpointing repeats is seen once
             if x is None or not isinstance(y, Tensor) or is_in_backward_pass():
                 return
-            if x.shape[:-1] == y.shape[:-1] and y.dtype in _VALUES:
+            if x.shape[:-1] == y.shape[:-1] and y.dtype in HIGH_PRECISION_DTYPES:
                 self._show(name, *_seen(module, x.detach(), y.detach(), mode))
 
         return before, after
@@ -114,7 +113,7 @@ class _Operands(TorchDispatchMode):
         if self.a is None and name in _OPERATORS:
             names = [one.name for one in func._schema.arguments]
             codes, scale = (args[i] if i < len(args) else kwargs.get(names[i]) for i in _OPERATORS[name])
-            if isinstance(codes, Tensor) and isinstance(scale, Tensor) and codes.dtype in _FLOAT8:
+            if isinstance(codes, Tensor) and isinstance(scale, Tensor) and codes.dtype in FLOAT8_DTYPES:
                 self.a = codes.detach(), scale.detach()
         elif self.a is None and name == "aten::mm" and all(hasattr(one, "_data") for one in args):
             # torchao keeps the factor that encodes; its product takes the reciprocal
@@ -151,7 +150,7 @@ def _seen(
         facts |= {f"{side}_format": _name(codes), f"{side}_scale": _name(scale)}
         facts |= {f"{side}_block_rows": rows, f"{side}_block_columns": columns}
     tensors = {"input": x, "weight": weight.detach()}
-    return {name: one for name, one in tensors.items() if one.dtype in _VALUES}, arrays, facts
+    return {name: one for name, one in tensors.items() if one.dtype in HIGH_PRECISION_DTYPES}, arrays, facts
 
 
 def _shown(

@@ -9,7 +9,8 @@ from ml_dtypes import bfloat16
 import f8emu.numpy as f8
 from f8emu.spec import RECIPES, SERVING_RECIPES, Recipe, SpecError
 from f8emu.spec.chips import CHIPS
-from f8emu.split_k.invariance import Invariance, Verdict, invariance, shapes_from_json
+from f8emu.split_k.invariance import Invariance, Verdict, invariance
+from f8emu.split_k.plan import weights_from_json
 
 N, K, ROWS = 256, 16384, 96
 
@@ -65,5 +66,5 @@ def test_refusals() -> None:
         invariance(RECIPES["rowwise"], 0, K)
     for text in ("{}", "[1]", '[{"n": 1}]', '[{"n": 1, "k": true}]'):
         with pytest.raises(SpecError, match="file: object 0: expected integers n and k"):
-            shapes_from_json(text, "file")
-    assert shapes_from_json('[{"n": 3, "k": 4, "m": 1}]', "file") == [(3, 4)]
+            weights_from_json(text, "file")
+    assert weights_from_json('[{"n": 3, "k": 4, "m": 1}]', "file") == [(3, 4)]

@@ -105,9 +105,7 @@ def layer_split_k(
     spec: recipe.Gemm, sizes: tuple[int, int, int], layout: str, dtypes: tuple[str, str, str], *, chip: Chip
 ) -> Split:
     """S of a GEMM of a layer; `dtypes` are those of the product, a and b, `layout` counts in high precision."""
-    if 0 in sizes:
-        return Split(1, Source.RECORDED)
-    if not spec.split_k:
+    if 0 in sizes or not spec.split_k:
         return Split(1, Source.RECORDED)
     pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
     gemm = planned_gemm(sizes, pair, dtypes, use_fast_accum=spec.use_fast_accum, layout=layout)
