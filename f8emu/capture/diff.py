@@ -6,18 +6,63 @@ are compared too (`f8emu.capture.pairing`): what a layer of another stack does n
 Scales in other formats are compared as the numbers that they are.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from f8emu.capture.divergence import CaptureDiff, Pair
-from f8emu.capture.findings import absences, findings_page, numbered
-from f8emu.capture.pairing import Records, is_never_shown, renamed, without_fusion
-from f8emu.capture.read import CapturedRecord, CapturedStep
-from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord
-from f8emu.conformance.compare import counted
+import numpy as np
+
+from f8emu.capture.explain import Side, explained, first_block, fused
+from f8emu.capture.findings import Finding, Found, compared, findings_page, numbered
+from f8emu.capture.pairing import (
+    Key,
+    Records,
+    Shard,
+    is_never_shown,
+    renamed,
+    side_of,
+    unseen,
+    value_of,
+    without_fusion,
+)
+from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
+from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord, TensorRecord
+from f8emu.conformance.compare import counted, different
 from f8emu.conformance.run.result import Progress
 from f8emu.report.page import Page
-from f8emu.spec import SpecError
+from f8emu.spec import OPERANDS, SpecError
+
+_ORDER = ("value", "a.scale", "a.codes", "b.scale", "b.codes", "product")
+_OPTIONS = ("a_format", "b_format", "granularity_a", "granularity_b", "out_dtype", "use_fast_accum", "chip", "split_k")
+"""Options of a GEMM; if they differ, the bits may differ too."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CaptureDiff(Found):
+    """What two captures have in common, and where they part. What is missing was not compared."""
+
+    context: list[str] = field(default_factory=list)
+    """Differences in how the two were made: device, versions, recipe, ..."""
+    steps: int = 0
+    stages: int = 0
+    stages_equal: int = 0
+    elements: int = 0
+    elements_equal: int = 0
+    divergences: list[Finding] = field(default_factory=list)
+    """All divergences in the order of execution: the first is where the captures part."""
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+    """Steps and records that the other does not have, and does not say that it left out or never finished."""
+
+    @property
+    def has_difference(self) -> bool:
+        return bool(self.divergences or self.only_a or self.only_b or self.damaged)
+
+    @property
+    def is_equal(self) -> bool:
+        """Something was compared, nothing is missing on either side, and nothing differed."""
+        return not self.has_difference and not self.missing and not self.is_interrupted and self.stages > 0
 
 
 def diff_captures(
@@ -53,15 +98,12 @@ def diff_captures(
             ours, others = _by_key("A", step_a, found), _by_key("B", step_b, found)
             ours, others = without_fusion(ours, others), without_fusion(others, ours)
             # 2. Records of one layer, GEMM and call.
-            both = [key for key in ours if key in others]
-            pair = Pair(step_a.name, ours, others, found, errors)
-            yield step_a.name, [partial(pair.compare, key) for key in both]
+            pair = _Pair(step_a.name, ours, others, found, errors)
+            yield step_a.name, [partial(pair.compare, key) for key in ours if key in others]
             # 3. What is on one side only counts unless the other side says that it lacks it.
-            for name, lone, step, of, other in (
-                ("A", found.only_a, step_a, ours, step_b),
-                ("B", found.only_b, step_b, others, step_a),
-            ):
-                unmatched = [one for key, one in of.items() if key not in both and not _is_excused(other, one)]
+            sides = ("A", step_a, ours, found.only_a), ("B", step_b, others, found.only_b)
+            for (name, step, of, lone), (_, other, there, _) in (sides, sides[::-1]):
+                unmatched = [one for key, one in of.items() if key not in there and not _is_excused(other, one)]
                 told = [one for one in unmatched if not is_never_shown(other, one.record)]
                 lone += [f"{step.name}: {one.record.place}" for one in told]
                 if more := len(unmatched) - len(told):
@@ -77,13 +119,11 @@ def diff_captures(
 def _paired(
     a: Sequence[CapturedStep], b: Sequence[CapturedStep], found: CaptureDiff
 ) -> Iterator[tuple[CapturedStep, CapturedStep]]:
-    (of_a, twice_a), (of_b, twice_b) = numbered(a), numbered(b)
-    found.missing += [f"A: {text}" for text in (*twice_a, *absences(a))]
-    found.missing += [f"B: {text}" for text in (*twice_b, *absences(b))]
+    (of_a, missing_a), (of_b, missing_b) = numbered(a), numbered(b)
+    found.missing += [*(f"A: {text}" for text in missing_a), *(f"B: {text}" for text in missing_b)]
     # Two steps that were named are compared whatever their numbers and ranks are.
     if len(of_a) == len(of_b) == 1:
-        yield next(iter(of_a.values())), next(iter(of_b.values()))
-        return
+        of_b = dict(zip(of_a, of_b.values(), strict=True))
     if not of_a.keys() & of_b.keys():
         names = (", ".join(step.name for step in steps[:8]) for steps in (a, b))
         raise SpecError(
@@ -115,17 +155,17 @@ def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
     # What may explain a difference: said first, and no difference in itself.
 
     def shown(step: CapturedStep) -> dict[str, str]:
-        header = step.header
-        engines = {one.record.engine for one in step.records if isinstance(one.record, GemmRecord)}
-        own = {"step": str(header.step), "rank": f"{header.rank} of {header.world_size}"}
-        own |= {"recipe": ", ".join(sorted(recipe.label for recipe in header.recipes.values())) or "none"}
-        own |= {"framework": header.framework, "device": header.device, "plan": header.plan}
-        own |= {name: version for name, version in header.versions.items() if version is not None}
-        modules = {one.record.module for one in step.records if isinstance(one.record, ForeignRecord)}
-        return own | {
-            "engine": ", ".join(sorted(engines) or ["none"]),
-            "layers of": ", ".join(sorted(modules)) or "f8emu",
+        header, records = step.header, [one.record for one in step.records]
+        facts = {
+            "step": str(header.step),
+            "rank": f"{header.rank} of {header.world_size}",
+            "recipe": _listed((recipe.label for recipe in header.recipes.values()), "none"),
+            **{"framework": header.framework, "device": header.device, "plan": header.plan},
+            **{name: version for name, version in header.versions.items() if version is not None},
+            "engine": _listed((one.engine for one in records if isinstance(one, GemmRecord)), "none"),
+            "layers of": _listed((one.module for one in records if isinstance(one, ForeignRecord)), "f8emu"),
         }
+        return facts
 
     if a.path.resolve() == b.path.resolve():
         yield f"{a.name} is the same on both sides: {a.path}"
@@ -134,6 +174,105 @@ def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
     for name in dict.fromkeys((*of_a, *of_b)):
         if of_a.get(name) != of_b.get(name):
             yield f"{name}: {of_a.get(name, 'none')} / {of_b.get(name, 'none')}"
+
+
+def _listed(words: Iterable[str], none: str) -> str:
+    return ", ".join(sorted(set(words))) or none
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    # One step of both captures.
+    step: str
+    a: Records
+    b: Records
+    found: CaptureDiff
+    errors: int
+
+    def compare(self, key: Key) -> None:
+        # Count and compare every part of one record, and note what differs, is missing or was changed.
+        a, b, found = self.a[key], self.b[key], self.found
+        arrays, place = (a.load(), b.load()), f"{self.step}: {a.record.place}"
+        found.damaged += [one.named for one in (a, b) if not one.is_intact()]
+        # 1. What one side does not show was not compared.
+        hidden: set[str] = set()
+        for name, one, other in (("A", a, b), ("B", b, a)):
+            for parts, why in unseen(one.record, other.record):
+                hidden.update(parts)
+                found.missing.append(f"{name}: {place}: {', '.join(parts)} {why}")
+        shown = [part for part in _ORDER if (part in arrays[0] or part in arrays[1]) and part not in hidden]
+        # 2. In the order of computation: why an operand differs is said of its first part, in as many lines as are
+        #    shown; a product is judged by whether its operands were equal.
+        unexplained, before = {"a", "b"}, len(found.divergences)
+        for part in shown:
+            x, y = (of.get(part) for of in arrays)
+            facts, size = _differ(x, y, place, part, self.errors)
+            found.stages += 1
+            found.stages_equal += not facts
+            found.elements += size
+            found.elements_equal += size - facts.get("elements_different", 0)
+            if not facts:
+                continue
+            tensor, side = a.record.what, part[0]
+            if not isinstance(a.record, TensorRecord):
+                tensor = "" if part == "product" else OPERANDS[a.record.gemm]["ab".index(side)]
+            if part == "product" and "fault" not in facts:
+                pairs = [(name, getattr(a.record, name, ""), getattr(b.record, name, "")) for name in _OPTIONS]
+                facts["options"] = ", ".join(f"{name} {i} / {j}" for name, i, j in pairs if "" not in (i, j) and i != j)
+                is_judged = len(found.divergences) == before and {"a.codes", "b.codes"} <= set(shown)
+                facts["cause"] = "of equal operands: the GEMM itself" if is_judged else ""
+            elif side in unexplained and len(found.divergences) <= self.errors:
+                unexplained.remove(side)
+                facts |= self._why(part, key, arrays, "fault" in facts)
+            where = {"step": self.step, "place": a.record.place, "part": part, "tensor": tensor}
+            found.divergences.append(Finding(**where, elements=size, **facts))
+
+    def _why(self, part: str, key: Key, arrays: tuple[Arrays, Arrays], is_fault: bool) -> dict[str, str]:
+        # The first block of an operand that differs, and what gives the bits of either side.
+        side, records = part[0], (self.a, self.b)
+        a, b = (side_of(of[key].record, own, side) for of, own in zip(records, arrays, strict=True))
+        if a is None or b is None:
+            return {}
+        x, y = (a.factors, b.factors) if part.endswith("scale") else (a.codes, b.codes)
+        found = {} if is_fault else {"block": first_block(different(x, y), a.block, a.codes.shape)}
+        # from the tensor before its cast; a tensor that differs itself is cause enough
+        values = [value for of in records if (value := value_of(of, key, side)) is not None]
+        if len(values) == 2 and (_fault(*values) or different(*values).any()):
+            return found
+        value = values[0] if values else None
+        return found | {"cause": self._fused(key, side, a, b) or explained(value, a, b)}
+
+    def _fused(self, key: Key, side: str, a: Side, b: Side) -> str:
+        # Of the side that has the fused weight, by the scales of the other's shards.
+        for name, of, own, unfused, whole in (("B", self.b, a, self.a, b), ("A", self.a, b, self.b, a)):
+            shard = of[key]
+            if side == "b" and isinstance(shard, Shard):
+                try:
+                    scales = [unfused[sibling, *key[1:]].load()["b.scale"] for sibling in shard.siblings]
+                except (KeyError, CaptureError):  # one of them is not there, or broken, which is said in its turn
+                    return ""
+                text = fused(scales, own, whole, shard.siblings)
+                return f"{name}: {text}" if text else ""
+        return ""
+
+
+def _differ(
+    x: np.ndarray | None, y: np.ndarray | None, case: str, part: str, errors: int
+) -> tuple[dict[str, Any], int]:
+    # The fields of a finding, and how many elements there are: all differ of parts that cannot be compared.
+    size = max(one.size for one in (x, y) if one is not None)
+    if x is None or y is None:
+        return {"elements_different": size, "fault": f"only {'B' if x is None else 'A'} has it"}, size
+    if part.endswith("scale") and x.dtype != y.dtype:
+        x, y = x.astype(np.float32), y.astype(np.float32)
+    if fault := _fault(x, y):
+        return {"elements_different": size, "fault": fault}, size
+    return compared(x, y, case, part, errors), size
+
+
+def _fault(x: np.ndarray, y: np.ndarray) -> str:
+    is_alike = x.dtype == y.dtype and x.shape == y.shape
+    return "" if is_alike else f"{x.dtype.name}{list(x.shape)} / {y.dtype.name}{list(y.shape)}"
 
 
 def diff_page(found: CaptureDiff, errors: int) -> tuple[Page, str]:
@@ -154,14 +293,9 @@ def diff_page(found: CaptureDiff, errors: int) -> tuple[Page, str]:
 
 def diff_verdict(found: CaptureDiff) -> str:
     """The last line."""
-    difference = "NOT EQUAL: the captures do not hold the same" if found.has_difference else ""
-    if found.divergences:
-        first = found.divergences[0]
-        difference = f"NOT EQUAL, first at {first.step}: {first.place} {first.part}"
     return found.verdict(
-        "",
+        found.divergences,
         f"{found.stages_equal} of {found.stages} stages, {found.elements_equal} of {found.elements} elements",
-        difference=difference,
+        otherwise="NOT EQUAL: the captures do not hold the same" if found.has_difference else "",
         nothing="" if found.stages else "nothing was compared",
-        lacks=(),
     )

@@ -1,11 +1,15 @@
 """What `f8emu replay` and `f8emu diff` share: findings, what captures lack, the walk through records, and the page."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
 
 from f8emu.capture.read import CapturedStep
 from f8emu.capture.record import CaptureError
-from f8emu.conformance.compare import Mismatch, counted
+from f8emu.conformance.compare import Mismatch, counted, different, distances, mismatches
 from f8emu.conformance.run.result import Progress, Silent
 from f8emu.report.page import Block, Page, Section, Text
 
@@ -23,19 +27,66 @@ class Finding:
     """The tensor itself, or the one that the operand was cast from; empty for a product."""
     elements: int
     elements_different: int
+    ulps_median: float = 0.0
+    """The median difference of the elements that differ, in ulps of their format, NaN and infinities left out."""
+    ulps_max: int = 0
+    nonfinite: int = 0
+    """The number of elements that are NaN or infinite on one side only."""
+    fault: str = ""
+    """Why they cannot be compared: another dtype or shape."""
+    block: str = ""
+    """The first block of codes that share a scale in which something differs, and how many there are."""
+    options: str = ""
+    """Options of the GEMM that differ."""
     cause: str = ""
     """What the pattern of the difference says."""
     mismatches: tuple[Mismatch, ...] = ()
     """The first ones."""
 
     @property
+    def where(self) -> str:
+        return f"{self.step}: {self.place} {self.part}"
+
+    @property
     def share(self) -> str:
-        return f"{self.elements_different} of {self.elements} differ"
+        """How many elements differ, and how far; or why they cannot be compared."""
+        if self.fault:
+            return self.fault
+        share = f"{self.elements_different} of {self.elements} differ ({self.elements_different / self.elements:.2%})"
+        ulps = f", by {self.ulps_median:g} ulps (median), {self.ulps_max} at most" if self.ulps_max else ""
+        special = f", {self.nonfinite} finite on one side only" if self.nonfinite else ""
+        return "; ".join(text for text in (share + ulps + special, self.block, self.options) if text)
 
     def line(self) -> str:
         """One line."""
         of = f" ({self.tensor})" if self.tensor else ""
-        return f"{self.step}: {self.place} {self.part}{of}: {self.share}" + (f"; {self.cause}" if self.cause else "")
+        return f"{self.where}{of}: {self.share}" + (f"; {self.cause}" if self.cause else "")
+
+
+def compared(x: np.ndarray, y: np.ndarray, case: str, part: str, errors: int) -> dict[str, Any]:
+    """The fields of a Finding that say how two arrays of one dtype and shape differ; empty where they do not."""
+    wrong = different(x, y)
+    if not wrong.any():
+        return {}
+    distance, nonfinite = ulps(x[wrong], y[wrong])
+    return {
+        "elements_different": int(np.count_nonzero(wrong)),
+        "ulps_median": float(np.median(distance)) if distance.size else 0.0,
+        "ulps_max": int(distance.max(initial=0)),
+        "nonfinite": nonfinite,
+        "mismatches": tuple(islice(mismatches(case, part, x, y), errors)),
+    }
+
+
+def ulps(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, int]:
+    """How many numbers of the format lie between, of elements that are finite on both sides; and how many are not.
+
+    Codes of one sign are ordered as their values; +0 and -0 are one apart.
+    """
+    distance, apart = distances(x, y)
+    with np.errstate(invalid="ignore"):
+        crosses_zero = np.signbit(x) != np.signbit(y)
+    return (np.abs(distance) + crosses_zero)[~apart], int(np.count_nonzero(apart))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,17 +116,24 @@ class Found:
         except KeyboardInterrupt:
             self.is_interrupted = True
 
-    def verdict(self, done: str, of: str, *, difference: str, nothing: str, lacks: Sequence[str]) -> str:
-        """The last line: `done` is how much is equal, `of` what was compared; the worst that was found names it."""
+    def verdict(
+        self, findings: Sequence[Finding], of: str, *, equal: str = "", otherwise: str, nothing: str, undone: str = ""
+    ) -> str:
+        """The last line: `of` is what was compared, `equal` how much of it is equal; the worst that was found names it.
+
+        `otherwise` is a difference without a finding, `nothing` says that nothing was compared, `undone` how much.
+        """
+        difference = f"NOT EQUAL, first at {findings[0].where}" if findings else otherwise
+        missing = counted(len(self.missing), "thing is missing", "things are missing") if self.missing else ""
         ctrl_c = "INTERRUPTED, " if self.is_interrupted else ""
-        lacks = [*lacks, *[counted(len(self.missing), "thing is missing", "things are missing")] * bool(self.missing)]
         if difference:
-            return f"{ctrl_c}{difference}; equal: {done}{of}"
+            return f"{ctrl_c}{difference}; equal: {equal}{of}"
         if nothing:
             return f"{ctrl_c or 'NOT VERIFIED: '}{nothing}"
         if self.is_interrupted:
             return f"INTERRUPTED: equal so far: {of}"
-        return f"NOT VERIFIED: {', '.join(lacks)}; equal: {of}" if lacks else f"equal: every bit of {of}"
+        lacks = ", ".join(filter(None, (undone, missing)))
+        return f"NOT VERIFIED: {lacks}; equal: {of}" if lacks else f"equal: every bit of {of}"
 
 
 def findings_page(
@@ -102,28 +160,22 @@ def findings_page(
     return Page(title=f"f8emu {command}", sections=[section])
 
 
-def numbered(steps: Iterable[CapturedStep]) -> tuple[dict[tuple[int, int], CapturedStep], list[str]]:
-    """(step, rank) -> step, a finished one rather than an unfinished one; and a line for each that is left over."""
-    # Finished steps come first in the order, and so keep their number.
+def numbered(steps: Sequence[CapturedStep]) -> tuple[dict[tuple[int, int], CapturedStep], list[str]]:
+    """(step, rank) -> step, a finished one rather than an unfinished one; and what is missing, or there twice."""
     found: dict[tuple[int, int], CapturedStep] = {}
-    twice: list[str] = []
+    missing: list[str] = []
+    # 1. Finished steps come first in the order, and so keep their number.
     for step in sorted(steps, key=lambda step: not step.is_complete):
         kept = found.setdefault((step.header.step, step.header.rank), step)
-        if kept is not step:
-            twice.append(f"{step.name} appears twice: {kept.path}, {step.path}")
-    return found, twice
-
-
-def absences(steps: Sequence[CapturedStep]) -> Iterator[str]:
-    """What the steps themselves say that the capture does not hold."""
+        missing += [f"{step.name} appears twice: {kept.path}, {step.path}"] * (kept is not step)
+    # 2. What the steps themselves say.
     for step in steps:
-        if not step.is_complete:
-            yield f"{step.name} was never finished: {step.path}"
-        yield from (f"{step.name}: {one.place} was left out: {one.reason}" for one in step.left_out)
-    # Of a step that any rank captured, all ranks are expected; but a step given by its own path stands alone.
+        missing += [f"{step.name} was never finished: {step.path}"] * (not step.is_complete)
+        missing += [f"{step.name}: {one.place} was left out: {one.reason}" for one in step.left_out]
+    # 3. Of a step that any rank captured, all ranks are expected; but a step given by its own path stands alone.
     headers = [step.header for step in steps if not step.is_alone]
     for number in sorted({header.step for header in headers}):
         size = max(header.world_size for header in headers if header.step == number)
         lacking = size - len({header.rank for header in headers if header.step == number})
-        if lacking > 0:
-            yield f"step {number}: {counted(lacking, 'rank')} of {size} did not capture it"
+        missing += [f"step {number}: {counted(lacking, 'rank')} of {size} did not capture it"] * (lacking > 0)
+    return found, missing

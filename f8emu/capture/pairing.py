@@ -14,9 +14,9 @@ import numpy as np
 
 from f8emu.capture.explain import Side
 from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
-from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord, Record, TensorRecord
+from f8emu.capture.record import CaptureError, ForeignRecord, Record, TensorRecord
 from f8emu.dialects.stacks import FUSED
-from f8emu.spec import OPERANDS, TRANSPOSED, Granularity, SpecError
+from f8emu.spec import OPERANDS, TRANSPOSED, SpecError
 
 _SHOWN = ("input", "output")
 """What layers of other stacks show of a forward pass."""
@@ -31,20 +31,19 @@ def renamed(step: CapturedStep, names: Sequence[str]) -> CapturedStep:
     Raises:
         SpecError: of another form.
     """
-    records = step.records
+    layers, fault = [one.record.layer for one in step.records], ""
     for name in names:
         pattern, equals, replacement = name.rpartition("=")
         try:
-            layers = [re.sub(pattern, replacement, one.record.layer) for one in records]
+            layers = [re.sub(pattern, replacement, layer) for layer in layers]
         except (re.error, IndexError) as error:
-            equals, name, layers = "", f"{name}: {error}", []
-        if not equals:
+            fault = f": {error}"
+        if fault or not equals:
             raise SpecError(
-                f"diff: map must be REGEX=REPLACEMENT, as re.sub takes them; got {name}; escape dots as \\."
+                f"diff: map must be REGEX=REPLACEMENT, as re.sub takes them; got {name}{fault}; escape dots as \\."
             )
-        pairs = zip(records, layers, strict=True)
-        records = tuple(replace(one, record=replace(one.record, layer=layer)) for one, layer in pairs)
-    return replace(step, records=records)
+    pairs = zip(step.records, layers, strict=True)
+    return replace(step, records=tuple(replace(one, record=replace(one.record, layer=layer)) for one, layer in pairs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ class Shard(CapturedRecord):
         if (codes := arrays.get("b.codes")) is not None:
             arrays["b.codes"] = codes[rows]
         if (scale := arrays.pop("b.scale", None)) is not None:
-            block = block_of(record, "b")[0]
+            block = record.block("b")[0]
             if len(scale) == 1:
                 arrays["b.scale"] = scale
             elif self.start % block == 0 and (self.stop % block == 0 or self.stop == record.n):
@@ -101,21 +100,13 @@ def is_never_shown(step: CapturedStep, record: Record) -> bool:
     return gemms == {ForeignRecord} and record.what not in _SHOWN
 
 
-def unseen(one: CapturedRecord, other: CapturedRecord) -> Iterator[tuple[tuple[str, ...], str]]:
+def unseen(one: Record, other: Record) -> Iterator[tuple[tuple[str, ...], str]]:
     """(parts, why) of what a layer of another stack does not show, or shows with something added."""
-    if isinstance(one.record, ForeignRecord):
-        if one.record.not_shown:
-            yield one.record.not_shown, f"not shown by {one.record.module}"
-        if one.record.has_bias and not getattr(other.record, "has_bias", False):
-            yield ("product",), f"of {one.record.module} has a bias added to it"
-
-
-def block_of(record: GemmRecord | ForeignRecord, side: str) -> tuple[int, int]:
-    """Rows and columns of `a` or `b` that share a scale."""
-    if isinstance(record, ForeignRecord):
-        return record.block(side)
-    rows, columns = Granularity(getattr(record, f"granularity_{side}")).block
-    return rows or (record.m if side == "a" else record.n), columns or record.k
+    if isinstance(one, ForeignRecord):
+        if one.not_shown:
+            yield one.not_shown, f"not shown by {one.module}"
+        if one.has_bias and not getattr(other, "has_bias", False):
+            yield ("product",), f"of {one.module} has a bias added to it"
 
 
 def side_of(record: Record, arrays: Arrays, side: str) -> Side | None:
@@ -123,7 +114,7 @@ def side_of(record: Record, arrays: Arrays, side: str) -> Side | None:
     codes, scale = arrays.get(f"{side}.codes"), arrays.get(f"{side}.scale")
     if isinstance(record, TensorRecord) or codes is None or scale is None:
         return None
-    rows, columns = block_of(record, side)
+    rows, columns = record.block(side)
     stack = record.module.partition(" ")[0] if isinstance(record, ForeignRecord) else "torchao"
     return Side(codes=codes, scale=scale, block=(min(rows, len(codes)), columns), stack=stack)
 

@@ -135,6 +135,11 @@ class GemmRecord(_Record):
         if self.split_k < 1:
             raise SpecError(f"'split_k' must be at least 1; found {self.split_k}")
 
+    def block(self, side: str) -> tuple[int, int]:
+        """Rows and columns that share a scale of `a` or `b`."""
+        rows, columns = Granularity(getattr(self, f"granularity_{side}")).block
+        return rows or (self.m if side == "a" else self.n), columns or self.k
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord(_Record):

@@ -9,12 +9,10 @@ The engine that computed a capture does not judge it: a capture that f8ref.jax e
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
-from typing import Any
 
 import numpy as np
 
-from f8emu.capture.findings import Finding, Found, absences, findings_page, numbered
+from f8emu.capture.findings import Finding, Found, compared, findings_page, numbered
 from f8emu.capture.oracle import (
     Expected,
     Sampled,
@@ -26,7 +24,7 @@ from f8emu.capture.oracle import (
 )
 from f8emu.capture.read import CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord
-from f8emu.conformance.compare import Mismatch, abbreviated, counted, different, mismatches
+from f8emu.conformance.compare import Mismatch, abbreviated, counted, different
 from f8emu.conformance.run.result import Progress
 from f8emu.conformance.run.subject import NotOffered, Subject, load_subject
 from f8emu.report.page import Cell, Page, Row, Table, Tone
@@ -104,7 +102,7 @@ def replay(
         raise SpecError(f"replay: oracle must be one of {', '.join(ORACLES)}; got {oracle!r}")
     if outputs is not None and outputs < 1:
         raise SpecError(f"replay: outputs must be at least 1, or None for all; got {outputs}")
-    found = Replay(missing=[*numbered(steps)[1], *absences(steps)])
+    found = Replay(missing=numbered(steps)[1])
     judges: dict[str, Subject] = {}
 
     def tasks() -> Iterator[tuple[str, list[Callable[[], None]]]]:
@@ -202,11 +200,11 @@ class _Step:
             return
         # 2. A finding. An element that is equal under another inv_scale is equal.
         shown = np.where(wrong, expected.array, observed)
-        found = mismatches(f"{self.step.name}: {record.place}", part, observed, shown)
-        first = tuple(islice((one if sample is None else _placed(one, sample) for one in found), self.errors))
-        place: dict[str, Any] = {"step": self.step.name, "place": record.place, "part": part, "tensor": tensor}
-        place |= {"elements": wrong.size, "elements_different": bad, "cause": cause, "mismatches": first}
-        self.found.findings.append(Finding(**place))
+        facts = compared(observed, shown, f"{self.step.name}: {record.place}", part, self.errors)
+        if sample is not None:
+            facts["mismatches"] = tuple(_placed(one, sample) for one in facts["mismatches"])
+        place = {"step": self.step.name, "place": record.place, "part": part, "tensor": tensor, "cause": cause}
+        self.found.findings.append(Finding(elements=wrong.size, **place, **facts))
 
 
 def _placed(one: Mismatch, sample: Sampled) -> Mismatch:
@@ -238,13 +236,12 @@ def replay_page(found: Replay, errors: int) -> tuple[Page, str]:
 def replay_verdict(found: Replay) -> str:
     """The last line."""
     count, undone = found.counts["product"], found.gemms - found.counts["product"].parts
-    first = found.findings[0] if found.findings else None
-    difference = f"DAMAGED: {counted(len(found.damaged), 'file')}" if found.damaged else ""
     return found.verdict(
-        f"{count.elements_equal} of ",
+        found.findings,
         f"{count.elements} of {counted(found.outputs, 'output')} of {counted(found.gemms, 'GEMM')}; judge: "
         f"{', '.join(found.oracles)}",
-        difference=f"NOT EQUAL, first at {first.step}: {first.place} {first.part}" if first else difference,
+        equal=f"{count.elements_equal} of ",
+        otherwise=f"DAMAGED: {counted(len(found.damaged), 'file')}" if found.damaged else "",
         nothing="" if count.elements else "nothing was computed again",
-        lacks=[counted(undone, "product was not computed again", "products were not computed again")] * bool(undone),
+        undone=counted(undone, "product was not computed again", "products were not computed again") if undone else "",
     )

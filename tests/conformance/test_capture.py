@@ -28,7 +28,7 @@ from f8emu.capture import (
     writer,
 )
 from f8emu.capture.diff import diff_captures, diff_verdict
-from f8emu.capture.divergence import ulps
+from f8emu.capture.findings import ulps
 from f8emu.capture.handle import arrays_of, facts_of
 from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record
@@ -523,6 +523,18 @@ def test_diff_of_captures_that_hold_different_things(layers: dict[str, Records],
     written(tmp_path / "a", layers["rowwise"], step=6)
     with pytest.raises(SpecError, match="no step of one capture is in the other"):
         diff_captures(read_capture(tmp_path / "a"), read_capture(tmp_path / "b"))
+
+
+def test_diff_of_batches_of_different_sizes(layers: dict[str, Records], tmp_path: Path) -> None:
+    """No part has its counterpart's shape: each is a divergence, the input the cause of all."""
+    shorter: Records = []
+    for record, arrays in layers["rowwise"][:3]:
+        rows = {name: x[:8] if len(x) == M else x for name, x in arrays.items()}
+        shorter.append((replace(record, m=8) if isinstance(record, GemmRecord) else record, rows))
+    a, b = written(tmp_path / "a", layers["rowwise"][:3]), written(tmp_path / "b", shorter)
+    found = diff_captures(read_capture(a), read_capture(b))
+    assert [one.part for one in found.divergences] == ["value", "a.scale", "a.codes", "product"]
+    assert found.divergences[2].line().endswith(f"float8_e4m3fn[{M}, {K}] / float8_e4m3fn[8, {K}]")
 
 
 def with_copy(root: Path, records: Records) -> None:
