@@ -8,9 +8,9 @@ for one in found.findings:
 """
 
 from f8emu.audit.checkpoint import CheckpointError as CheckpointError
-from f8emu.audit.faults import CHECKS as CHECKS
-from f8emu.audit.faults import Check as Check
-from f8emu.audit.faults import Severity as Severity
+from f8emu.audit.findings import CHECKS as CHECKS
 from f8emu.audit.findings import Audit as Audit
+from f8emu.audit.findings import Check as Check
 from f8emu.audit.findings import Finding as Finding
+from f8emu.audit.findings import Severity as Severity
 from f8emu.audit.run import audit as audit

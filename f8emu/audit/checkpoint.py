@@ -4,34 +4,33 @@ Tensors are read in parts into memory of the reader, and never mapped: a file th
 and no signal. Links are followed, since the cache of Hugging Face holds nothing else.
 """
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from io import BufferedReader
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from f8emu.conformance.cases.container import Fault, parsed, read_header
+from f8emu.conformance.cases.container import Fault, parsed, read_header, require
 from f8emu.environment import open_regular, read_regular
 from f8emu.spec import F8Error
 
-REMEDY = "copy the checkpoint again, or export it anew"
+CONFIG, MODELOPT, MANIFEST = "config.json", "hf_quant_config.json", "f8emu_manifest.json"
+_INDEX, _SHARDS = "*.safetensors.index.json", "*.safetensors"
+_REMEDY = "copy the checkpoint again, or export it anew"
 _LARGEST_TEXT = 1 << 26
 """The most bytes of a configuration or an index; that of DeepSeek-V3 has 9 million."""
+BAND = 1 << 20
+"""Elements that are read at a time, so that they stay in the cache of a core."""
 FLOATS = ("F32", "BF16", "F16")
-DTYPES: dict[str, np.dtype] = {
-    "U8": np.dtype(np.uint8),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-}
+_OTHERS = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "U8": np.uint8}
+_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+DTYPES = {name: np.dtype(dtype) for name, dtype in (_OTHERS | _FLOAT8).items()}
 """Name of a dtype in a file -> numpy's, of the dtypes that are read."""
 
 
@@ -47,6 +46,7 @@ class Stored:
     file: Path
     begin: int
     """The byte of the file at which its data begin."""
+    nbytes: int
     dtype: str
     """As the file names it: F8_E4M3, F32, ..."""
     shape: tuple[int, ...]
@@ -61,6 +61,14 @@ class Stored:
         """The number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def sha256(self) -> str:
+        """The hash of its bytes, which are read for it."""
+        found = hashlib.sha256()
+        for part in replace(self, dtype="U8", shape=(self.nbytes,)).parts():
+            found.update(part.data)
+        return found.hexdigest()
+
     def read(self, begin: int = 0, end: int | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """Its elements from `begin` to `end`, flat: in `out`, if it is given, which has room for their bytes.
 
@@ -70,15 +78,16 @@ class Stored:
         dtype = DTYPES[self.dtype]
         size = ((self.size if end is None else end) - begin) * dtype.itemsize
         target = np.empty(size, np.uint8) if out is None else out[:size]
-        with _opened(self.file) as file:
+        with _told(self.file), open_regular(self.file) as file:
             file.seek(self.begin + begin * dtype.itemsize)
-            if file.readinto(target.data) != size:
-                raise _fault(self.file, f"{size} bytes of {self.name!r}", "fewer: it was cut short while it was read")
+            is_whole = file.readinto(target.data) == size
+            require(is_whole, f"{size} bytes of {self.name!r}", "fewer: it was cut short while it was read")
         return target.view(dtype)
 
-    def parts(self, elements: int) -> Iterator[np.ndarray]:
-        """Runs of so many elements, in order."""
-        return (self.read(i, min(i + elements, self.size)) for i in range(0, self.size, elements))
+    def parts(self, most: int | None = None) -> Iterator[np.ndarray]:
+        """Its first `most` elements, or all, a band at a time."""
+        end = self.size if most is None else min(most, self.size)
+        return (self.read(i, min(i + BAND, end)) for i in range(0, end, BAND))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +98,19 @@ class Checkpoint:
     """Every tensor of every shard."""
     unlisted: frozenset[str] = frozenset()
     """Tensors of a shard that the index does not list."""
+    has_config: bool = False
     quantization: Mapping[str, Any] = field(default_factory=dict)
     """`quantization_config` of config.json, or what hf_quant_config.json says; empty where there is none."""
-    has_config: bool = False
+    second: Mapping[str, Any] = field(default_factory=dict)
+    """What hf_quant_config.json says, where both say something."""
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    """The tensors of f8emu's own manifest, each with its `sha256`."""
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a checkpoint that an audit may read."""
+    patterns = (_SHARDS, _INDEX, CONFIG, MODELOPT, MANIFEST)
+    return [file for one in patterns for file in path.glob(one)] if path.is_dir() else [path]
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -104,76 +123,68 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     if not path.is_dir():
         return Checkpoint(tensors=_shard(path))
     # 1. The shards: those of the index, or all that are there.
-    index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None)
-    listed = _weight_map(index) if index is not None else {}
-    names = sorted(set(listed.values())) or sorted(one.name for one in path.glob("*.safetensors"))
-    if not names:
-        raise _fault(path, "a .safetensors file, or a directory of such", "none in it")
+    index = min(path.glob(_INDEX), default=None)
+    listed = {} if index is None else _object(index, "weight_map", is_needed=True)
+    for tensor, name in listed.items():  # a file is a name, and leads nowhere else
+        with _told(index or path):
+            is_name = isinstance(name, str) and Path(name).name == name and "\0" not in name
+            is_file = is_name and name.endswith(".safetensors")
+            require(is_file, f"a .safetensors file of this directory for {tensor!r:.60}", f"{name!r}")
+    names = sorted(set(listed.values())) or sorted(one.name for one in path.glob(_SHARDS))
+    with _told(path):
+        require(bool(names), "a .safetensors file, or a directory of such", "none in it")
     # 2. Their tensors, each of them once, and where the index says.
     tensors: dict[str, Stored] = {}
     for name in names:
         for tensor, stored in _shard(path / name).items():
-            if tensors.setdefault(tensor, stored) is not stored:
-                raise _fault(stored.file, f"the tensor {tensor!r:.60} once", f"it in {tensors[tensor].file.name} too")
+            with _told(stored.file):
+                first = tensors.setdefault(tensor, stored)
+                require(first is stored, f"the tensor {tensor!r:.60} once", f"it in {first.file.name} too")
     for tensor, name in listed.items():
-        if tensor not in tensors or tensors[tensor].file.name != name:
-            raise _fault(path / name, f"the tensor {tensor!r:.60}, as the index says", "none")
-    # 3. What the configuration says.
-    config = _json(path / "config.json")
-    found = (config or {}).get("quantization_config") or (config or {}).get("compression_config")
-    if not found:
-        found = (_json(path / "hf_quant_config.json") or {}).get("quantization") or {}
-        found = {"quant_method": "modelopt", **found} if found and isinstance(found, dict) else found
-    if not isinstance(found, dict):
-        raise _fault(path / "config.json", "quantization_config as a JSON object", type(found).__name__)
-    unlisted = frozenset(tensors) - frozenset(listed or tensors)
-    return Checkpoint(tensors=tensors, unlisted=unlisted, quantization=found, has_config=config is not None)
+        with _told(path / name):
+            is_there = tensor in tensors and tensors[tensor].file.name == name
+            require(is_there, f"the tensor {tensor!r:.60}, as the index says", "none")
+    # 3. What the configurations say.
+    said = _object(path / CONFIG, "quantization_config") or _object(path / CONFIG, "compression_config")
+    second = _object(path / MODELOPT, "quantization")
+    second = {"quant_method": "modelopt", **second} if second else {}
+    return Checkpoint(
+        tensors=tensors,
+        unlisted=frozenset(tensors) - frozenset(listed or tensors),
+        has_config=(path / CONFIG).exists(),
+        quantization=said or second,
+        second=second if said else {},
+        manifest=_object(path / MANIFEST, "tensors"),
+    )
 
 
-def _fault(source: Path, expected: str, observed: str) -> CheckpointError:
-    return CheckpointError(f"audit: {source}: expected {expected}; found {observed}; {REMEDY}")
+@contextmanager
+def _told(file: Path) -> Iterator[None]:
+    # What is wrong with a file, as the error that names it.
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"audit: cannot read {file}: {error.strerror}; {_REMEDY}") from None
+    except Fault as wrong:
+        raise CheckpointError(f"audit: {file}: {wrong}; {_REMEDY}") from None
 
 
 def _shard(path: Path) -> dict[str, Stored]:
-    with _opened(path) as file:
-        try:
-            start, entries, _ = read_header(file, os.fstat(file.fileno()).st_size)
-        except Fault as wrong:
-            raise CheckpointError(f"audit: {path}: {wrong}; {REMEDY}") from None
-    return {
-        name: Stored(name=name, file=path, begin=start + entry.begin, dtype=entry.dtype, shape=entry.shape)
-        for name, entry in entries.items()
-    }
-
-
-def _opened(path: Path) -> BufferedReader:
-    try:
-        return open_regular(path)
-    except OSError as error:
-        raise CheckpointError(f"audit: cannot read {path}: {error.strerror}; {REMEDY}") from None
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    # A JSON object; None where there is no such file.
-    try:
-        found = parsed(read_regular(path, _LARGEST_TEXT), "a JSON object")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"audit: cannot read {path}: {error.strerror}; {REMEDY}") from None
-    except Fault as wrong:
-        raise CheckpointError(f"audit: {path}: {wrong}; {REMEDY}") from None
-    if not isinstance(found, dict):
-        raise _fault(path, "a JSON object", type(found).__name__)
+    with _told(path), open_regular(path) as file:
+        start, entries, _ = read_header(file, os.fstat(file.fileno()).st_size)
+    found: dict[str, Stored] = {}
+    for name, one in entries.items():
+        place = {"file": path, "begin": start + one.begin, "nbytes": one.end - one.begin}
+        found[name] = Stored(name=name, dtype=one.dtype, shape=one.shape, **place)
     return found
 
 
-def _weight_map(source: Path) -> dict[str, str]:
-    # Tensor -> file; a file is a name, and leads nowhere else.
-    listed = (_json(source) or {}).get("weight_map")
-    if not isinstance(listed, dict) or not listed:
-        raise _fault(source, "a weight_map with names of tensors and files", f"{listed!r:.60}")
-    for tensor, name in listed.items():
-        if not isinstance(name, str) or Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
-            raise _fault(source, f"a .safetensors file of this directory for {tensor!r:.60}", f"{name!r:.80}")
-    return listed
+def _object(path: Path, key: str, *, is_needed: bool = False) -> dict[str, Any]:
+    # An object in the one of a JSON file; empty where there is none, unless it is needed.
+    with _told(path):
+        whole = parsed(read_regular(path, _LARGEST_TEXT), "a JSON object") if path.exists() else {}
+        require(isinstance(whole, dict), "a JSON object", type(whole).__name__)
+        found = whole.get(key) or {}
+        is_right = isinstance(found, dict) and (bool(found) or not is_needed)
+        require(is_right, f"{key} as a JSON object", f"{whole.get(key)!r}")
+    return found

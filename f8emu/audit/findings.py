@@ -1,18 +1,49 @@
-"""What an audit found."""
+"""What an audit looks for, and what it found."""
 
-from dataclasses import dataclass, field, replace
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from importlib.resources import files
 from typing import Any
 
-from f8emu.audit.faults import CHECKS, Severity
+
+class Severity(StrEnum):
+    """How bad a finding is. A note is no fault."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One kind of fault: a row of faults.toml."""
+
+    severity: Severity
+    title: str
+    effect: str
+    """What it does to the served model."""
+    remedy: str
+    thread: str
+    """Where it was met in public; empty: nowhere."""
+
+
+def _checks() -> Mapping[str, Check]:
+    table = tomllib.loads((files("f8emu.audit") / "faults.toml").read_text(encoding="utf-8"))
+    return {key: Check(Severity(severity), *texts) for key, (severity, *texts) in table.items()}
+
+
+CHECKS = _checks()
+"""Key -> what is checked. Findings cite the key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One fault of one tensor."""
+class Finding(Check):
+    """One fault of one tensor: its check, which may be worse or better here, and its place."""
 
     check: str
     """The key in CHECKS."""
-    severity: Severity
     tensor: str
     block: tuple[int, ...] | None = None
     """The first block it is in, as an index of the grid of scales; None: the whole tensor."""
@@ -20,10 +51,6 @@ class Finding:
     """The number of blocks it is in."""
     expected: str
     found: str
-    effect: str
-    """What it does to the served model."""
-    remedy: str
-    thread: str
 
     @property
     def place(self) -> str:
@@ -41,9 +68,8 @@ class Finding:
 
 def finding(check: str, tensor: str, expected: str, found: str, **changed: Any) -> Finding:
     """A finding with what its check says, or with other fields."""
-    of = CHECKS[check]
-    texts = {"severity": of.severity, "effect": of.effect, "remedy": of.remedy, "thread": of.thread}
-    return replace(Finding(check=check, tensor=tensor, expected=expected, found=found, **texts), **changed)
+    texts: dict[str, Any] = asdict(CHECKS[check])
+    return Finding(**{**texts, "check": check, "tensor": tensor, "expected": expected, "found": found, **changed})
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,14 +5,15 @@ about code * scale, in every format here.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from f8emu.audit.checkpoint import FLOATS, Checkpoint
-from f8emu.audit.faults import Severity
+from f8emu.audit.findings import Severity
 from f8emu.dialects.rules import MX_GROUP, ROW, SQUARE, TENSOR, Block
 from f8emu.spec import SpecError
 
@@ -56,9 +57,16 @@ class Format:
         return any(_fits(module, pattern) for pattern in self.ignored)
 
 
-# quant_algo of Model-Optimizer, and strategy of compressed-tensors.
-_ALGORITHMS = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": ROW, "FP8_PB_WO": SQUARE, "MXFP8": MX_GROUP}
+_IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    "FP8": {"blocks": (TENSOR,), "input_scale": "{m}.input_scale"},
+    "FP8_PER_CHANNEL_PER_TOKEN": {"blocks": (ROW,)},
+    "FP8_PB_WO": {"blocks": (SQUARE,), "has_ones": True},
+    "MXFP8": {"blocks": (MX_GROUP,), "dtypes": _BYTES},
+}
+"""quant_algo of Model-Optimizer."""
 _STRATEGIES = {"tensor": TENSOR, "channel": ROW}
+"""strategy of compressed-tensors."""
 
 
 def format_of(checkpoint: Checkpoint) -> Format:
@@ -67,43 +75,39 @@ def format_of(checkpoint: Checkpoint) -> Format:
     Raises:
         SpecError: a block size that is none.
     """
-    said = checkpoint.quantization
+    said, names = checkpoint.quantization, checkpoint.tensors
     method = said.get("quant_method", "")
-    lists = (said.get(key) for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"))
-    ignored = next((tuple(filter(lambda one: isinstance(one, str), one)) for one in lists if isinstance(one, list)), ())
-    more: dict[str, Any] = {"method": str(method), "ignored": ignored}
+    ignored = next((said[key] for key in _IGNORED if isinstance(said.get(key), list)), ())
+    of = partial(Format, method=str(method), ignored=tuple(one for one in ignored if isinstance(one, str)))
     match method:
         case "fp8":
-            return Format(**more, **_fp8(said, checkpoint))
+            return of(**_fp8(said, names))
         case "compressed-tensors":
-            return Format(**more, **_compressed_tensors(said))
+            return of(**_compressed_tensors(said))
         case "modelopt":
             algorithm = str(said.get("quant_algo", "")).upper()
-            block = _ALGORITHMS.get(algorithm)
-            more |= {"blocks": (block,) if block else (), "has_ones": block == SQUARE, "scales": ("{w}_scale",)}
-            more |= {"dtypes": _BYTES} if block == MX_GROUP else {}
-            more |= {"input_scale": "{m}.input_scale"} if algorithm == "FP8" else {}
-            return Format(name=f"Model-Optimizer {algorithm}".strip(), **more)
+            name = f"Model-Optimizer {algorithm}".strip()
+            return of(name=name, scales=("{w}_scale",), **_ALGORITHMS.get(algorithm, {}))
         case "fbgemm_fp8":
-            return Format(name="FBGEMM float8", scales=("{w}_scale",), dtypes=("F32",), blocks=(ROW,), **more)
-    if method == "torchao" or any(name.endswith("._weight_qdata") for name in checkpoint.tensors):
-        return Format(name="torchao float8", scales=("{m}._weight_scale",), **more)
-    if not method and "scaled_fp8" in checkpoint.tensors:  # an empty tensor that marks the format
+            return of(name="FBGEMM float8", scales=("{w}_scale",), dtypes=("F32",), blocks=(ROW,))
+    if method == "torchao" or any(name.endswith("._weight_qdata") for name in names):
+        return of(name="torchao float8", scales=("{m}._weight_scale",))
+    if not method and "scaled_fp8" in names:  # an empty tensor that marks the format
         return Format(name="ComfyUI float8", scales=("{m}.scale_weight",))
-    return Format(name=f"quant_method {method!r:.40}" if method else "float8 without a configuration", **more)
+    return of(name=f"quant_method {method!r:.40}" if method else "float8 without a configuration")
 
 
-def _fp8(said: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+def _fp8(said: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     # Blocks: DeepSeek, Qwen3, transformers. One scale a tensor: transformers calls it as those of blocks, AutoFP8 and
     # vLLM do not.
-    size = said.get("weight_block_size")
-    is_inv = size is not None or any(name.endswith("_scale_inv") for name in checkpoint.tensors)
-    found: dict[str, Any] = {"dtypes": (*FLOATS, "F8_E8M0"), "scales": ("{w}_scale_inv",) if is_inv else ("{w}_scale",)}
-    if said.get("activation_scheme") == "static":
-        found["input_scale"] = "{m}.activation_scale" if is_inv else "{m}.input_scale"
+    size, is_static = said.get("weight_block_size"), said.get("activation_scheme") == "static"
+    is_inv = size is not None or any(name.endswith("_scale_inv") for name in names)
+    input_scale = ("{m}.activation_scale" if is_inv else "{m}.input_scale") * is_static
+    found: dict[str, Any] = {"dtypes": (*FLOATS, "F8_E8M0"), "input_scale": input_scale}
     match size:
         case None:
-            return {**found, "name": "float8 with a scale a tensor", "blocks": (TENSOR,)}
+            found |= {"name": "float8 with a scale a tensor", "scales": ("{w}_scale_inv" if is_inv else "{w}_scale",)}
+            return {**found, "blocks": (TENSOR,)}
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             found |= {"scales": ("{w}_scale_inv", "{m}.scale"), "is_power_of_two": said.get("scale_fmt") == "ue8m0"}
             return {**found, "name": f"float8 in blocks of {rows} x {columns}", "blocks": ((rows, columns),)}

@@ -2,10 +2,9 @@
 
 from collections import Counter
 
-from f8emu.audit.faults import CHECKS, Severity
-from f8emu.audit.findings import Audit
+from f8emu.audit.findings import Audit, Severity
 from f8emu.conformance.compare import counted
-from f8emu.report.page import Block, Cell, Facts, Page, Section, Table, Text, Tone
+from f8emu.report.page import Cell, Facts, Page, Section, Table, Text, Tone
 
 _TONES: dict[Severity, Tone] = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "quiet"}
 
@@ -13,57 +12,49 @@ _TONES: dict[Severity, Tone] = {Severity.ERROR: "bad", Severity.WARNING: "warn",
 def audit_page(found: Audit, errors: int) -> tuple[Page, str]:
     """Facts, a table of the first findings, then what each kind of fault means; and the verdict."""
     # 1. What was audited.
-    facts = [("format", found.format), ("scales", found.scales), ("consumer", found.consumer)]
-    size = f"{found.tensors} of {found.tensors_total}, {found.blocks} blocks, {found.elements} weights"
-    facts += [
-        ("float8 weights", size),
+    parts = [f"{name} ({of} of {found.compared})" for name, of in found.dialects.items() if of < found.compared]
+    known = [
+        ("format", found.format),
+        ("scales", found.scales),
+        ("consumer", found.consumer),
+        (
+            "float8 weights",
+            f"{found.tensors} of {found.tensors_total}, {found.blocks} blocks, {found.elements} weights",
+        ),
         ("source", found.source and f"{found.source}, {counted(found.compared, 'weight')} compared"),
-        ("dialect", _dialects(found)),
+        ("dialect", (found.dialect or ", ".join(parts) or "none") if found.compared else ""),
+        *(("zero blocks", f"{count}: {what}") for what, count in found.zero_blocks.items()),
     ]
-    facts += [("zero blocks", f"{count}: {what}") for what, count in found.zero_blocks.items()]
-    facts = [(name, text) for name, text in facts if text]
-    blocks: list[Block] = [
-        Facts(items=facts),
-        Text(points=[f"{name}: {text}" for name, text in facts], only="terminal"),
-    ]
+    facts = [(name, text) for name, text in known if text]
     # 2. The first findings.
-    if shown := found.findings[:errors]:
-        rows = [
-            [Cell(text=one.severity, tone=_TONES[one.severity]), one.check, one.place, one.expected, one.found]
-            for one in shown
-        ]
-        caption = f"{len(shown)} of {counted(len(found.findings), 'finding')}"
-        blocks.append(Table(caption=caption, columns=("severity", "check", "where", "expected", "found"), rows=rows))
+    shown = found.findings[:errors]
+    table = Table(
+        caption=f"{len(shown)} of {counted(len(found.findings), 'finding')}",
+        columns=("severity", "check", "where", "expected", "found"),
+        rows=[(Cell(text=f.severity, tone=_TONES[f.severity]), f.check, f.place, f.expected, f.found) for f in shown],
+    )
     # 3. Meaning and remedy, once for each kind.
-    totals = Counter(one.check for one in found.findings)
+    totals, meanings = Counter(one.check for one in found.findings), list[Text]()
     for one in {(one.check, one.effect): one for one in found.findings}.values():
-        title = CHECKS[one.check].title
-        lines = [f"{one.check} ({counted(totals[one.check], 'tensor')}): {title}"]
-        more = (("served", one.effect), ("remedy", one.remedy), ("see", one.thread))
-        blocks.append(Text(points=lines + [f"    {name}: {text}" for name, text in more if text]))
-    verdict = audit_verdict(found)
-    tone: Tone = "bad" if found.has_difference else "good" if found.is_equal else "warn"
-    section = Section(title=found.path, blocks=blocks)
+        texts = (("served", one.effect), ("remedy", one.remedy), ("see", one.thread))
+        lines = [f"    {name}: {text}" for name, text in texts if text]
+        meanings.append(Text(points=[f"{one.check} ({counted(totals[one.check], 'tensor')}): {one.title}", *lines]))
+    verdict, tone = _verdict(found)
+    terminal = Text(points=[f"{name}: {text}" for name, text in facts], only="terminal")
+    section = Section(title=found.path, blocks=[Facts(items=facts), terminal, *[table] * bool(shown), *meanings])
     return Page(title=f"f8emu audit {found.path}", verdict=Cell(text=verdict, tone=tone), sections=[section]), verdict
 
 
-def audit_verdict(found: Audit) -> str:
-    """The last line."""
+def _verdict(found: Audit) -> tuple[str, Tone]:
+    # The last line.
     counts = Counter(one.severity for one in found.findings)
     said = ", ".join(counted(counts[severity], severity) for severity in Severity if counts[severity])
     of = f"{found.tensors} of {counted(found.tensors_total, 'float8 weight')}"
     if found.has_difference:
-        first = found.findings[0]
-        return f"{'INTERRUPTED, ' * found.is_interrupted}FAULTY: {said}; the first: {first.place}: {first.check}; {of}"
+        first = f"{found.findings[0].place}: {found.findings[0].check}"
+        return f"{'INTERRUPTED, ' * found.is_interrupted}FAULTY: {said}; the first: {first}; {of}", "bad"
     if found.is_interrupted:
-        return f"INTERRUPTED: no fault so far in {of}"
+        return f"INTERRUPTED: no fault so far in {of}", "warn"
     if not found.tensors_total:
-        return "NOT VERIFIED: the checkpoint has no float8 weight"
-    return f"no fault in {of}" + (f"; {said}" if said else "")
-
-
-def _dialects(found: Audit) -> str:
-    if not found.compared:
-        return ""
-    parts = [f"{name} ({of} of {found.compared})" for name, of in found.dialects.items() if of < found.compared]
-    return found.dialect or ", ".join(parts) or "none"
+        return "NOT VERIFIED: the checkpoint has no float8 weight", "warn"
+    return f"no fault in {of}" + (f"; {said}" if said else ""), "good"

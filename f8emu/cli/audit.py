@@ -1,15 +1,22 @@
 """`f8emu audit`: what is wrong with a float8 checkpoint."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from f8emu.cli.frame import STATUSES, guarded, opened, run_and_show
+from f8emu.spec import SpecError
 
 if TYPE_CHECKING:
     import typer
 
     from f8emu.audit import Audit
     from f8emu.report.page import Page
+
+_CHECKPOINT = "A .safetensors file, or a directory with config.json, index and shards."
+_SOURCE = "The model in high precision that was quantized."
+_CONSUMER = "What will serve it: vllm, sglang, deep_gemm or transformers; on h100, b200, ..."
+_HTML = "Write the report as one page."
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -18,23 +25,11 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command(epilog=STATUSES)
     def audit(
-        checkpoint: Annotated[
-            Path, typer.Argument(help="A .safetensors file, or a directory with config.json, index and shards.")
-        ],
-        source: Annotated[
-            Path | None, typer.Option(metavar="MODEL", help="The model in high precision that was quantized.")
-        ] = None,
-        consumer: Annotated[
-            str | None,
-            typer.Option(
-                metavar="STACK[:CHIP]",
-                help="What will serve it: vllm, sglang, deep_gemm or transformers; on h100, b200, ...",
-            ),
-        ] = None,
+        checkpoint: Annotated[Path, typer.Argument(help=_CHECKPOINT)],
+        source: Annotated[Path | None, typer.Option(metavar="MODEL", help=_SOURCE)] = None,
+        consumer: Annotated[str | None, typer.Option(metavar="STACK[:CHIP]", help=_CONSUMER)] = None,
         json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all findings.")] = None,
-        html_file: Annotated[
-            Path | None, typer.Option("--html", metavar="OUT", help="Write the report as one page.")
-        ] = None,
+        html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help=_HTML)] = None,
         errors: Annotated[int, typer.Option(min=0, help="How many findings to print.")] = 20,
     ) -> None:
         """Find what is wrong with a float8 checkpoint before it is served: names, scales, codes.
@@ -42,22 +37,22 @@ def add_to(app: "typer.Typer") -> None:
         Errors and warnings give status 1, notes do not. With --source it names the quantizer that gives every byte, and
         the first block where none does. Ctrl-C ends it, and the findings so far are reported.
         """
-        raise typer.Exit(guarded(_audit, checkpoint, source, consumer, json_file, html_file, errors))
+        raise typer.Exit(guarded(_audit, checkpoint, source, consumer, (json_file, html_file), errors))
 
 
 def _audit(
-    checkpoint: Path,
-    source: Path | None,
-    consumer: str | None,
-    json_file: Path | None,
-    html_file: Path | None,
-    errors: int,
+    checkpoint: Path, source: Path | None, consumer: str | None, outputs: tuple[Path | None, Path | None], errors: int
 ) -> int:
     from f8emu.audit import audit
+    from f8emu.audit.checkpoint import files_of
     from f8emu.audit.page import audit_page
     from f8emu.report.page import render
 
-    with opened("audit", html_file) as html:
+    audited = {file.resolve() for path in (checkpoint, source) if path is not None for file in files_of(path)}
+    for out in outputs:
+        if out is not None and out.resolve() in audited:
+            raise SpecError(f"audit: cannot write {out}: a report may not replace what is audited; give another path")
+    with opened("audit", outputs[1]) as html:
 
         def shown(found: "Audit") -> "tuple[Page, str]":
             page, verdict = audit_page(found, errors)
@@ -65,9 +60,5 @@ def _audit(
                 html.write(render("f8emu audit", page))
             return page, verdict
 
-        return run_and_show(
-            "audit",
-            json_file,
-            lambda progress: audit(checkpoint, source=source, consumer=consumer, progress=progress),
-            shown,
-        )
+        run = partial(audit, checkpoint, source=source, consumer=consumer)
+        return run_and_show("audit", outputs[0], lambda progress: run(progress=progress), shown)

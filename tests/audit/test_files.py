@@ -1,5 +1,6 @@
 """Hostile and broken files, the command, its reports, and its ends."""
 
+import hashlib
 import json
 import struct
 from collections.abc import Callable
@@ -124,6 +125,49 @@ def test_the_command_and_its_reports(tmp_path: Path) -> None:
     # no float8 weight: nothing was verified
     assert invoke("audit", str(write(tmp_path / "b.safetensors", {"l.weight": normal(8, 8)})))[0] == 2
     assert invoke("audit", str(write(tmp_path / "c.safetensors", SOUND)))[0] == 0
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_report_does_not_replace_what_is_audited(option: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model", SOUND, fp8())
+    source = checkpoint(tmp_path / "source", {"l.weight": normal(128, 128)}, fp8())
+    (tmp_path / "link").symlink_to(path / "config.json")
+    for out in (path / "model.safetensors", tmp_path / "link", source / "model.safetensors"):
+        before = out.read_bytes()
+        status, _, error = invoke("audit", str(path), "--source", str(source), option, str(out))
+        assert status == 2 and "a report may not replace what is audited" in " ".join(error.split())
+        assert out.read_bytes() == before
+    assert invoke("audit", str(path), option, str(path / "report"))[0] == 0
+
+
+def test_two_configurations(tmp_path: Path) -> None:
+    """As Model-Optimizer writes both; a warning where another format or other exceptions are in one of them."""
+    tensors = {"l.weight": codes(), "l.weight_scale": f32(1e-3), "l.input_scale": f32(1.0)}
+    said = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+    for change, expected in (
+        ({}, []),
+        ({"quant_algo": "FP8_PB_WO"}, ["config-twice"]),
+        ({"exclude_modules": []}, ["config-twice"]),
+    ):
+        path = checkpoint(tmp_path / "model", tensors, said)
+        second = {"quant_algo": "FP8", "exclude_modules": ["lm_head"], **change}
+        (path / "hf_quant_config.json").write_text(json.dumps({"quantization": second}))
+        assert [one.check for one in audit(path).findings] == expected, change
+
+
+def test_the_manifest_of_an_export(tmp_path: Path) -> None:
+    """Every tensor has its hash, also one that is no weight; a byte, a tensor and an entry too few are named."""
+    tensors = {**SOUND, "l.bias": f32(*range(7)), "l.steps": np.arange(3, dtype=np.int32)}
+    path = checkpoint(tmp_path / "model", tensors, fp8())
+    hashes = {name: {"sha256": hashlib.sha256(x.tobytes()).hexdigest()} for name, x in tensors.items()}
+    (path / "f8emu_manifest.json").write_text(json.dumps({"schema": 1, "tensors": hashes}))
+    assert not audit(path).findings
+    checkpoint(path, {**tensors, "l.bias": f32(*range(6), 7.5)})
+    hashes["l.lost"] = hashes.pop("l.steps")
+    (path / "f8emu_manifest.json").write_text(json.dumps({"schema": 1, "tensors": hashes}))
+    found = audit(path).findings
+    assert {one.check for one in found} == {"manifest"}
+    assert [one.tensor for one in found] == ["l.bias", "l.lost", "l.steps"]
 
 
 def test_patterns_of_a_configuration(tmp_path: Path) -> None:
