@@ -1,8 +1,9 @@
 """The float8 weights of a checkpoint: which scale each has, and what its blocks hold, read in bands."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from f8emu.audit.checkpoint import BAND, DTYPES, Checkpoint, Stored
 from f8emu.audit.findings import Finding, finding
-from f8emu.audit.formats import SCALES, Format
+from f8emu.audit.formats import SCALES, Format, Kind
 from f8emu.dialects.rules import GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
 from f8emu.dialects.stacks import FUSED
 
@@ -24,9 +25,9 @@ VALUES = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.
 Mask = NDArray[np.bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Weight:
-    """A float8 weight and the scale that belongs to it."""
+    """A float8 weight, the scale that belongs to it, and what an audit found of them."""
 
     codes: Stored
     scale: Stored | None = None
@@ -34,6 +35,28 @@ class Weight:
     """What shares a scale; None: the shapes do not say."""
     shard: str = ""
     """The weight of the source, of one of the shards of a fused weight."""
+    findings: list[Finding] = field(default_factory=list)
+    blocks: int = 0
+    """Those that were read."""
+    zeros: Counter[float] = field(default_factory=Counter)
+    """Scale -> blocks that have it, and codes of 0 alone."""
+    used: int = 0
+    """The other blocks; what follows is of them."""
+    kind: Kind | None = None
+    scales: frozenset[float] = frozenset()
+    """All of them or, of floats with mantissa bits, the smallest and the largest."""
+    largest: int = 0
+    """The largest magnitude of a code."""
+    is_full: bool = False
+    """448 is in every block, and scales are powers of two."""
+    chance: float = 1.0
+    """How probable that is, if weights have no end."""
+    dialects: tuple[str, ...] | None = None
+    """Those that give every byte of codes and scales, the sign of a zero left out; None: no source was compared."""
+    stored: int = 0
+    """A hash of the scales as they are stored."""
+    expected: frozenset[int] = frozenset()
+    """Where no dialect gives every byte, hashes of the scales that the nearest ones give."""
 
     @property
     def name(self) -> str:
@@ -73,6 +96,10 @@ class Weight:
             first = tuple(map(int, np.unravel_index(int(wrong.argmax()), self.grid)))
             changed |= {"block": first, "blocks": int(wrong.sum())}
         return finding(check, self.name, expected, found, **changed)
+
+    def add(self, check: str, expected: str, found: str, wrong: Mask | None = None, **changed: Any) -> None:
+        """Keep a finding."""
+        self.findings.append(self.finding(check, expected, found, wrong, **changed))
 
 
 class Blocks(NamedTuple):

@@ -1,7 +1,6 @@
 """What an audit looks for, and what it found."""
 
 import tomllib
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib.resources import files
@@ -29,12 +28,8 @@ class Check:
     """Where it was met in public; empty: nowhere."""
 
 
-def _checks() -> Mapping[str, Check]:
-    table = tomllib.loads((files("f8emu.audit") / "faults.toml").read_text(encoding="utf-8"))
-    return {key: Check(Severity(severity), *texts) for key, (severity, *texts) in table.items()}
-
-
-CHECKS = _checks()
+_TABLE = tomllib.loads((files("f8emu.audit") / "faults.toml").read_text(encoding="utf-8"))
+CHECKS = {key: Check(Severity(severity), *texts) for key, (severity, *texts) in _TABLE.items()}
 """Key -> what is checked. Findings cite the key."""
 
 

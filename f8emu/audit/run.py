@@ -1,18 +1,18 @@
 """The audit: names first, then every weight in bands, two at a time, then what all of them together show."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from f8emu.audit.blocks import Weight, measured, shards_of, weights_of
 from f8emu.audit.checkpoint import DTYPES, FLOATS, Checkpoint, read_checkpoint
-from f8emu.audit.findings import CHECKS, Audit, Finding, Severity
+from f8emu.audit.findings import CHECKS, Audit, Severity
 from f8emu.audit.formats import Format, consumers_of, format_of
 from f8emu.audit.names import left_out, named
-from f8emu.audit.source import compared
-from f8emu.audit.values import Examined, examined, fingerprints, together, unscaled
+from f8emu.audit.source import compare
+from f8emu.audit.values import examine, fingerprints, together, unscaled
 from f8emu.conformance.run.result import Progress, Silent
 
 _THREADS = 2
@@ -44,7 +44,7 @@ def audit(
     form = format_of(checkpoint)
     weights = list(weights_of(checkpoint, form))
     found = Audit(path=str(path), format=form.name, consumer=", ".join(consumers), source=str(source or ""))
-    told, every = progress or Silent(), list[Examined]()
+    told = progress or Silent()
     pool = ThreadPoolExecutor(_THREADS)
     try:
         found.tensors_total = len(weights)
@@ -54,60 +54,46 @@ def audit(
             weights = [shard for one in weights for shard in shards_of(one, origin.tensors)]
         found.tensors_total = len(weights)
         told.begin("audit", "float8 weights", len(weights))
-        for one in pool.map(partial(_examined, form=form, origin=origin, consumers=consumers), weights):
-            every.append(one)
+        examine_one = partial(_examine, form=form, origin=origin, consumers=consumers)
+        for _ in pool.map(examine_one, weights):
+            found.tensors += 1
             told.advance()
     except KeyboardInterrupt:
         found.is_interrupted = True
     finally:
         pool.shutdown(cancel_futures=True)
-    _conclude(found, form, every)
+    _conclude(found, form, weights[: found.tensors])
     return found
 
 
-def _examined(weight: Weight, *, form: Format, origin: Checkpoint | None, consumers: Sequence[str]) -> Examined:
+def _examine(weight: Weight, *, form: Format, origin: Checkpoint | None, consumers: Sequence[str]) -> None:
     if weight.scale is None or weight.block is None or weight.scale.dtype not in DTYPES:
-        return unscaled(weight, is_told=form.is_certain or weight.scale is not None)
+        unscaled(weight, is_told=form.is_certain or weight.scale is not None)
+        return
     blocks = measured(weight)
-    one = examined(weight, blocks, form, consumers)
+    examine(weight, blocks, form, consumers)
     source = None if origin is None else origin.tensors.get(weight.source_name)
     if source is None or source.dtype not in FLOATS or weight.codes.dtype != "F8_E4M3":
-        return one
-    if source.shape != weight.codes.shape:
-        one.findings.append(weight.finding("source-shape", f"{list(weight.codes.shape)}", f"{list(source.shape)}"))
-        return one
-    one.comparison = compared(weight, blocks, source, is_power_of_two=form.is_power_of_two)
-    one.findings += one.comparison.findings if one.comparison is not None else ()
-    return one
+        return
+    if source.shape == weight.codes.shape:
+        compare(weight, blocks, source, is_power_of_two=form.is_power_of_two)
+    else:
+        weight.add("source-shape", f"{list(weight.codes.shape)}", f"{list(source.shape)}")
 
 
-def _conclude(found: Audit, form: Format, every: Sequence[Examined]) -> None:
-    found.tensors, found.blocks = len(every), sum(one.blocks for one in every)
-    found.elements = sum(one.weight.codes.size for one in every)
-    found.scales = ", ".join(dict.fromkeys(one.kind for one in every if one.kind is not None))
-    found.zero_blocks = fingerprints(every)
-    comparisons = [one.comparison for one in every if one.comparison is not None]
-    found.compared = len(comparisons)
+def _conclude(found: Audit, form: Format, weights: Sequence[Weight]) -> None:
+    found.blocks, found.elements = sum(one.blocks for one in weights), sum(one.codes.size for one in weights)
+    found.scales = ", ".join(dict.fromkeys(one.kind for one in weights if one.kind is not None))
+    found.zero_blocks = fingerprints(weights)
     # Dialects of the stack that the configuration names come first.
-    names = Counter(name for one in comparisons for name in one.dialects)
-    stack = form.method.replace("-", "_") or "?"
-    found.dialects = dict(sorted(names.items(), key=lambda one: (-one[1], not one[0].startswith(stack))))
-    found.findings += [*together(form, every), *_mixed(every)]
-    if found.source and every and not comparisons and not any(one.check == "source-shape" for one in found.findings):
-        first = every[0].weight
-        expected = f"{first.source_name} in high precision, in blocks of a known dialect"
-        found.findings.append(first.finding("source-missing", expected, "none", blocks=len(every)))
-    order = [*CHECKS]
-    found.findings.sort(key=lambda one: (list(Severity).index(one.severity), order.index(one.check)))
-
-
-def _mixed(every: Sequence[Examined]) -> Iterator[Finding]:
-    # Weights whose dialects are not that of the others with the same blocks.
-    known = [(one.weight, one.comparison.dialects) for one in every if one.comparison and one.comparison.dialects]
-    for block in dict.fromkeys(weight.block for weight, _ in known):
-        alike = [(weight, names) for weight, names in known if weight.block == block]
-        ((usual, count),) = Counter(name for _, names in alike for name in names).most_common(1)
-        other = [(weight, names) for weight, names in alike if usual not in names]
-        if other and count > len(other):
-            (weight, names) = other[0]
-            yield weight.finding("dialects-mixed", usual, f"{names[0]}, in {len(other)} of {len(alike)} weights")
+    compared = [one.dialects for one in weights if one.dialects is not None]
+    counts, stack = Counter(name for names in compared for name in names), form.method.replace("-", "_") or "?"
+    found.dialects = dict(sorted(counts.items(), key=lambda one: (-one[1], not one[0].startswith(stack))))
+    found.compared = len(compared)
+    together(form, weights)
+    found.findings += [finding for one in weights for finding in one.findings]
+    if found.source and weights and not compared and not any(one.check == "source-shape" for one in found.findings):
+        expected = f"{weights[0].source_name} in high precision, in blocks of a known dialect"
+        found.findings.append(weights[0].finding("source-missing", expected, "none", blocks=len(weights)))
+    severities, checks = [*Severity], [*CHECKS]
+    found.findings.sort(key=lambda one: (severities.index(one.severity), checks.index(one.check)))

@@ -1,29 +1,16 @@
 """A float8 weight beside the weight that it was quantized from: which dialects give every byte, and where none does."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from f8emu.audit.blocks import Blocks, Weight, bands
 from f8emu.audit.checkpoint import DTYPES, Stored
-from f8emu.audit.findings import Finding, Severity
+from f8emu.audit.findings import Severity
 from f8emu.dialects import DIALECTS, Dialect
 from f8emu.dialects.arithmetic import Factors, block_amax, encode, factors_from_amax
-from f8emu.dialects.rules import PowerOfTwo
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One weight against its source."""
-
-    stored: int
-    """A hash of the scales as they are stored."""
-    dialects: tuple[str, ...] = ()
-    """Those that give every byte of codes and scales; the sign of a zero is left out."""
-    expected: frozenset[int] = frozenset()
-    """Without any, hashes of the scales that the nearest ones give."""
-    findings: Sequence[Finding] = ()
+from f8emu.dialects.rules import PowerOfTwo, ScaleForm
 
 
 @dataclass(slots=True)
@@ -31,6 +18,7 @@ class _Candidate:
     """A dialect, and where it differs; arrays are [down, across] of all matrices, one below the other."""
 
     dialect: Dialect
+    form: ScaleForm
     factors: Factors
     ours: np.ndarray
     """The scales that it gives, in the dtype of the checkpoint: a float32 rule may be stored as bfloat16."""
@@ -40,13 +28,9 @@ class _Candidate:
     first: dict[int, str] = field(default_factory=dict)
     """Row of blocks -> the first code in it that differs."""
 
-    @property
-    def power_of_two(self) -> PowerOfTwo | None:
-        return self.dialect.scale.power_of_two if self.dialect.scale is not None else None
 
-
-def compared(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: bool = False) -> Comparison | None:
-    """The dialects of a weight; None if no dialect has its blocks. `is_power_of_two`: the configuration says so.
+def compare(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: bool = False) -> None:
+    """The dialects of a weight, if any has its blocks. `is_power_of_two`: the configuration says so.
 
     Raises:
         CheckpointError: a file has changed.
@@ -59,20 +43,23 @@ def compared(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two:
         found = block_amax(x, weight.extent)
         np.maximum(amax[at : at + len(found)], found, out=amax[at : at + len(found)])
     # Of a matrix of one block, several granularities are the same.
-    extents = {one.name: {(min(h or rows, rows), min(w or k, k)) for h, w in one.blocks} for one in DIALECTS.values()}
-    fitting = [one for one in DIALECTS.values() if one.scale is not None and weight.extent in extents[one.name]]
-    if not fitting:
-        return None
-    every = [_candidate(one, amax, raw, DTYPES[source.dtype]) for one in fitting]
+    every: list[_Candidate] = []
+    for one in DIALECTS.values():
+        extents = {(min(h or rows, rows), min(w or k, k)) for h, w in one.blocks}
+        if one.scale is not None and weight.extent in extents:
+            every.append(_candidate(one, one.scale, amax, raw, DTYPES[source.dtype]))
+    if not every:
+        return
     # 2. The codes: of dialects with these scales to the end; of all others a part, to find the nearest.
     right = [one for one in every if not one.scales_differ.any()]
     size = _count_codes(weight, source, right or every, is_sample=not right)
-    stored = hash(blocks.raw.tobytes())
     fits = [one for one in right if not one.codes_differ.any()]
+    weight.dialects, weight.stored = tuple(one.dialect.name for one in fits), hash(blocks.raw.tobytes())
     if fits:
-        powers = [one for one in fits if one.dialect.scale is not None and one.dialect.scale.is_power_of_two]
-        found = [*_by_logarithm(weight, raw, every, powers)] if is_power_of_two or len(powers) == len(fits) else []
-        return Comparison(stored=stored, dialects=tuple(one.dialect.name for one in fits), findings=found)
+        powers = [one for one in fits if one.form.is_power_of_two]
+        if is_power_of_two or len(powers) == len(fits):
+            _by_logarithm(weight, raw, every, powers)
+        return
     # 3. The nearest: by its codes, as long as some are right; then the one whose scales moved; then by its scales.
     wrong = [min(int(one.codes_differ.sum()), size // 2) for one in right or every]
     tied = [one for one, count in zip(right or every, wrong, strict=True) if count == min(wrong)]
@@ -82,18 +69,18 @@ def compared(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two:
     if not right:
         best.codes_differ[:] = 0
         _count_codes(weight, source, [best], is_sample=False)
-    expected = frozenset(hash(one.ours.tobytes()) for one in tied)
-    return Comparison(stored=stored, expected=expected, findings=[_finding(weight, raw, best)])
+    weight.expected = frozenset(hash(one.ours.tobytes()) for one in tied)
+    _differ(weight, raw, best)
 
 
-def _candidate(dialect: Dialect, amax: np.ndarray, raw: np.ndarray, dtype: np.dtype) -> _Candidate:
+def _candidate(dialect: Dialect, form: ScaleForm, amax: np.ndarray, raw: np.ndarray, dtype: np.dtype) -> _Candidate:
     factors = factors_from_amax(amax, dialect, dtype)
     scale = factors.scale if dialect.stored.is_multiplier else factors.stored
     with np.errstate(all="ignore"):
         ours = scale if scale.dtype == raw.dtype else scale.astype(np.float32).astype(raw.dtype)
     bits = f"u{raw.dtype.itemsize}"
     differ = np.ascontiguousarray(ours).view(bits) != np.ascontiguousarray(raw).view(bits)
-    return _Candidate(dialect, factors, ours, differ, np.zeros(raw.shape, np.int64))
+    return _Candidate(dialect, form, factors, ours, differ, np.zeros(raw.shape, np.int64))
 
 
 def _count_codes(weight: Weight, source: Stored, of: Sequence[_Candidate], *, is_sample: bool) -> int:
@@ -121,25 +108,24 @@ def _count_codes(weight: Weight, source: Stored, of: Sequence[_Candidate], *, is
     return size
 
 
-def _by_logarithm(
-    weight: Weight, raw: np.ndarray, every: Sequence[_Candidate], powers: Sequence[_Candidate]
-) -> Iterator[Finding]:
+def _by_logarithm(weight: Weight, raw: np.ndarray, every: Sequence[_Candidate], powers: Sequence[_Candidate]) -> None:
     # Where all that fits rounds by a float logarithm, and the bits give twice the scale.
-    bits = [one for one in every if one.power_of_two in (PowerOfTwo.UP, PowerOfTwo.DOWN)]
+    bits = [one for one in every if one.form.power_of_two in (PowerOfTwo.UP, PowerOfTwo.DOWN)]
     logarithms = (PowerOfTwo.UP_LOG2, PowerOfTwo.DOWN_LOG2)
-    if bits and powers and all(one.power_of_two in logarithms for one in powers):
+    if bits and powers and all(one.form.power_of_two in logarithms for one in powers):
         best = min(bits, key=lambda one: int(one.scales_differ.sum())).ours.astype(np.float32)
         there = raw.astype(np.float32)
         if (wrong := best == 2 * there).any():
-            yield weight.finding("logarithm", f"{best[wrong][0]:.9g}", f"{there[wrong][0]:.9g}", wrong)
+            weight.add("logarithm", f"{best[wrong][0]:.9g}", f"{there[wrong][0]:.9g}", wrong)
 
 
-def _finding(weight: Weight, raw: np.ndarray, best: _Candidate) -> Finding:
+def _differ(weight: Weight, raw: np.ndarray, best: _Candidate) -> None:
     wrong = best.scales_differ | (best.codes_differ > 0)
     codes, scales, name = int(best.codes_differ.sum()), int(best.scales_differ.sum()), best.dialect.name
     # 1. Scales that moved: the codes say which they should be.
     if codes == 0 and (moved := _moved(best.ours, raw)):
-        return weight.finding("grid-moved", f"the order of blocks, by {name}", moved, wrong)
+        weight.add("grid-moved", f"the order of blocks, by {name}", moved, wrong)
+        return
     # 2. What the nearest dialect gives, and what is there.
     first = tuple(np.argwhere(wrong)[0])
     expected = f"by {name}, the nearest: scale {float(best.ours[first]):.9g}"
@@ -148,7 +134,7 @@ def _finding(weight: Weight, raw: np.ndarray, best: _Candidate) -> Finding:
     found = f"scale {float(raw[first]):.9g}; {scales} scales and {codes} codes differ in all"
     is_other = scales or codes > weight.codes.size // 20  # dialects with the same scales differ in 3% of codes at most
     severity = Severity.ERROR if is_other else Severity.WARNING
-    return weight.finding("no-dialect", expected, found, wrong, severity=severity)
+    weight.add("no-dialect", expected, found, wrong, severity=severity)
 
 
 def _moved(a: np.ndarray, b: np.ndarray) -> str:
