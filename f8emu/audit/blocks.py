@@ -192,8 +192,7 @@ def measured(weight: Weight, elements: int = BAND) -> Blocks:
     assert weight.scale is not None
     k, (height, width) = weight.codes.shape[-1], weight.extent
     largest = np.zeros((math.prod(weight.grid[:-1]), weight.grid[-1]), np.uint8)
-    buffer = np.empty(max(elements, k), np.uint8)
-    for at, band in bands(weight, weight.codes, elements, buffer):
+    for at, band in bands(weight, weight.codes, elements):
         # 1. Magnitudes, in place; their order is that of the codes.
         codes = band.view(np.uint8)
         np.bitwise_and(codes, 0x7F, out=codes)
@@ -212,12 +211,10 @@ def measured(weight: Weight, elements: int = BAND) -> Blocks:
         return Blocks(largest.reshape(-1), raw.astype(np.float32), raw)
 
 
-def bands(
-    weight: Weight, stored: Stored, elements: int = BAND, out: np.ndarray | None = None
-) -> Iterator[tuple[int, np.ndarray]]:
+def bands(weight: Weight, stored: Stored, elements: int = BAND) -> Iterator[tuple[int, np.ndarray]]:
     """Parts of a weight, or of one of its shape, of so many elements: whole blocks, or a part of one.
 
-    Each has the index of its first row of blocks, and its rows, read into `out`, if it is given.
+    Each has the index of its first row of blocks, and its rows.
     """
     rows, k = weight.codes.shape[-2:]
     height, total, row = weight.extent[0], weight.codes.size // k, 0
@@ -227,7 +224,7 @@ def bands(
         left = height - row % rows % height
         taken = min(most // height * height if left == height <= most else min(left, most), end - row % end)
         at = row // rows * weight.grid[-2] + row % rows // height
-        yield at, stored.read(row * k, (row + taken) * k, out).reshape(taken, k)
+        yield at, stored.read(row * k, (row + taken) * k).reshape(taken, k)
         row += taken
 
 

@@ -69,20 +69,19 @@ class Stored:
             found.update(part.data)
         return found.hexdigest()
 
-    def read(self, begin: int = 0, end: int | None = None, out: np.ndarray | None = None) -> np.ndarray:
-        """Its elements from `begin` to `end`, flat: in `out`, if it is given, which has room for their bytes.
+    def read(self, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Its elements from `begin` to `end`, flat.
 
         Raises:
             CheckpointError: the file has changed.
         """
         dtype = DTYPES[self.dtype]
-        size = ((self.size if end is None else end) - begin) * dtype.itemsize
-        target = np.empty(size, np.uint8) if out is None else out[:size]
+        found = np.empty(((self.size if end is None else end) - begin) * dtype.itemsize, np.uint8)
         with _told(self.file), open_regular(self.file) as file:
             file.seek(self.begin + begin * dtype.itemsize)
-            is_whole = file.readinto(target.data) == size
-            require(is_whole, f"{size} bytes of {self.name!r}", "fewer: it was cut short while it was read")
-        return target.view(dtype)
+            is_whole = file.readinto(found.data) == found.size
+            require(is_whole, f"{found.size} bytes of {self.name!r}", "fewer: it was cut short while it was read")
+        return found.view(dtype)
 
     def parts(self, most: int | None = None) -> Iterator[np.ndarray]:
         """Its first `most` elements, or all, a band at a time."""

@@ -67,12 +67,18 @@ def named(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> It
             yield from _orphan(checkpoint, name)
         yield from _unlike(form, stored, like.get(_NUMBERS.sub("#", name)))
         yield from _lone_scale(checkpoint, stored)
-    # 4. What was exported.
-    for name in sorted(checkpoint.manifest and checkpoint.manifest.keys() | checkpoint.tensors.keys()):
-        known, there = checkpoint.manifest.get(name), checkpoint.tensors.get(name)
-        hashes = known.get("sha256") if isinstance(known, dict) else None, there and there.sha256
-        if hashes[0] != hashes[1]:
-            yield finding("manifest", name, *(f"SHA-256 {one:.16}..." if one else "no tensor" for one in hashes))
+
+
+def changed(checkpoint: Checkpoint, name: str) -> list[Finding]:
+    """Whether a tensor is not the one that the manifest has.
+
+    Raises:
+        CheckpointError: a file has changed.
+    """
+    known, there = checkpoint.manifest.get(name), checkpoint.tensors.get(name)
+    hashes = known.get("sha256") if isinstance(known, dict) else None, there and there.sha256
+    texts = (f"SHA-256 {one!s:.16}..." if one else "no tensor" for one in hashes)
+    return [finding("manifest", name, *texts)] if hashes[0] != hashes[1] else []
 
 
 def left_out(checkpoint: Checkpoint, origin: Checkpoint, weights: Sequence[Weight]) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from f8emu.audit.blocks import Weight, measured, shards_of, weights_of
 from f8emu.audit.checkpoint import DTYPES, FLOATS, Checkpoint, read_checkpoint
 from f8emu.audit.findings import CHECKS, Audit, Severity
 from f8emu.audit.formats import Format, consumers_of, format_of
-from f8emu.audit.names import left_out, named
+from f8emu.audit.names import changed, left_out, named
 from f8emu.audit.source import compare
 from f8emu.audit.values import examine, fingerprints, together, unscaled
 from f8emu.conformance.run.result import Progress, Silent
@@ -53,6 +53,11 @@ def audit(
             found.findings += left_out(checkpoint, origin, weights)
             weights = [shard for one in weights for shard in shards_of(one, origin.tensors)]
         found.tensors_total = len(weights)
+        exported = sorted(checkpoint.manifest and checkpoint.manifest.keys() | checkpoint.tensors.keys())
+        told.begin("audit", "hashes of the manifest", len(exported))
+        for findings in pool.map(partial(changed, checkpoint), exported):
+            found.findings += findings
+            told.advance()
         told.begin("audit", "float8 weights", len(weights))
         examine_one = partial(_examine, form=form, origin=origin, consumers=consumers)
         for _ in pool.map(examine_one, weights):
