@@ -4,6 +4,7 @@ A matrix is worked through in bands of rows, so that what lies between x and its
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,28 +13,19 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from f8emu.dialects.rules import (
-    Arithmetic,
-    Block,
-    CodeForm,
-    CodeRule,
-    Dialect,
-    Division,
-    Limit,
-    NanCode,
-    PowerOfTwo,
-    ScaleForm,
-)
+from f8emu.dialects import rules
+from f8emu.dialects.rules import Arithmetic, Block, CodeForm, CodeRule, Dialect, Division, PowerOfTwo, ScaleForm
 from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import E4M3FN, E8M0FNU, FLOAT32, FORMATS
 
 Array = NDArray[Any]
 Float32 = NDArray[np.float32]
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+_Slices = tuple[slice, slice]
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in FORMATS}
+E4M3, E8M0, _FLOAT32 = (DTYPES[one.name] for one in (E4M3FN, E8M0FNU, FLOAT32))
 _MAX = 448.0
 _BAND = 1 << 19
 """Elements of a band: two megabytes of float32."""
-_ROUNDED_UP = (PowerOfTwo.UP, PowerOfTwo.UP_LOG2, PowerOfTwo.UP_LN)
 
 
 class Factors(NamedTuple):
@@ -45,10 +37,6 @@ class Factors(NamedTuple):
     """s."""
     multiplier: Float32
     """t. Where s comes first, it is 448 / amax, or 1/s of a power of two."""
-
-
-_Piece = tuple[tuple[slice, slice], tuple[slice, slice], tuple[int, int, int, int]]
-"""A part of a matrix, its part of the grid, and its shape [blocks, rows of a block, blocks, K of a block]."""
 
 
 def grid_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
@@ -86,8 +74,7 @@ def factors_from_amax(amax: Float32, dialect: Dialect, dtype: np.dtype[Any]) -> 
     with np.errstate(all="ignore"):
         scale, multiplier = _scales(amax, dialect.scale, dtype)
         kept = multiplier if dialect.stored.is_multiplier else scale
-        stored = {"input": dtype, "float8_e8m0fnu": E8M0}.get(dialect.stored.dtype, kept.dtype)
-        return Factors(kept.astype(stored, copy=False), scale, multiplier)
+        return Factors(kept.astype(DTYPES.get(dialect.stored.dtype, dtype), copy=False), scale, multiplier)
 
 
 def factors_from_stored(stored: Array, dialect: Dialect) -> Factors:
@@ -129,8 +116,9 @@ def decode(codes: Array, scale: Float32, block: Block, dtype: np.dtype[Any], *, 
 
 def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float32, Float32]:
     """S and t."""
-    working = np.dtype(np.float64 if form.arithmetic is Arithmetic.FLOAT64 else np.float32)
-    narrow = dtype if form.arithmetic is Arithmetic.INPUT else working
+    dtypes = {Arithmetic.FLOAT32: _FLOAT32, Arithmetic.FLOAT64: np.dtype(np.float64), Arithmetic.INPUT: dtype}
+    narrow, limits = dtypes[form.arithmetic], ml_dtypes.finfo(dtype)
+    working = np.promote_types(narrow, np.float32)
 
     def fl(x: Any) -> Array:
         return np.asarray(x, working).astype(narrow).astype(working)
@@ -146,19 +134,16 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
         a = np.where(np.isinf(a), fl(form.infinite_amax), a)
     if form.small_amax is not None:
         a = np.where(a <= form.small_amax[0], fl(form.small_amax[1]), a)
-    if form.amax_floor:
-        a = np.maximum(a, fl(form.amax_floor))
+    a = np.maximum(a, fl(form.amax_floor))
     # 2. The division.
     if form.division is Division.EXPONENT:
         bits = a.astype(np.float32).view(np.int32).astype(np.int64)
-        s = _power((bits + form.carry >> 23) - 8, np.isnan(a), form)
-        return s, np.float32(1.0) / s
+        return _powers((bits + form.carry >> 23) - 8, np.isnan(a), form)
     if form.is_multiplier:
         by_reciprocal = form.division is Division.MULTIPLIER_BY_RECIPROCAL
         t = fl(fl(1.0 / a) * _MAX if by_reciprocal else _MAX / a).astype(np.float32)
         if form.largest_multiplier is not None:
-            of = dtype if form.largest_multiplier is Arithmetic.INPUT else np.float32
-            t = np.where(np.isinf(t), np.float32(ml_dtypes.finfo(of).max), t)
+            t = np.where(np.isinf(t), np.float32(ml_dtypes.finfo(dtypes[form.largest_multiplier]).max), t)
         if form.power_of_two is PowerOfTwo.DOWN:
             t = (t.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
         elif form.power_of_two is PowerOfTwo.DOWN_LOG2:
@@ -169,28 +154,24 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
         t = (np.float32(_MAX) / a.astype(np.float32)).astype(np.float32)
     # 3. The scale that counts, and its power of two.
     if form.small_scale is not None:
-        limit, instead = (_limit(one, dtype) for one in form.small_scale)
-        is_small = s < limit if form.small_scale[0] is Limit.ROOT_OF_TINY else s <= limit
+        known = {rules.Limit.EPSILON: float(limits.eps), rules.Limit.ROOT_OF_TINY: float(limits.tiny) ** 0.5}
+        limit, instead = (known[one] if isinstance(one, rules.Limit) else one for one in form.small_scale)
+        is_small = s < limit if form.small_scale[0] is rules.Limit.ROOT_OF_TINY else s <= limit
         s = np.where(is_small, np.float32(instead), s)
-    if form.scale_floor:
-        s = np.maximum(s, fl(form.scale_floor).astype(np.float32))
-    if form.power_of_two in _ROUNDED_UP:
-        exponent = _up(s)
-        if form.power_of_two is PowerOfTwo.UP_LOG2:
+    s = np.maximum(s, fl(form.scale_floor).astype(np.float32))
+    match form.power_of_two:
+        case PowerOfTwo.UP:
+            bits = s.view(np.int32)
+            # 2^-127, whose biased exponent is 0, is a subnormal float32.
+            exponent = np.where(bits < 1 << 23, bits > 1 << 22, (bits >> 23) + (bits & 0x7FFFFF != 0))
+        case PowerOfTwo.UP_LOG2:
             exponent = np.ceil(_log2(s)) + 127
-        elif form.power_of_two is PowerOfTwo.UP_LN:
+        case PowerOfTwo.UP_LN:
             ln = fl(np.log(s.astype(np.float64)))
             exponent = np.ceil(fl(ln * reciprocal(float(fl(math.log(2)))))) + 127
-        s = _power(exponent, np.isnan(s), form)
-        return s, np.float32(1.0) / s
-    return s, t
-
-
-def _up(s: Float32) -> Array:
-    """The biased exponents of the powers of two at or above s; that of 2^-127 is 0."""
-    bits = s.view(np.int32)
-    exponent = (bits >> 23) + (bits & 0x7FFFFF != 0)
-    return np.where(bits < 1 << 23, bits > 1 << 22, exponent)
+        case _:
+            return s, t
+    return _powers(exponent, np.isnan(s), form)
 
 
 def _log2(x: Float32) -> Float32:
@@ -198,16 +179,11 @@ def _log2(x: Float32) -> Float32:
     return np.log2(x.astype(np.float64)).astype(np.float32)
 
 
-def _power(exponent: Array, is_nan: NDArray[np.bool], form: ScaleForm) -> Float32:
-    """The powers of two with these biased exponents."""
-    return np.where(is_nan, 255, np.clip(exponent, *form.exponents)).astype(np.uint8).view(E8M0).astype(np.float32)
-
-
-def _limit(number: float | Limit, dtype: np.dtype[Any]) -> float:
-    if not isinstance(number, Limit):
-        return number
-    limits = ml_dtypes.finfo(dtype)
-    return float(limits.eps) if number is Limit.EPSILON else float(limits.tiny) ** 0.5
+def _powers(exponent: Array, is_nan: NDArray[np.bool], form: ScaleForm) -> tuple[Float32, Float32]:
+    """The powers of two with these biased exponents, and their inverses."""
+    codes = np.where(is_nan, 255, np.clip(exponent, *form.exponents)).astype(np.uint8)
+    s = codes.view(E8M0).astype(np.float32)
+    return s, np.float32(1.0) / s
 
 
 # 2 Codes
@@ -238,12 +214,12 @@ def _cast(values: Float32, table: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 @functools.cache
-def _code_table(nan: NanCode) -> NDArray[np.uint8]:
+def _code_table(nan: rules.NanCode) -> NDArray[np.uint8]:
     """The code of every bfloat16, saturating."""
     values = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     with np.errstate(invalid="ignore"):
         codes = np.clip(values, -_MAX, _MAX).astype(E4M3).view(np.uint8)
-    codes[np.isnan(values)] = {NanCode.NAN: 0x7F, NanCode.MAX: 0x7E, NanCode.MIN: 0xFE}[nan]
+    codes[np.isnan(values)] = {rules.NanCode.NAN: 0x7F, rules.NanCode.MAX: 0x7E, rules.NanCode.MIN: 0xFE}[nan]
     return codes
 
 
@@ -254,29 +230,26 @@ _VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 # 3 Bands
 
 
-def _extent(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
+def _extent(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
     """The sizes of a block in numbers."""
-    return max(1, min(block[0] or shape[0], shape[0])), max(1, min(block[1] or shape[1], shape[1]))
+    return tuple(max(1, min(size or most, most)) for size, most in zip(block, shape, strict=True))
 
 
-def _pieces(shape: tuple[int, ...], block: Block) -> Iterator[_Piece]:
-    """The matrix in pieces of whole blocks and of partial ones, each of some rows."""
-    rows, k = shape
-    height, width = _extent(shape, block)
-    band = max(1, _BAND // max(k, 1))
-    whole = k // width * width
-    columns = [(slice(0, whole), slice(0, whole // width), width)]
-    if whole < k:
-        columns.append((slice(whole, k), slice(whole // width, whole // width + 1), k - whole))
-    start = 0
-    while start < rows and k:
-        # Either some whole rows of blocks, or what is left of one.
-        left = height - start % height
-        count = min(max(band // height * height, min(left, band)) if left == height else min(left, band), rows - start)
-        count = count // height * height or count
-        blocks = max(1, count // height)
-        for part, grid, group in columns:
-            of_grid = slice(start // height, start // height + blocks), grid
-            shape_of_piece = blocks, count // blocks, grid.stop - grid.start, group
-            yield (slice(start, start + count), part), of_grid, shape_of_piece
-        start += count
+def _pieces(shape: tuple[int, ...], block: Block) -> Iterator[tuple[_Slices, _Slices, tuple[int, ...]]]:
+    """Parts of a matrix, their parts of the grid, and their shapes [blocks, rows of a block, blocks, K of a block].
+
+    A part is a band of some rows, of whole blocks or of one row of them. Partial blocks are apart.
+    """
+    extents, bands = _extent(shape, block), (max(1, _BAND // max(shape[1], 1)), max(1, shape[1]))
+    for down, across in itertools.product(*map(_cut, shape, extents, bands)):
+        (rows, of_rows), (columns, of_columns) = down[:2], across[:2]
+        yield (rows, columns), (of_rows, of_columns), (*down[2], *across[2])
+
+
+def _cut(size: int, extent: int, band: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
+    step = max(1, band // extent) * extent
+    starts = {at for first in range(0, size, step) for at in range(first, min(first + step, size), band)}
+    for start, end in itertools.pairwise(sorted(starts | {size // extent * extent, size})):
+        blocks = max(1, (end - start) // extent)
+        of_grid = slice(start // extent, start // extent + blocks)
+        yield slice(start, end), of_grid, (blocks, (end - start) // blocks)

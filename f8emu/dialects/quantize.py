@@ -8,17 +8,16 @@ One on a GPU is copied to the host, and its results back. An array of JAX, trace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from f8emu.dialects import arithmetic
-from f8emu.dialects.arithmetic import E4M3, Array
+from f8emu.dialects.arithmetic import DTYPES, E4M3, Array
 from f8emu.dialects.rules import Block, Dialect
 from f8emu.dialects.stacks import dialect_by_name
 from f8emu.interop.arrays import to_numpy, to_torch
 from f8emu.interop.frameworks import library_of, require_jax
 from f8emu.spec.errors import OperandError, SpecError
-from f8emu.spec.formats import E4M3FN, FORMATS, HIGH_PRECISION, Format
+from f8emu.spec.formats import E4M3FN, HIGH_PRECISION, Format
 
 
 class Quantized(NamedTuple):
@@ -64,9 +63,9 @@ def quantize(x: Any, dialect: Dialect | str, *, block: Block | None = None, scal
         return arithmetic.encode(x, factors, found, chosen), factors.stored
 
     operands = (x,) if scale is None else (x, scale)
-    stored = dtype_of(operands[-1]) if scale is not None or found.stored.dtype == "input" else found.stored.dtype
+    stored = _name(operands[-1].dtype) if scale is not None or found.stored.dtype == "input" else found.stored.dtype
     grid = arithmetic.grid_shape(shape, chosen)
-    return Quantized(*_on_host(run, operands, (shape, E4M3), (grid, stored)))
+    return Quantized(*_on_host(run, operands, (shape, E4M3), (grid, DTYPES[stored])))
 
 
 def dequantize(codes: Any, scale: Any, dialect: Dialect | str, *, block: Block | None = None, out_dtype: Any) -> Any:
@@ -85,7 +84,7 @@ def dequantize(codes: Any, scale: Any, dialect: Dialect | str, *, block: Block |
     """
     found = dialect_by_name(dialect)
     shape = _matrix("dequantize", "codes", codes, (E4M3FN,))
-    target = output_dtype("dequantize", out_dtype)
+    target = _target("dequantize", out_dtype)
     chosen = _block("dequantize", found, block, shape, scale)
 
     def run(codes: Array, scale: Array) -> tuple[Array]:
@@ -102,27 +101,24 @@ def zero_block_scale(dialect: Dialect | str, dtype: Any = "bfloat16") -> float:
         SpecError: an unknown dialect or dtype.
         OperandError: a dialect whose scales are given.
     """
-    zero, target = np.zeros((1, 1), np.float32), output_dtype("zero_block_scale", dtype)
+    zero, target = np.zeros((1, 1), np.float32), _target("zero_block_scale", dtype)
     return float(arithmetic.factors_from_amax(zero, dialect_by_name(dialect), target).stored[0, 0])
 
 
-def dtype_of(x: Any) -> np.dtype[Any]:
-    """The dtype of an array of any library, as numpy has it."""
-    name = str(x.dtype).removeprefix("torch.")
-    return np.dtype(getattr(ml_dtypes, name, name))
+def _name(dtype: Any) -> str:
+    """The name of a dtype that is a name itself, or of any library."""
+    return np.dtype(dtype).name if isinstance(dtype, type) else str(dtype).removeprefix("torch.")
 
 
-def output_dtype(call: str, dtype: Any) -> np.dtype[Any]:
-    """float32, bfloat16 or float16, given as a name or as any library has it; SpecError for another one."""
-    name = np.dtype(dtype).name if isinstance(dtype, type) else str(dtype).removeprefix("torch.")
-    if name not in (known := [format.name for format in HIGH_PRECISION]):
+def _target(call: str, dtype: Any) -> np.dtype[Any]:
+    if _name(dtype) not in (known := [format.name for format in HIGH_PRECISION]):
         raise SpecError(f"{call}: out_dtype must be one of {', '.join(known)}; got {dtype!r}; convert it afterwards")
-    return np.dtype(getattr(ml_dtypes, name, name))
+    return DTYPES[_name(dtype)]
 
 
 def _matrix(call: str, name: str, x: Any, formats: tuple[Format, ...]) -> tuple[int, int]:
     known = [format.name for format in formats]
-    if library_of(x) is None or x.ndim != 2 or dtype_of(x).name not in known:
+    if library_of(x) is None or x.ndim != 2 or _name(x.dtype) not in known:
         raise OperandError(
             f"{call}: {name} must be a matrix [rows, K] of numpy, torch or JAX in {', '.join(known)}; got {_kind(x)}; "
             "reshape it to [-1, K], or convert it"
@@ -138,7 +134,7 @@ def _block(call: str, dialect: Dialect, block: Block | None, shape: tuple[int, i
         raise SpecError(f"{call}: block must be one that {dialect.name} has, {known}; got {block}; None is all")
     if scale is None:
         return blocks[0]
-    if library_of(scale) is not None and dtype_of(scale).name in FORMATS:
+    if library_of(scale) is not None and _name(scale.dtype) in DTYPES:
         for one in blocks:
             if tuple(scale.shape) == arithmetic.grid_shape(shape, one):
                 return one
@@ -158,7 +154,7 @@ def _on_host(run: Callable[..., Any], operands: tuple[Any, ...], *results: tuple
     library = library_of(operands[0])
     if library == "jax":
         jax = require_jax("dialects.quantize")
-        shapes = tuple(jax.ShapeDtypeStruct(shape, getattr(ml_dtypes, str(d), d)) for shape, d in results)
+        shapes = tuple(jax.ShapeDtypeStruct(*result) for result in results)
         host = lambda *arrays: run(*(np.asarray(array) for array in arrays))  # noqa: E731
         return tuple(jax.pure_callback(host, shapes, *operands, vmap_method="sequential"))
     found = run(*(to_numpy(operand, copy=None) for operand in operands))

@@ -109,6 +109,33 @@ class ScaleForm:
     def is_power_of_two(self) -> bool:
         return self.power_of_two is not None or self.division is Division.EXPONENT
 
+    @property
+    def least_amax(self) -> float:
+        """The smallest amax, as the dtype of the division has it, that the two floors leave."""
+        (rounded,) = struct.unpack("f", struct.pack("f", self.amax_floor))
+        of_amax = self.amax_floor if self.arithmetic is Arithmetic.FLOAT64 else rounded
+        return max(of_amax, self.scale_floor * 448.0)
+
+    @property
+    def formula(self) -> str:
+        """The steps in a line."""
+        amax = f"max(amax, {self.amax_floor:g})" if self.amax_floor else "amax"
+        division = self.division.value.replace("amax", amax)
+        if self.carry:
+            division = division.replace("exponent(amax)", f"exponent(amax + {self.carry:#x} in the last place)")
+        steps = [division + " in x's dtype" * (self.arithmetic is Arithmetic.INPUT)]
+        if self.scale_floor:
+            steps.append(f"at least {self.scale_floor:g}")
+        if self.power_of_two is not None:
+            steps.append(self.power_of_two.value)
+        if self.small_scale is not None:
+            limit, instead = (one.value if isinstance(one, Limit) else f"{one:g}" for one in self.small_scale)
+            steps.append(f"{limit} becomes {instead}" if limit == "0" else f"s below {limit} becomes {instead}")
+        if self.small_amax is not None:
+            limit, instead = self.small_amax
+            steps.insert(0, f"amax {f'up to {limit:g}' if limit else '0'} counts as {instead:g}")
+        return ", ".join(steps)
+
 
 class CodeRule(Enum):
     """How a value becomes the number that is cast to float8. Each operation rounds once."""
@@ -142,6 +169,12 @@ class CodeForm:
     nan: NanCode = NanCode.NAN
     scale_floor: float = 0.0
     """`max(s, scale_floor)` is divided by; the stored scale is s."""
+
+    @property
+    def formula(self) -> str:
+        """The number that is cast."""
+        s = f"max(s, {self.scale_floor:g})" if self.scale_floor else "s"
+        return self.rule.value.replace("s", s) + " in x's dtype" * (self.arithmetic is Arithmetic.INPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +236,7 @@ class Dialect:
     @property
     def formula(self) -> str:
         """The rule in a line, as tables and errors show it."""
-        return f"{_scale_formula(self.scale)}; code = {_code_formula(self.code)}"
+        return f"{self.scale.formula if self.scale else 's given'}; code = {self.code.formula}"
 
     @property
     def scale_rule(self) -> ScaleRule:
@@ -215,56 +248,21 @@ class Dialect:
         Raises:
             UnsupportedError: there is none; the message says why.
         """
-        if why := self._differs_from_scale_rules():
-            raise UnsupportedError(
-                f"Dialect.scale_rule: a ScaleRule must give the bytes of {self.name}, {self.formula}; {why}; quantize "
-                "with f8emu.dialects.quantize"
-            )
-        assert self.scale is not None
-        return ScaleRule(power_of_two=self.scale.is_power_of_two, amax_floor=_amax_floor(self.scale))
-
-    def _differs_from_scale_rules(self) -> str:
         form = self.scale
         if form is None:
-            return "its scales are given"
-        if form.division is Division.EXPONENT or form.power_of_two not in (None, PowerOfTwo.UP, PowerOfTwo.DOWN):
-            return "its powers of two are not always those next to 448 / amax"
-        if self.stored.dtype == "input" or form.arithmetic is Arithmetic.INPUT:
-            return "its scales are rounded to the dtype of x, a ScaleRule's are float32"
-        if form.small_amax or form.small_scale or not MIN_AMAX_FLOOR <= _amax_floor(form) < 1:
-            return "it gives an all-zero block a scale of its own, or none"
-        is_alike = form.division is Division.MULTIPLIER and self.code.rule is CodeRule.MULTIPLIER
-        return "" if form.power_of_two or is_alike else "its division rounds otherwise"
-
-
-def _amax_floor(form: ScaleForm) -> float:
-    """The smallest amax, as the dtype of the division has it, that the two floors leave."""
-    (rounded,) = struct.unpack("f", struct.pack("f", form.amax_floor))
-    return max(form.amax_floor if form.arithmetic is Arithmetic.FLOAT64 else rounded, form.scale_floor * 448.0)
-
-
-def _scale_formula(form: ScaleForm | None) -> str:
-    if form is None:
-        return "s given"
-    amax = f"max(amax, {form.amax_floor:g})" if form.amax_floor else "amax"
-    steps = [form.division.value.replace("amax", amax)]
-    if form.carry:
-        steps[0] = steps[0].replace("exponent(amax)", f"exponent(amax + {form.carry:#x} in the last place)")
-    if form.arithmetic is Arithmetic.INPUT:
-        steps[0] += " in x's dtype"
-    if form.scale_floor:
-        steps.append(f"at least {form.scale_floor:g}")
-    if form.power_of_two is not None:
-        steps.append(form.power_of_two.value)
-    if form.small_scale is not None:
-        limit, instead = (one.value if isinstance(one, Limit) else f"{one:g}" for one in form.small_scale)
-        steps.append(f"{limit} becomes {instead}" if limit == "0" else f"s below {limit} becomes {instead}")
-    if form.small_amax is not None:
-        limit, instead = form.small_amax
-        steps.insert(0, f"amax {'0' if limit == 0 else f'up to {limit:g}'} counts as {instead:g}")
-    return ", ".join(steps)
-
-
-def _code_formula(form: CodeForm) -> str:
-    s = f"max(s, {form.scale_floor:g})" if form.scale_floor else "s"
-    return form.rule.value.replace("s", s) + (" in x's dtype" if form.arithmetic is Arithmetic.INPUT else "")
+            why = "its scales are given"
+        elif form.division is Division.EXPONENT or form.power_of_two not in (None, PowerOfTwo.UP, PowerOfTwo.DOWN):
+            why = "its powers of two are not always those next to 448 / amax"
+        elif self.stored.dtype == "input" or form.arithmetic is Arithmetic.INPUT:
+            why = "its scales are rounded to the dtype of x, a ScaleRule's are float32"
+        elif form.small_amax or form.small_scale or not MIN_AMAX_FLOOR <= form.least_amax < 1:
+            why = "it gives an all-zero block a scale of its own, or none"
+        else:
+            is_alike = form.division is Division.MULTIPLIER and self.code.rule is CodeRule.MULTIPLIER
+            if form.power_of_two or is_alike:
+                return ScaleRule(power_of_two=form.is_power_of_two, amax_floor=form.least_amax)
+            why = "its division rounds otherwise"
+        raise UnsupportedError(
+            f"Dialect.scale_rule: a ScaleRule must give the bytes of {self.name}, {self.formula}; {why}; quantize with "
+            "f8emu.dialects.quantize"
+        )

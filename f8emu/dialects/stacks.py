@@ -5,60 +5,27 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from f8emu.dialects.rules import (
-    COLUMN,
-    GROUP,
-    MX_COLUMN,
-    MX_GROUP,
-    ROW,
-    SQUARE,
-    TENSOR,
-    Arithmetic,
-    CodeForm,
-    CodeRule,
-    Dialect,
-    Division,
-    Limit,
-    NanCode,
-    PowerOfTwo,
-    ScaleForm,
-    Stored,
-)
+from f8emu.dialects import rules
+from f8emu.dialects.rules import COLUMN, GROUP, MX_COLUMN, MX_GROUP, ROW, SQUARE, TENSOR, Dialect, ScaleForm, Stored
 from f8emu.spec.errors import SpecError
 
-_READ = ("compressed_tensors_cuda", "transformers_activation")
-"""Dialects of compared packages that need a GPU."""
-_ON_H100 = frozenset(
-    "vllm_static vllm_tensor vllm_token vllm_group vllm_group_ue8m0 vllm_group_ue8m0_packed vllm_group_triton "
-    "vllm_group_triton_ue8m0 vllm_silu_group vllm_layernorm_group vllm_weight_block_cuda "
-    "vllm_weight_block_ue8m0 sglang_group sglang_group_ue8m0 sglang_token sglang_tensor sglang_weight_tensor "
-    "sglang_weight_block_ue8m0 deep_gemm_block_ue8m0 deepseek_group deepseek_group_ue8m0 fbgemm_triton "
-    "fbgemm_torch fbgemm_cuda torchao_tensorwise torchao_rowwise torchao_rowwise_float torchao_blockwise "
-    "torchao_inference torchao_mx_floor torchao_mx_ceil torchao_mx_even torchao_mx_rceil "
-    "compressed_tensors_cuda transformers_block transformers_block_ue8m0 transformers_activation "
-    "deep_gemm_block_cuda vllm_native_cuda vllm_native_group_cuda".split()
-)
-"""Dialects whose kernels gave these bytes on an H100: tests hold it to benchmarks/results/dialects_on_gpu-h100.json."""
 _TRITON = "On a GPU Triton divides by an approximation."
-_LOG2 = "A float32 matrix has 2^ceil(log2 s), with a log2 that is k for some s just above 2^k."
-_REQUANTIZED = "Of a block-quantized weight decoded to {}, as the model is loaded."
 _HISTORY = "amax is the history's; one of 0, inf or NaN leaves the scale as it was, which is 1 at first."
 _NAN_OF_MX = "A block whose byte is 255, for a NaN, is divided by inf."
-_SCALE_UB = "A given scale_ub bounds {}; here is none."
 _XLA = "XLA gives float16 codes as x * (1/s) in float16. Its maximum may drop a NaN."
 _CAVEATS = {
-    "vllm_token": _SCALE_UB.format("s"),
-    "vllm_group_ue8m0": _LOG2,
+    "vllm_token": "A given scale_ub bounds s; here is none.",
+    "vllm_group_ue8m0": "A float32 matrix has 2^ceil(log2 s), with a log2 that is k for some s just above 2^k.",
     "vllm_group_triton": _TRITON,
     "vllm_weight_block_cuda": f"vLLM compiles it to Triton. {_TRITON}",
-    "vllm_weight_block_ue8m0": _REQUANTIZED.format("float32"),
+    "vllm_weight_block_ue8m0": "Of a block-quantized weight decoded to float32, as the model is loaded.",
     "vllm_fused_shards": "Each shard is decoded to float16 by its own scale. The largest scale is given here.",
     "sglang_group": "Fast math: the division for codes is approximate, and gives codes of 0 for an amax above 2^126. A "
     "float32 or float16 NaN gives +448.",
     "sglang_group_ue8m0": "1/s is infinite in float16 where s is 2^-16 or less. A bfloat16 NaN stays one.",
     "sglang_token": "Fast math on SM90. Zeros have codes 0 from the kernel of large batches, 0x7E from the other.",
     "sglang_weight_tensor": "vLLM's function of this name computes amax and its floor in x's dtype.",
-    "sglang_weight_block_ue8m0": _REQUANTIZED.format("bfloat16"),
+    "sglang_weight_block_ue8m0": "Of a block-quantized weight decoded to bfloat16, as the model is loaded.",
     "deepseek_group": _TRITON,
     "transformer_engine_delayed": _HISTORY,
     "torchao_blockwise": "Compared are the package's references in torch; its kernels are Triton's.",
@@ -74,7 +41,7 @@ _CAVEATS = {
     "transformers_activation": f"kernels-community finegrained-fp8 46fa552. {_TRITON}",
     "fbgemm_triton": _TRITON,
     "fbgemm_torch": "The floor has x's dtype, in which it is another number; float16 has none, and zeros the scale 1.",
-    "fbgemm_cuda": _SCALE_UB.format("amax"),
+    "fbgemm_cuda": "A given scale_ub bounds amax; here is none.",
     "modelopt_tensor": "For a 0-dimensional scale. With one of shape [1], codes are those of modelopt_channel.",
     "modelopt_fake": "Fake quantization: the package keeps code * s in x's dtype, and no scale.",
     "flax_linen": f"{_HISTORY} So does a subnormal one, which XLA flushes. {_XLA}",
@@ -82,43 +49,39 @@ _CAVEATS = {
     "qwix_eager_tensor": _XLA,
     "qwix_mxfp8": "XLA's maximum may drop a NaN. An infinite amax gives s = inf. Later versions have another rule.",
 }
-_S = Stored()
+_COLUMNS = ("source", "scale", "code", "blocks", "stored")
+"""What a row says of a dialect after its name."""
+_GPU = {"gpu": "H100"}
+"""Its kernels gave these bytes there: tests hold it to benchmarks/results/dialects_on_gpu-h100.json."""
 
 
-def _of(stack: str, version: str, *, is_compared: bool = False) -> Callable[..., Dialect]:
-    """A function that makes the dialects of a stack."""
+def _of(stack: str, version: str, **standing: Any) -> Callable[..., Dialect]:
+    """A function that makes the dialects of a stack from rows of `_COLUMNS`; `standing` is that of most."""
 
-    def make(
-        name: str, source: str, scale: ScaleForm | None, code: CodeForm, blocks: Any, stored: Stored = _S, **bounds: int
-    ) -> Dialect:
-        rest: Any = {"name": name, "stack": stack, "source": source, "version": version, "stored": stored, **bounds}
-        rest |= {"is_compared": is_compared and name not in _READ, "caveat": _CAVEATS.get(name, "")}
-        rest["gpu"] = "H100" if name in _ON_H100 else ""
-        return Dialect(scale=scale, code=code, blocks=blocks, **rest)
+    def make(name: str, *row: Any, **more: Any) -> Dialect:
+        fields: Any = dict(zip(_COLUMNS, row, strict=False)) | standing | more
+        return Dialect(name=name, stack=stack, version=version, caveat=_CAVEATS.get(name, ""), **fields)
 
     return make
 
 
 def _with_cuda(make: Callable[..., Dialect], name: str, source: str, scale: ScaleForm, *rest: Any) -> Iterable[Dialect]:
     """Torch's `tensor / number` on a CPU, and what the same text is on CUDA."""
-    on_cuda = replace(scale, division=Division.RECIPROCAL)
-    return make(name, source, scale, *rest), make(f"{name}_cuda", source, on_cuda, *rest)
+    on_cuda = replace(scale, division=rules.Division.RECIPROCAL)
+    return make(name, source, scale, *rest, gpu=""), make(f"{name}_cuda", source, on_cuda, *rest)
 
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """A fused Linear of a server -> the layers whose rows it has, one below the other."""
 
-# 1 Rules that stacks share
+# 1 Rules that stacks share; divisions and code rules in the order of their enums
 
-_D = functools.partial(ScaleForm, division=Division.QUOTIENT)
-_R = functools.partial(ScaleForm, division=Division.RECIPROCAL)
-_T = functools.partial(ScaleForm, division=Division.MULTIPLIER)
-_T2 = functools.partial(ScaleForm, division=Division.MULTIPLIER_BY_RECIPROCAL)
-_MX = functools.partial(ScaleForm, division=Division.EXPONENT)
-_UP, _UP_LOG2, _DOWN, _DOWN_LOG2 = PowerOfTwo.UP, PowerOfTwo.UP_LOG2, PowerOfTwo.DOWN, PowerOfTwo.DOWN_LOG2
-_INPUT, _ZERO_IS_ONE = Arithmetic.INPUT, (0.0, 448.0)
-_BY_S, _BY_S_NARROW = CodeForm(rule=CodeRule.QUOTIENT), CodeForm(rule=CodeRule.QUOTIENT, arithmetic=_INPUT)
-_BY_INVERSE, _BY_T = CodeForm(rule=CodeRule.INVERSE), CodeForm(rule=CodeRule.MULTIPLIER)
+_D, _R, _T, _T2, _MX = (functools.partial(ScaleForm, division=one) for one in rules.Division)
+_UP, _UP_LOG2 = rules.PowerOfTwo.UP, rules.PowerOfTwo.UP_LOG2
+_DOWN, _DOWN_LOG2 = rules.PowerOfTwo.DOWN, rules.PowerOfTwo.DOWN_LOG2
+_INPUT, _ZERO_IS_ONE = rules.Arithmetic.INPUT, (0.0, 448.0)
+_BY_S, _BY_INVERSE, _BY_T = (rules.CodeForm(rule=one) for one in rules.CodeRule)
+_BY_S_NARROW = replace(_BY_S, arithmetic=_INPUT)
 _MIN_SCALE = 1.0 / (448.0 * 512.0)
 """The floor of vLLM's and FBGEMM's scales per token."""
 _WEIGHT, _WEIGHT_INV = Stored(names=("weight_scale",)), Stored(names=("weight_scale_inv",))
@@ -127,22 +90,19 @@ _BYTE = Stored(dtype="float8_e8m0fnu")
 
 # 2 Serving
 
-_vllm = _of("vLLM", "vllm==0.33.0")
+_vllm = _of("vLLM", "vllm==0.33.0", **_GPU)
 _common, _grouped = "w8a8/fp8/common.cu", "w8a8/fp8/per_token_group_quant.cu"
 _utils, _deep_gemm = "fp8_utils.py", "utils/deep_gemm.py: per_block_cast_to_fp8"
 _native = "input_quant_fp8.py: QuantFP8.forward_native"
-_max, _token, _native_token = (
-    _D(ignores_nan=True),
-    _D(ignores_nan=True, scale_floor=_MIN_SCALE),
-    _D(scale_floor=_MIN_SCALE),
-)
+_max, _native_token = _D(ignores_nan=True), _D(scale_floor=_MIN_SCALE)
+_token = replace(_max, scale_floor=_MIN_SCALE)
 _group = _D(ignores_nan=True, amax_floor=1e-10)
 _group_up = replace(_group, scale_floor=1e-10, power_of_two=_UP)
 _block, _reciprocal = _D(amax_floor=1e-4), _R(amax_floor=1e-4)
 _requant = replace(_reciprocal, power_of_two=_UP_LOG2)
 _triton, _triton_up = _R(amax_floor=1e-10), _R(amax_floor=1e-10, power_of_two=_UP_LOG2)
-_q1, _q2 = replace(_BY_S, nan=NanCode.MAX), replace(_BY_INVERSE, nan=NanCode.MAX)
-_q2_low = replace(_BY_INVERSE, nan=NanCode.MIN)
+_q1, _q2 = replace(_BY_S, nan=rules.NanCode.MAX), replace(_BY_INVERSE, nan=rules.NanCode.MAX)
+_q2_low = replace(_BY_INVERSE, nan=rules.NanCode.MIN)
 _grid = Stored(layout="row-major, column-major or aligned for TMA")
 _packed = replace(_BYTE, layout="int32 of four bytes along K, rows next to each other")
 _rounded = replace(_WEIGHT, is_rounded_to_output=True)
@@ -159,15 +119,15 @@ _VLLM = (
     _vllm("vllm_layernorm_group", "layernorm_utils.cuh", _token, _q2, (GROUP,)),
     *_with_cuda(_vllm, "vllm_native", _native, _native_token, _BY_INVERSE, (ROW, TENSOR)),
     *_with_cuda(_vllm, "vllm_native_group", _native, _native_token, _BY_S, (GROUP,)),
-    _vllm("vllm_weight_tensor", "online/fp8.py", _max, _q2, (TENSOR,), _WEIGHT),
-    _vllm("vllm_weight_channel", "online/fp8.py", _token, _q1, (ROW,), _WEIGHT),
-    _vllm("vllm_weight_block", _deep_gemm, _block, _BY_INVERSE, (SQUARE,), _WEIGHT_INV),
+    _vllm("vllm_weight_tensor", "online/fp8.py", _max, _q2, (TENSOR,), _WEIGHT, gpu=""),
+    _vllm("vllm_weight_channel", "online/fp8.py", _token, _q1, (ROW,), _WEIGHT, gpu=""),
+    _vllm("vllm_weight_block", _deep_gemm, _block, _BY_INVERSE, (SQUARE,), _WEIGHT_INV, gpu=""),
     _vllm("vllm_weight_block_cuda", _deep_gemm, _reciprocal, _BY_INVERSE, (SQUARE,), _WEIGHT_INV, code_steps=1),
     _vllm("vllm_weight_block_ue8m0", f"{_utils}: requant", _requant, _BY_INVERSE, (SQUARE,), _WEIGHT_INV),
-    _vllm("vllm_fused_shards", "w8a8_utils.py: requantize_with_max_scale", None, _q2, (TENSOR,), _rounded),
+    _vllm("vllm_fused_shards", "w8a8_utils.py: requantize_with_max_scale", None, _q2, (TENSOR,), _rounded, gpu=""),
 )
 
-_sglang = _of("SGLang", "sglang==0.5.23")
+_sglang = _of("SGLang", "sglang==0.5.23", **_GPU)
 _fast, _fast_up = replace(_triton, ignores_nan=True), replace(_triton, ignores_nan=True, power_of_two=_UP)
 _floor_and_reciprocal, _block_up = _T2(amax_floor=1e-12), replace(_block, power_of_two=_UP, exponents=(1, 254))
 _half = replace(_q2, arithmetic=_INPUT)
@@ -182,7 +142,7 @@ _SGLANG = (
     _sglang("sglang_weight_block_ue8m0", _weight_ue8m0, _block_up, _BY_INVERSE, (SQUARE,), _WEIGHT_INV),
 )
 
-_gemm, _v3 = _of("DeepGEMM", "DeepGEMM 54e2261"), _of("DeepSeek-V3", "DeepSeek-V3 9b4e978")
+_gemm, _v3 = _of("DeepGEMM", "DeepGEMM 54e2261", **_GPU), _of("DeepSeek-V3", "DeepSeek-V3 9b4e978", **_GPU)
 _math, _kernel = "deep_gemm/utils/math.py: per_block_cast_to_fp8 and others", "inference/kernel.py: act_quant"
 _casts, _block_log2 = (SQUARE, GROUP, COLUMN), replace(_block, power_of_two=_UP_LOG2)
 _DEEPSEEK = (
@@ -192,7 +152,7 @@ _DEEPSEEK = (
     _v3("deepseek_group_ue8m0", _kernel, _block_log2, _BY_S, (GROUP,)),
 )
 
-_fbgemm, _fp8_gemm = _of("FBGEMM", "FBGEMM 71d6f8b"), "fp8_gemm.py: quantize_fp8_row, quantize_fp8_block"
+_fbgemm, _fp8_gemm = _of("FBGEMM", "FBGEMM 71d6f8b", **_GPU), "fp8_gemm.py: quantize_fp8_row, quantize_fp8_block"
 _floored, _k_major = _T(amax_floor=1e-12), replace(_WEIGHT, layout="blocks transposed, unless k_major")
 _FBGEMM = (
     _fbgemm("fbgemm_triton", _fp8_gemm, _floored, _BY_T, (ROW, SQUARE), _k_major, scale_ulps=4, code_steps=1),
@@ -204,7 +164,7 @@ _FBGEMM = (
 
 _te = _of("TransformerEngine", "TransformerEngine d0067d0")
 _or_448 = _T(small_amax=_ZERO_IS_ONE, nan_amax=448.0, infinite_amax=448.0)
-_current, _of_block = (replace(_or_448, largest_multiplier=one) for one in (Arithmetic.FLOAT32, _INPUT))
+_current, _of_block = (replace(_or_448, largest_multiplier=one) for one in (rules.Arithmetic.FLOAT32, _INPUT))
 _current_pow2, _of_block_pow2 = (replace(one, power_of_two=_DOWN) for one in (_current, _of_block))
 _mxfp8 = _R(power_of_two=_UP)
 _transposed = Stored(layout="1x128: transposed, [K / 128, rows padded to 4]; 128x128: K / 128 padded to 4")
@@ -218,12 +178,10 @@ _TRANSFORMER_ENGINE = (
     _te("transformer_engine_mxfp8", "cast/mxfp8", _mxfp8, _BY_INVERSE, (MX_GROUP, MX_COLUMN), _BYTE),
 )
 
-_ao = _of("torchao", "torchao==0.18.0", is_compared=True)
-_training = _T(arithmetic=Arithmetic.FLOAT64, amax_floor=1e-12)
-_down, _t = (
-    replace(_training, power_of_two=_DOWN_LOG2),
-    Stored(is_multiplier=True, layout="1/t goes to torch._scaled_mm"),
-)
+_ao = _of("torchao", "torchao==0.18.0", is_compared=True, **_GPU)
+_training = _T(arithmetic=rules.Arithmetic.FLOAT64, amax_floor=1e-12)
+_down = replace(_training, power_of_two=_DOWN_LOG2)
+_t = Stored(is_multiplier=True, layout="1/t goes to torch._scaled_mm")
 _float8, _mx = "float8/float8_utils.py: tensor_to_scale", "prototype/mx_formats/mx_tensor.py: to_mx"
 _kernels, _hp = "prototype/blockwise_fp8_training/kernels.py", "Float8Tensor.from_hp, quant_primitives.py"
 _bounded, _narrow, _log2 = replace(_BY_S, scale_floor=2.0**-126), _D(arithmetic=_INPUT), _D(power_of_two=_UP_LOG2)
@@ -241,13 +199,11 @@ _TORCHAO = (
 
 _flax, _ops = _of("flax", "flax==0.12.8", is_compared=True), "linen/fp8_ops.py: compute_scale, quantize"
 _qwix, _qarray = _of("qwix", "qwix==0.1.8", is_compared=True), "_src/core/qarray.py: quantize"
-_eager = replace(_narrow, small_scale=(Limit.ROOT_OF_TINY, 1.0))
-_compiled = replace(_eager, division=Division.RECIPROCAL)
-_compiled_ln = replace(_compiled, power_of_two=PowerOfTwo.UP_LN)
-_by_rounded_s, _kernel_scale = (
-    replace(_BY_S_NARROW, is_scale_rounded=True),
-    Stored(names=("kernel_scale", "input_scale")),
-)
+_eager = replace(_narrow, small_scale=(rules.Limit.ROOT_OF_TINY, 1.0))
+_compiled = replace(_eager, division=rules.Division.RECIPROCAL)
+_compiled_ln = replace(_compiled, power_of_two=rules.PowerOfTwo.UP_LN)
+_by_rounded_s = replace(_BY_S_NARROW, is_scale_rounded=True)
+_kernel_scale = Stored(names=("kernel_scale", "input_scale"))
 _JAX = (
     _flax("flax_linen", _ops, _or_448, _by_rounded_s, (TENSOR,), _kernel_scale),
     _qwix("qwix", _qarray, _compiled, _BY_S_NARROW, (ROW, TENSOR, GROUP, SQUARE), _NARROW),
@@ -257,19 +213,19 @@ _JAX = (
 
 # 4 Checkpoints
 
-_ct = _of("compressed-tensors", "compressed-tensors==0.20.0", is_compared=True)
-_qparams = "helpers.py: calculate_qparams, forward_helpers.py: _quantize"
-_epsilon, _from_1_75 = replace(_narrow, small_scale=(0.0, Limit.EPSILON)), _MX(carry=1 << 21, nan_amax=0.0)
+_ct, _ct_gpu = (_of("compressed-tensors", "compressed-tensors==0.20.0", **one) for one in ({"is_compared": True}, _GPU))
+_qparams, _every = "helpers.py: calculate_qparams, forward_helpers.py: _quantize", (ROW, TENSOR, SQUARE, GROUP)
+_epsilon, _from_1_75 = replace(_narrow, small_scale=(0.0, rules.Limit.EPSILON)), _MX(carry=1 << 21, nan_amax=0.0)
 _narrow_weight, _byte_weight = (replace(one, names=("weight_scale",)) for one in (_NARROW, _BYTE))
 _COMPRESSED_TENSORS = (
     _ct("compressed_tensors_tensor", _qparams, _epsilon, _BY_S_NARROW, (TENSOR,), _narrow_weight),
     _ct("compressed_tensors_channel", _qparams, _epsilon, _BY_S_NARROW, (ROW,), _narrow_weight),
     _ct("compressed_tensors_block", _qparams, _epsilon, _BY_S_NARROW, (SQUARE, GROUP), _narrow_weight),
-    _ct("compressed_tensors_cuda", "_quantize_triton", _epsilon, _BY_S, (ROW, TENSOR, SQUARE, GROUP), _narrow_weight),
+    _ct_gpu("compressed_tensors_cuda", "_quantize_triton", _epsilon, _BY_S, _every, _narrow_weight),
     _ct("compressed_tensors_mxfp8", "mxfp_utils.py", _from_1_75, _BY_S_NARROW, (MX_GROUP,), _byte_weight),
 )
 
-_hf = _of("transformers", "transformers==5.23.0", is_compared=True)
+_hf = _of("transformers", "transformers==5.23.0", is_compared=True, **_GPU)
 _fp8_quantize, _act_quant = "finegrained_fp8.py: Fp8Quantize", "act_quant.py: fp8_act_quant"
 _safe = _T2(small_amax=_ZERO_IS_ONE, nan_amax=448.0)
 _safe_log2 = replace(_safe, scale_floor=2.0**-126, power_of_two=_UP_LOG2, exponents=(0, 255))
@@ -277,7 +233,7 @@ _by_least, _byte_inv = replace(_BY_S, scale_floor=1e-12), replace(_BYTE, names=(
 _TRANSFORMERS = (
     _hf("transformers_block", _fp8_quantize, _safe, _BY_T, (SQUARE, TENSOR), _WEIGHT_INV),
     _hf("transformers_block_ue8m0", _fp8_quantize, _safe_log2, _BY_T, (SQUARE, TENSOR), _byte_inv),
-    _hf("transformers_activation", _act_quant, _R(), _by_least, (GROUP,), code_steps=1),
+    _hf("transformers_activation", _act_quant, _R(), _by_least, (GROUP,), code_steps=1, is_compared=False),
 )
 
 _mo = _of("Model-Optimizer", "nvidia-modelopt==0.47.0", is_compared=True)

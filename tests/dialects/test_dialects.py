@@ -330,7 +330,7 @@ def test_those_said_to_have_run_on_a_gpu_did() -> None:
     agreeing = {name for name, cases in found.items() if {case["verdict"] for case in cases} <= {"equal", "within"}}
     # Of TransformerEngine the scales alone were computed there.
     whole = {name for name in agreeing if any(case["codes"] for case in found[name])}
-    assert {name for name, one in DIALECTS.items() if one.gpu} == whole, f"_ON_H100 = {' '.join(sorted(whole))}"
+    assert {name for name, one in DIALECTS.items() if one.gpu} == whole, f"on an H100: {' '.join(sorted(whole))}"
     for name in whole:
         exact = [case for case in found[name] if case["verdict"] == "equal"]
         assert exact or DIALECTS[name].code_steps, f"{name} claims exactness; its kernels were never equal"
