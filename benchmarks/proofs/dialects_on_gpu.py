@@ -4,7 +4,8 @@
 
 `--libraries`: the stacks' CUDA kernels, compiled. `*.so` registers operators of torch, or exports functions.
 `--sources`: files of the stacks, from which functions of torch and Triton are taken by their names. Packages are
-imported. A case whose kernel is not there is not run, and says why. Every stack runs in a process of its own.
+imported. A case whose kernel is not there, or a stack without its sources, is not run, and says why. Every stack runs
+in a process of its own.
 
 Tables: amaxes at every mantissa and next to floors and powers of two, with values at the ties of float8 codes; and
 normal numbers. Blocks with NaN and infinity are counted apart, and decide nothing. Exit status 1 if a kernel differs
@@ -566,7 +567,7 @@ def _compressed_tensors(_: Kernels) -> Iterator[Case]:
 
 
 _OF_CUDA = (_vllm, _vllm_torch, _sglang, _deepseek, _transformers, _fbgemm, _transformer_engine)
-STACKS = {stack.__name__[1:]: stack for stack in (*_OF_CUDA, _torchao, _compressed_tensors)}
+STACKS = {stack.__name__.removeprefix("_"): stack for stack in (*_OF_CUDA, _torchao, _compressed_tensors)}
 
 
 # 5 The command

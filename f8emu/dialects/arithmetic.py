@@ -247,6 +247,7 @@ def _pieces(shape: tuple[int, ...], block: Block) -> Iterator[tuple[_Slices, _Sl
 
 
 def _cut(size: int, extent: int, band: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
+    """One direction in parts: where each is, its part of the grid, and (blocks, size of a block in it)."""
     step = max(1, band // extent) * extent
     starts = {at for first in range(0, size, step) for at in range(first, min(first + step, size), band)}
     for start, end in itertools.pairwise(sorted(starts | {size // extent * extent, size})):
