@@ -2,8 +2,8 @@
 
 A file has CASES, number of ranks -> name -> function, and a test that calls `run_cases`.
 
-Ranks are forked from servers that have imported what ranks import and have run nothing: alone, a rank spends three
-seconds on that. Servers start when a process of pytest first needs ranks, and end with it.
+Ranks are forked from servers that have imported what ranks and their first compilation import, and have run nothing:
+alone, a rank spends five seconds on that. Servers start when a process of pytest first needs ranks, and end with it.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,12 @@ shared: list[Path] = []
 @functools.cache
 def _servers() -> tuple[forkserver.ForkServer, ...]:
     """Two, since Python hashes strings differently in each: an order that depends on hashes differs between ranks."""
-    names = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", __name__]
+    names = ["pytest", "torch._inductor.compile_fx", "torch.distributed.fsdp", "f8emu.torch", __name__]
     servers = forkserver.ForkServer(), forkserver.ForkServer()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         for server in servers:
-            server.set_forkserver_preload([*names, "f8ref.jax"] if find_spec("jax") else names)
+            server.set_forkserver_preload(names)
             server.ensure_running()
     return servers
 
