@@ -223,9 +223,10 @@ def buffers(buffer_of: Callable[[np.ndarray], Any], least: int = 0) -> New:
         known: dict[Any, np.ndarray] = {}
 
         def kernel(call: Call) -> np.ndarray:
-            right = call.right
-            memory = known.setdefault(buffer_of(right), np.zeros(max(right.nbytes, least), np.uint8))
-            out = memory[: right.nbytes].view(right.dtype).reshape(right.shape)
+            right, name = call.right, buffer_of(call.right)
+            if name not in known:
+                known[name] = np.zeros(max(right.nbytes, least), np.uint8)
+            out = known[name][: right.nbytes].view(right.dtype).reshape(right.shape)
             out[:] = right
             return out
 
@@ -464,10 +465,10 @@ def sizes(call: Call) -> list[int]:
 
 
 def caught_by(kind: str, kernel: Planted) -> set[Family]:
-    """The families with a case that is not equal; outputs are looked at after the last call of each case."""
+    """Up to two families with a case that is not equal; outputs are looked at after the last call of each case."""
     found: set[Family] = set()
     for case in asked(kind):
-        if case.family not in found or case.family is Family.TURNS:
+        if len(found) < 2 and (case.family not in found or case.family is Family.TURNS):
             with np.errstate(all="ignore"):
                 given = [kernel(call) for call in case.calls]
             for output, call in zip(given, case.calls, strict=True):
