@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,7 +19,7 @@ CODES = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 """The dtype of codes -> the code of its largest number. What is above, signs left out, is infinite or NaN."""
 _SAMPLE = 1 << 22
 """Codes of which a histogram is taken."""
-VALUES = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+VALUES = np.arange(128, dtype=np.uint8).view(DTYPES["F8_E4M3"]).astype(np.float32)
 """The magnitude of each E4M3 code."""
 Mask = NDArray[np.bool]
 
@@ -30,11 +29,11 @@ class Weight:
     """A float8 weight, the scale that belongs to it, and what an audit found of them."""
 
     codes: Stored
+    source: str
+    """The name of the weight before it was quantized; that of a shard, if shards were fused."""
     scale: Stored | None = None
     block: Block | None = None
     """What shares a scale; None: the shapes do not say."""
-    shard: str = ""
-    """The weight of the source, of one of the shards of a fused weight."""
     findings: list[Finding] = field(default_factory=list)
     blocks: int = 0
     """Those that were read."""
@@ -66,11 +65,6 @@ class Weight:
     def module(self) -> str:
         """The name without its last part."""
         return self.name.rpartition(".")[0]
-
-    @property
-    def source_name(self) -> str:
-        """The weight before it was quantized."""
-        return self.shard or self.name.replace("._weight_qdata", ".weight")
 
     @property
     def largest_code(self) -> int:
@@ -116,10 +110,6 @@ class Blocks(NamedTuple):
         """Blocks with codes other than 0, NaN left out."""
         return (self.largest > 0) & (self.largest <= 0x7E) & (self.scale > 0)
 
-    @property
-    def are_bytes(self) -> bool:
-        return self.raw.dtype.name == "float8_e8m0fnu"
-
 
 def names_of(weight: str, templates: tuple[str, ...] = SCALES) -> list[str]:
     """The names of a scale of a weight."""
@@ -134,7 +124,7 @@ def weights_of(checkpoint: Checkpoint, form: Format) -> Iterator[Weight]:
             names = (*names_of(name, form.scales), *names_of(name))
             scale = next((tensors[one] for one in names if one in tensors), None)
             block = None if scale is None else _block_of(codes, scale, form)
-            yield Weight(codes=codes, scale=scale, block=block)
+            yield Weight(codes=codes, scale=scale, block=block, source=name.replace("._weight_qdata", ".weight"))
 
 
 def shards_of(weight: Weight, sources: Mapping[str, Stored]) -> list[Weight]:
@@ -160,7 +150,7 @@ def shards_of(weight: Weight, sources: Mapping[str, Stored]) -> list[Weight]:
         label = f"{weight.name} ({name.split('.')[-2]})"
         codes = replace(weight.codes, name=label, begin=weight.codes.begin + row * k, shape=(taken, k))
         own = replace(scale, begin=scale.begin + first * size, shape=(count, *scale.shape[1:]))
-        found.append(Weight(codes=codes, scale=own, block=weight.block or TENSOR, shard=name))
+        found.append(Weight(codes=codes, scale=own, block=weight.block or TENSOR, source=name))
         row, first = row + taken, first + count
     return found
 
@@ -206,7 +196,7 @@ def measured(weight: Weight, elements: int = BAND) -> Blocks:
                 target = largest[first : first + len(found)]
                 np.maximum(target, found, out=target)
     raw = weight.scale.read()
-    raw = raw.view(ml_dtypes.float8_e8m0fnu) if raw.dtype == np.uint8 else raw
+    raw = raw.view(DTYPES["F8_E8M0"]) if raw.dtype == np.uint8 else raw
     with np.errstate(all="ignore"):
         return Blocks(largest.reshape(-1), raw.astype(np.float32), raw)
 

@@ -135,8 +135,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     # 2. Their tensors, each of them once, and where the index says.
     tensors: dict[str, Stored] = {}
     for name in names:
-        for tensor, stored in _shard(path / name).items():
-            with _told(stored.file):
+        with _told(path / name):
+            for tensor, stored in _shard(path / name).items():
                 first = tensors.setdefault(tensor, stored)
                 require(first is stored, f"the tensor {tensor!r:.60} once", f"it in {first.file.name} too")
     for tensor, name in listed.items():
@@ -171,15 +171,14 @@ def _told(file: Path) -> Iterator[None]:
 def _shard(path: Path) -> dict[str, Stored]:
     with _told(path), open_regular(path) as file:
         start, entries, _ = read_header(file, os.fstat(file.fileno()).st_size)
-    found: dict[str, Stored] = {}
-    for name, one in entries.items():
-        place = {"file": path, "begin": start + one.begin, "nbytes": one.end - one.begin}
-        found[name] = Stored(name=name, dtype=one.dtype, shape=one.shape, **place)
-    return found
+    return {
+        name: Stored(name=name, file=path, begin=start + begin, nbytes=end - begin, dtype=dtype, shape=shape)
+        for name, (dtype, shape, begin, end) in entries.items()
+    }
 
 
 def _object(path: Path, key: str, *, is_needed: bool = False) -> dict[str, Any]:
-    # An object in the one of a JSON file; empty where there is none, unless it is needed.
+    # An object in that of a JSON file; empty where there is none, unless it is needed.
     with _told(path):
         whole = parsed(read_regular(path, _LARGEST_TEXT), "a JSON object") if path.exists() else {}
         require(isinstance(whole, dict), "a JSON object", type(whole).__name__)

@@ -84,7 +84,7 @@ def changed(checkpoint: Checkpoint, name: str) -> list[Finding]:
 def left_out(checkpoint: Checkpoint, origin: Checkpoint, weights: Sequence[Weight]) -> Iterator[Finding]:
     """Weights of the source that are not there, although their like in other layers and more of their layer are."""
     layers = {found[0] for name in checkpoint.tensors if (found := _LAYER.match(name))}
-    there = {weight.source_name: weight.codes.shape for weight in weights}
+    there = {weight.source: weight.codes.shape for weight in weights}
     like = {(_NUMBERS.sub("#", name), shape) for name, shape in there.items()}
     for name, stored in origin.tensors.items():
         is_like = (_NUMBERS.sub("#", name), stored.shape) in like
@@ -100,13 +100,12 @@ def _scale(form: Format, weight: Weight, scale: Stored) -> Iterator[Finding]:
     if scale.name not in expected or (not form.is_certain and scale.name.endswith(".scale_weight")):
         name = expected[0] if form.is_certain else names_of(weight.name)[1]
         severity = Severity.ERROR if form.is_certain else Severity.WARNING
-        remedy = f"rename the tensor to {name}"
-        yield weight.finding("scale-name", name, scale.name, severity=severity, remedy=remedy)
+        yield weight.finding("scale-name", name, scale.name, severity=severity, remedy=f"rename the tensor to {name}")
     if scale.dtype not in form.dtypes:
         check = "scale-packed" if scale.dtype in ("I32", "U32", "I64") else "scale-dtype"
         yield weight.finding(check, " or ".join(form.dtypes), f"{scale.dtype} {list(scale.shape)}")
     shards = _SHARDS.get(weight.module.rpartition(".")[2], 1)
-    if weight.block is TENSOR and shards > 1 and scale.size == 1:
+    if weight.block == TENSOR and shards > 1 and scale.size == 1:
         yield weight.finding("scale-per-shard", f"{shards} scales, one of each shard", "1")
     if weight.block is not None:
         return
@@ -158,15 +157,13 @@ def _unlike(form: Format, stored: Stored, shape: tuple[int, ...] | None) -> Iter
 def _lone_scale(checkpoint: Checkpoint, stored: Stored) -> Iterator[Finding]:
     # Scales of activations and of the key-value cache, and block scales stored as E4M3.
     name, cache = stored.name, checkpoint.quantization.get("kv_cache_scheme")
-    is_cache, is_by_head = (
-        _KV.search(name) is not None,
-        isinstance(cache, dict) and cache.get("strategy") == "attn_head",
-    )
+    is_cache = _KV.search(name) is not None
     if stored.dtype == "F8_E4M3" and "scale" in name.rpartition(".")[2]:
         nans = sum(int(np.count_nonzero(codes.view(np.uint8) & 0x7F == 0x7F)) for codes in stored.parts())
         if nans:
             yield finding("e4m3-scale", name, "at most 0x7E", f"0x7F, {nans} times")
     elif (is_cache or name.endswith(tuple(one[3:] for one in INPUT_SCALES))) and stored.dtype in FLOATS:
+        is_by_head = isinstance(cache, dict) and cache.get("strategy") == "attn_head"
         values = stored.read().astype(np.float64) if stored.size < 1 << 20 else np.ones(2)
         wrong = values[~((values > 0) & np.isfinite(values))]
         is_vector = (stored.size != 1 and not is_by_head) if is_cache else stored.size > 8 and "expert" not in name

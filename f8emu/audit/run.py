@@ -77,7 +77,7 @@ def _examine(weight: Weight, *, form: Format, origin: Checkpoint | None, consume
         return
     blocks = measured(weight)
     examine(weight, blocks, form, consumers)
-    source = None if origin is None else origin.tensors.get(weight.source_name)
+    source = None if origin is None else origin.tensors.get(weight.source)
     if source is None or source.dtype not in FLOATS or weight.codes.dtype != "F8_E4M3":
         return
     if source.shape == weight.codes.shape:
@@ -98,7 +98,7 @@ def _conclude(found: Audit, form: Format, weights: Sequence[Weight]) -> None:
     together(form, weights)
     found.findings += [finding for one in weights for finding in one.findings]
     if found.source and weights and not compared and not any(one.check == "source-shape" for one in found.findings):
-        expected = f"{weights[0].source_name} in high precision, in blocks of a known dialect"
+        expected = f"{weights[0].source} in high precision, in blocks of a known dialect"
         found.findings.append(weights[0].finding("source-missing", expected, "none", blocks=len(weights)))
     severities, checks = [*Severity], [*CHECKS]
     found.findings.sort(key=lambda one: (severities.index(one.severity), checks.index(one.check)))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from f8emu.audit.blocks import VALUES, Blocks, Weight, histogram, magnitudes
+from f8emu.audit.checkpoint import DTYPES
 from f8emu.audit.findings import Finding, Severity
 from f8emu.audit.formats import CONSUMERS, Format, Kind
 from f8emu.dialects import DIALECTS, zero_block_scale
@@ -57,7 +58,7 @@ def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[st
     # 1. The kind of scales.
     has_mantissa = used & ((scale.view(np.uint32) & 0x7FFFFF) != 0)
     is_float, bits = bool(has_mantissa.any()), scale[used].view(np.uint32)
-    kind = weight.kind = Kind.E8M0 if blocks.are_bytes else Kind.FLOAT if is_float else Kind.POWER
+    kind = weight.kind = Kind.E8M0 if blocks.raw.dtype == DTYPES["F8_E8M0"] else Kind.FLOAT if is_float else Kind.POWER
     every = np.array([bits.min(), bits.max()]) if is_float else np.flatnonzero(np.bincount(bits >> 23)) << 23
     weight.scales = frozenset(every.astype(np.uint32).view(np.float32).tolist())
     weight.largest = int(largest[used].max())
@@ -109,11 +110,12 @@ def _forbidden(weight: Weight, blocks: Blocks) -> None:
             first = int(wrong.argmax())
             found = f"code {blocks.largest[first]:#04x} under scale {blocks.scale[first]:.4g}"
             weight.add(check, expected, found, wrong)
-    stored = blocks.raw.view(np.uint8)[blocks.largest > 0] if blocks.are_bytes else np.empty(0, np.uint8)
-    # 2^k by value, and then a byte: powers of two are left, and 0 of all below 1.
-    if stored.size and stored.min() < 64 and not np.any(stored & (np.maximum(stored, 1) - 1)):
-        found = f"bytes {', '.join(map(str, stored[:8]))}"
-        weight.add("e8m0-by-value", "exponents about 120", found, blocks=stored.size)
+    if blocks.raw.dtype == DTYPES["F8_E8M0"]:
+        stored = blocks.raw.view(np.uint8)[blocks.largest > 0]
+        # 2^k by value, and then a byte: powers of two are left, and 0 of all below 1.
+        if stored.size and stored.min() < 64 and not np.any(stored & (np.maximum(stored, 1) - 1)):
+            found = f"bytes {', '.join(map(str, stored[:8]))}"
+            weight.add("e8m0-by-value", "exponents about 120", found, blocks=stored.size)
     if blocks.used.any() and weight.largest_code == _TOP:
         _amplitude(weight, blocks)
 

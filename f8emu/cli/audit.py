@@ -4,14 +4,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import STATUSES, guarded, opened, run_and_show
+from f8emu.cli.frame import STATUSES, guarded, run_and_show
 from f8emu.spec import SpecError
 
 if TYPE_CHECKING:
     import typer
-
-    from f8emu.audit import Audit
-    from f8emu.report.page import Page
 
 _CHECKPOINT = "A .safetensors file, or a directory with config.json, index and shards."
 _SOURCE = "The model in high precision that was quantized."
@@ -41,24 +38,16 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _audit(
-    checkpoint: Path, source: Path | None, consumer: str | None, outputs: tuple[Path | None, Path | None], errors: int
+    checkpoint: Path, source: Path | None, consumer: str | None, reports: tuple[Path | None, Path | None], errors: int
 ) -> int:
     from f8emu.audit import audit
     from f8emu.audit.checkpoint import files_of
     from f8emu.audit.page import audit_page
-    from f8emu.report.page import render
 
     audited = {file.resolve() for path in (checkpoint, source) if path is not None for file in files_of(path)}
-    for out in outputs:
+    for out in reports:
         if out is not None and out.resolve() in audited:
             raise SpecError(f"audit: cannot write {out}: a report may not replace what is audited; give another path")
-    with opened("audit", outputs[1]) as html:
-
-        def shown(found: "Audit") -> "tuple[Page, str]":
-            page, verdict = audit_page(found, errors)
-            if html is not None:
-                html.write(render("f8emu audit", page))
-            return page, verdict
-
-        run = partial(audit, checkpoint, source=source, consumer=consumer)
-        return run_and_show("audit", outputs[0], lambda progress: run(progress=progress), shown)
+    run = partial(audit, checkpoint, source=source, consumer=consumer)
+    shown = partial(audit_page, errors=errors)
+    return run_and_show("audit", reports[0], lambda progress: run(progress=progress), shown, reports[1])

@@ -161,15 +161,20 @@ def run_and_show(
     json_file: Path | None,
     run: "Callable[[Progress], Any]",
     shown: "Callable[[Any], tuple[Page, str]]",
+    html_file: Path | None = None,
 ) -> int:
-    """The exit status of a command, after its page, its verdict in the last line, and its JSON; `run` is told of Ctrl-C
-    by KeyboardInterrupt and gives what it has found so far, a dataclass.
+    """The exit status of a command, after its page, its verdict in the last line, its JSON and its HTML; `run` is told
+    of Ctrl-C by KeyboardInterrupt and gives what it has found so far, a dataclass.
     """
+    from f8emu.report.page import render
+
     start = time.perf_counter()
-    with opened(command, json_file) as out:
+    with opened(command, json_file) as out, opened(command, html_file) as html:
         with progress_bar() as progress:
             found = run(progress)
         page, verdict = shown(found)
+        if html is not None:
+            html.write(render(f"f8emu {command}", page))
         show(page)
         seconds = time.perf_counter() - start
         say(f"{verdict}; {seconds:.1f} s")
