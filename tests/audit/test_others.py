@@ -302,3 +302,19 @@ def test_the_shards_of_a_fused_weight_are_compared_each_with_its_source(scheme: 
         else:
             assert [one.tensor for one in faults] == ["l.qkv_proj.weight (k_proj)"], faults
         weight.view(np.uint8)[512 + 5, 7] ^= 1
+
+
+def test_a_fused_weight_whose_scales_are_packed_is_left_whole(tmp_path: Path) -> None:
+    tensors = {"l.qkv_proj.weight": codes(384), "l.qkv_proj.weight_scale_inv": np.full((3, 1), 0x77777777, np.int32)}
+    source = {f"l.{name}.weight": normal(128, 128) for name in ("q_proj", "k_proj", "v_proj")}
+    path = checkpoint(tmp_path / "model", tensors, fp8())
+    found = audit(path, source=checkpoint(tmp_path / "source", source)).findings
+    assert ("scale-packed", "l.qkv_proj.weight") in {(one.check, one.tensor) for one in found}
+
+
+def test_a_finding_counts_the_blocks_that_have_it(tmp_path: Path) -> None:
+    """Two of four scales have mantissa bits: the consumer's finding, and that of the configuration, are of those."""
+    tensors = {"l.weight": codes(128, 512), "l.weight_scale_inv": f32([2**-9, 3 * 2**-10, 2**-9, 3 * 2**-11])}
+    path = checkpoint(tmp_path / "model", tensors, fp8(scale_fmt="ue8m0"))
+    found = {one.check: one for one in audit(path, consumer="deep_gemm:b200").findings}
+    assert {(found[check].block, found[check].blocks) for check in ("scale-kind", "scale-format")} == {((0, 1), 2)}
