@@ -42,6 +42,7 @@ HELD = {
     "microbatches-h100": "The feed-forward block with four microbatches a step, with weights at rest between steps",
     "moe_train-h100": "A Qwen3-MoE of 16 experts in training on an H100, with the kernels of a step",
     "recorded_layers-h200": "SHA-256 digests of layers with few rows; the tests emulate them on a CPU",
+    "served_by_vllm-h100": "A small Llama that vLLM serves on an H100: operands and products beside the trainer's",
     "sizes-h200": "One linear layer over a grid of sizes, eager and in CUDA graphs",
     "split_k-h200": "The S of 75 shapes, found on a GPU by `f8emu record --plans`",
     "split_k_asked-h100": "The S that cuBLAS's heuristic gives on an H100, beside the H200's plan",

@@ -237,6 +237,18 @@ def dialects() -> str:
 _BYTES = ("scales", "codes")
 
 
+def served_by_vllm() -> str:
+    """What differs between the layers of a trainer and those of vLLM, which serves its export."""
+    rows, report = [], record("served_by_vllm-h100")
+    parts = ("weights", "requantized", "activation scales", "activation codes", "oracle", "products")
+    for case in report["cases"]:
+        counts = [[layer[part] for layer in case["layers"] if part in layer] for part in ("outputs", *parts)]
+        kernel = ", ".join(name.removesuffix("Kernel") for name in case["kernels"]) or NO_FIGURE
+        rows.append([case["case"], kernel, *(f"{sum(found):,}" if found else NO_FIGURE for found in counts)])
+    columns = ["recipe and format", "vLLM's kernel", "outputs", *parts]
+    return f"{table(columns, rows)}\n\n{source('served_by_vllm-h100', ('vllm', 'torch'))}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "matmul": matmul,
     "matmul-plot": matmul_plot,
@@ -253,5 +265,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "captures": captures,
     "audit": audit,
     "dialects": dialects,
+    "served-by-vllm": served_by_vllm,
     "deepgemm": deepgemm,
 }

@@ -20,7 +20,7 @@ NO_FIGURE = "-"
 _MOVED = {"benchmarks.exhaustive": "benchmarks.proofs.exhaustive"}
 """Programs that a file names as they were called when it was recorded."""
 
-_OUR_OWN = re.compile(r" --(json|plot|wheels|log|seconds|least) \S+")
+_OUR_OWN = re.compile(r" --(json|plot|wheels|logs?|seconds|least) \S+")
 """Arguments of a recorded command that say only where files lay and how long the machine was free."""
 
 _REMOVED = re.compile(r" f8emu/\w+/feed_forward\b")

@@ -15,6 +15,7 @@ _NAN_OF_MX = "A block whose byte is 255, for a NaN, is divided by inf."
 _XLA = "XLA gives float16 codes as x * (1/s) in float16. Its maximum may drop a NaN."
 _CAVEATS = {
     "vllm_token": "A given scale_ub bounds s; here is none.",
+    "vllm_group_quotient": "Later versions have vllm_group.",
     "vllm_group_ue8m0": "A float32 matrix has 2^ceil(log2 s), with a log2 that is k for some s just above 2^k.",
     "vllm_group_triton": _TRITON,
     "vllm_weight_block_cuda": f"vLLM compiles it to Triton. {_TRITON}",
@@ -52,7 +53,7 @@ _CAVEATS = {
 _COLUMNS = ("source", "scale", "code", "blocks", "stored")
 """What a row says of a dialect after its name."""
 _GPU = {"gpu": "H100"}
-"""Its kernels gave these bytes there: tests hold it to benchmarks/results/dialects_on_gpu-h100.json."""
+"""Its kernels gave these bytes there: tests hold it to dialects_on_gpu-h100.json and served_by_vllm-h100.json."""
 
 
 def _of(stack: str, version: str, **standing: Any) -> Callable[..., Dialect]:
@@ -102,7 +103,7 @@ _block, _reciprocal = _D(amax_floor=1e-4), _R(amax_floor=1e-4)
 _requant = replace(_reciprocal, power_of_two=_UP_LOG2)
 _triton, _triton_up = _R(amax_floor=1e-10), _R(amax_floor=1e-10, power_of_two=_UP_LOG2)
 _q1, _q2 = replace(_BY_S, nan=rules.NanCode.MAX), replace(_BY_INVERSE, nan=rules.NanCode.MAX)
-_q2_low = replace(_BY_INVERSE, nan=rules.NanCode.MIN)
+_by_s_low, _q2_low = (replace(one, nan=rules.NanCode.MIN) for one in (_BY_S, _BY_INVERSE))
 _grid = Stored(layout="row-major, column-major or aligned for TMA")
 _packed = replace(_BYTE, layout="int32 of four bytes along K, rows next to each other")
 _rounded = replace(_WEIGHT, is_rounded_to_output=True)
@@ -111,6 +112,7 @@ _VLLM = (
     _vllm("vllm_tensor", f"{_common}: dynamic_scaled_fp8_quant", _max, _q2, (TENSOR,)),
     _vllm("vllm_token", f"{_common}: dynamic_per_token_scaled_fp8_quant", _token, _q1, (ROW,)),
     _vllm("vllm_group", _grouped, _group, _q2_low, (GROUP,), _grid),
+    _of("vLLM", "vllm==0.25.1", **_GPU)("vllm_group_quotient", _grouped, _group, _by_s_low, (GROUP,), _grid),
     _vllm("vllm_group_ue8m0", _grouped, _group_up, _q2_low, (GROUP,), _grid),
     _vllm("vllm_group_ue8m0_packed", _grouped, _group_up, _q2_low, (GROUP,), _packed),
     _vllm("vllm_group_triton", _utils, _triton, _BY_S, (GROUP,), code_steps=1),
