@@ -44,15 +44,16 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     """`convert`, and Triton's language is patched once for the functions of a module, not at each call of one.
 
     The kernel's own patches are enough for those that it calls; half of all the work was to find nothing left to patch.
-    What Triton makes anew in each operation is made once: numpy's type of each of its types, and types of blocks.
+    What Triton makes anew in each operation is made once: numpy's type of each of its types, types and sizes of blocks.
     """
     import triton.language as tl  # pyright: ignore[reportMissingImports]
     import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
 
     patched = set[str]()
-    get_np_dtype, with_element_ty = interpreter._get_np_dtype, tl.block_type.with_element_ty
+    get_np_dtype, new_block, new_tensor = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
     dtypes = dict[str, Any]()
-    blocks = dict[tuple[str, Any], Any]()
+    blocks = dict[tuple[Any, ...], dict[str, Any]]()
+    sizes = dict[tuple[int, ...], tuple[Any, Any]]()
 
     def dtype_of(type: Any) -> Any:
         name = type.scalar.name
@@ -60,11 +61,20 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
             dtypes[name] = get_np_dtype(type)
         return dtypes[name]
 
-    def block_of(block: Any, scalar: Any) -> Any:
-        key = (scalar.name, block.shape)
+    def block_of(self: Any, element: Any, shape: Any) -> None:
+        key = element.name, *(getattr(size, "value", size) for size in shape)
         if key not in blocks:
-            blocks[key] = with_element_ty(block, scalar)
-        return blocks[key]
+            new_block(self, element, shape)
+            blocks[key] = vars(self).copy()
+        vars(self).update(blocks[key])
+
+    def tensor_of(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in sizes:
+            new_tensor(self, handle, type)
+            sizes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = sizes[key]
 
     def call(function: Any, *args: Any, **options: Any) -> Any:
         if function.fn.__module__ not in patched:
@@ -74,7 +84,8 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(interpreter, "_get_np_dtype", dtype_of)
-    monkeypatch.setattr(tl.block_type, "with_element_ty", block_of)
+    monkeypatch.setattr(tl.block_type, "__init__", block_of)
+    monkeypatch.setattr(tl.tensor, "__init__", tensor_of)
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
