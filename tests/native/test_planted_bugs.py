@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         return f"{folder / name}.o"
 
     with ThreadPoolExecutor(2) as pool:
-        objects = dict(
-            zip(
-                stems := [x.stem for x in SOURCES.glob("*.c")],
-                pool.map(lambda x: compiled(SOURCES / f"{x}.c", x), stems),
-                strict=True,
-            )
-        )
+        stems = [x.stem for x in SOURCES.glob("*.c")]
+        objects = dict(zip(stems, pool.map(lambda x: compiled(SOURCES / f"{x}.c", x), stems), strict=True))
 
         def planted(number: int, file: str, old: str, new: str) -> str:
             text = (SOURCES / file).read_text()
@@ -146,10 +142,7 @@ def test_planted_bugs_are_seen(engines: dict[str, str], monkeypatch: pytest.Monk
             monkeypatch.setattr(library, "library", lambda: loaded[name])
             return verb(*args, **options)
 
-        verbs = {
-            key: (lambda *args, verb=verb, **options: run(verb, *args, **options))
-            for key, verb in subject.verbs.items()
-        }
+        verbs = {key: partial(run, verb) for key, verb in subject.verbs.items()}
         return replace(subject, name=name, verbs=verbs, is_thread_safe=False, more_gemms=lambda: few)
 
     # The stage in eighths: who was seen in one is not sought in those that follow.

@@ -212,11 +212,8 @@ def expert_parallel_of_transformers() -> None:
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    rank, ranks, config = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        MixtralConfig(hidden_size=DIM, num_local_experts=EXPERTS),
-    )
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    config = MixtralConfig(hidden_size=DIM, num_local_experts=EXPERTS)
     config.intermediate_size, config._experts_implementation = HIDDEN, "grouped_mm"
     mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("expert", "tensor"))
     plan = {"0.gate_up_proj": "grouped_gemm", "0.down_proj": "grouped_gemm", "0": "ep_dispatch_experts"}
