@@ -19,11 +19,7 @@ from f8emu import __version__
 def versions() -> dict[str, str | None]:
     """Versions of f8emu, Python, the array packages and the NVIDIA driver; None for what is not installed."""
     found: dict[str, str | None] = {"f8emu": __version__, "python": platform.python_version()}
-    for package in ("numpy", "ml_dtypes", "jax", "jaxlib", "torch"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
+    found |= {package: version_of(package) for package in ("numpy", "ml_dtypes", "jax", "jaxlib", "torch")}
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()
@@ -31,6 +27,14 @@ def versions() -> dict[str, str | None]:
         answer = []
     found["driver"] = answer[0] if answer else None
     return found
+
+
+def version_of(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def devices() -> dict[str, list[str]]:

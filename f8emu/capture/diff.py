@@ -9,26 +9,15 @@ Scales in other formats are compared as the numbers that they are.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from f8emu.capture.explain import Side, explained, first_block, fused
+from f8emu.capture.explain import explained, first_block
 from f8emu.capture.findings import Finding, Found, compared, findings_page, numbered
-from f8emu.capture.pairing import (
-    Key,
-    Records,
-    Shard,
-    is_never_shown,
-    renamed,
-    side_of,
-    unseen,
-    value_of,
-    without_fusion,
-)
-from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
+from f8emu.capture.pairing import Half, Key, renamed, unseen
+from f8emu.capture.read import CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord, TensorRecord
-from f8emu.conformance.compare import counted, different
+from f8emu.conformance.compare import Mismatch, counted, different
 from f8emu.conformance.run.result import Progress
 from f8emu.report.page import Page
 from f8emu.spec import OPERANDS, SpecError
@@ -64,6 +53,46 @@ class CaptureDiff(Found):
         """Something was compared, nothing is missing on either side, and nothing differed."""
         return not self.has_difference and not self.missing and not self.is_interrupted and self.stages > 0
 
+    def compare(self, of_a: Half, of_b: Half, errors: int, key: Key) -> None:
+        """Count and compare every part of one record, and note what differs, is missing or was changed."""
+        a, b, step = of_a.records[key], of_b.records[key], of_a.step.name
+        arrays, place = (a.load(), b.load()), f"{step}: {a.record.place}"
+        self.damaged += [one.named for one in (a, b) if not one.is_intact()]
+        # 1. What one side does not show was not compared.
+        hidden: set[str] = set()
+        for name, one, other in (("A", a, b), ("B", b, a)):
+            for parts, why in unseen(one.record, other.record):
+                hidden.update(parts)
+                self.missing.append(f"{name}: {place}: {', '.join(parts)} {why}")
+        shown = [part for part in _ORDER if (part in arrays[0] or part in arrays[1]) and part not in hidden]
+        # 2. In the order of computation: why an operand differs is said of its first part, in as many lines as are
+        #    shown; a product is judged by whether its operands were equal.
+        unexplained, before = {"a", "b"}, len(self.divergences)
+        for part in shown:
+            x, y = (of.get(part) for of in arrays)
+            if part.endswith("scale") and x is not None and y is not None and x.dtype != y.dtype:
+                x, y = x.astype(np.float32), y.astype(np.float32)
+            facts, size = compared(x, y, place, part, errors), max(one.size for one in (x, y) if one is not None)
+            self.stages += 1
+            self.stages_equal += not facts
+            self.elements += size
+            self.elements_equal += size - facts.get("elements_different", 0)
+            if not facts:
+                continue
+            tensor, side = a.record.what, part[0]
+            if not isinstance(a.record, TensorRecord):
+                tensor = "" if part == "product" else OPERANDS[a.record.gemm]["ab".index(side)]
+            if part == "product" and "fault" not in facts:
+                pairs = [(name, getattr(a.record, name, ""), getattr(b.record, name, "")) for name in _OPTIONS]
+                facts["options"] = ", ".join(f"{name} {i} / {j}" for name, i, j in pairs if "" not in (i, j) and i != j)
+                is_judged = len(self.divergences) == before and {"a.codes", "b.codes"} <= set(shown)
+                facts["cause"] = "of equal operands: the GEMM itself" if is_judged else ""
+            elif side in unexplained and len(self.divergences) <= errors:
+                unexplained.remove(side)
+                facts |= _why(of_a, of_b, key, part, "fault" in facts)
+            where = {"step": step, "place": a.record.place, "part": part, "tensor": tensor}
+            self.divergences.append(Finding(**where, elements=size, **facts))
+
 
 def diff_captures(
     a: Sequence[CapturedStep],
@@ -90,25 +119,24 @@ def diff_captures(
 
     def tasks() -> Iterator[tuple[str, list[Callable[[], None]]]]:
         for step_a, step_b in _paired(a, b, found):
-            step_a = renamed(step_a, names)
             # 1. How the two were made, and what is broken.
             found.steps += 1
             found.context += [text for text in _context(step_a, step_b) if text not in found.context]
             found.damaged += [*step_a.damaged, *step_b.damaged]
-            ours, others = _by_key("A", step_a, found), _by_key("B", step_b, found)
-            ours, others = without_fusion(ours, others), without_fusion(others, ours)
+            one, other = _half("A", renamed(step_a, names), found), _half("B", step_b, found)
+            one, other = one.without_fusion(other), other.without_fusion(one)
             # 2. Records of one layer, GEMM and call.
-            pair = _Pair(step_a.name, ours, others, found, errors)
-            yield step_a.name, [partial(pair.compare, key) for key in ours if key in others]
+            compare = partial(found.compare, one, other, errors)
+            yield step_a.name, [partial(compare, key) for key in one.records if key in other.records]
             # 3. What is on one side only counts unless the other side says that it lacks it.
-            sides = ("A", step_a, ours, found.only_a), ("B", step_b, others, found.only_b)
-            for (name, step, of, lone), (_, other, there, _) in (sides, sides[::-1]):
-                unmatched = [one for key, one in of.items() if key not in there and not _is_excused(other, one)]
-                told = [one for one in unmatched if not is_never_shown(other, one.record)]
-                lone += [f"{step.name}: {one.record.place}" for one in told]
-                if more := len(unmatched) - len(told):
+            for lone, half, there in ((found.only_a, one, other), (found.only_b, other, one)):
+                rest = [x for key, x in half.records.items() if key not in there.records and not there.lacks(x)]
+                told = [x for x in rest if not there.never_shows(x.record)]
+                lone += [f"{half.step.name}: {x.record.place}" for x in told]
+                if more := len(rest) - len(told):
                     why = "the other capture is of another stack's layers, which show forward passes alone"
-                    found.missing.append(f"{name}: {step.name}: {counted(more, 'record')} not compared: {why}")
+                    said = f"{counted(more, 'record')} not compared: {why}"
+                    found.missing.append(f"{half.name}: {half.step.name}: {said}")
 
     found.examine("diff", tasks(), progress)
     if found.damaged and not found.stages and not found.is_interrupted:
@@ -135,20 +163,13 @@ def _paired(
     yield from ((of_a[key], of_b[key]) for key in of_a if key in of_b)
 
 
-def _by_key(side: str, step: CapturedStep, found: CaptureDiff) -> Records:
-    # Layer, GEMM and call -> the record; a second record of one place is noted.
-    records: Records = {}
+def _half(name: str, step: CapturedStep, found: CaptureDiff) -> Half:
+    # A second record of one place is noted.
+    records: dict[Key, CapturedRecord] = {}
     for one in step.records:
         if records.setdefault(one.record.key, one) is not one:
-            found.missing.append(f"{side}: {step.name}: {one.record.place} appears twice: {one.path}")
-    return records
-
-
-def _is_excused(step: CapturedStep, one: CapturedRecord) -> bool:
-    # A list of what was left out may end with "N more", which stands for any record.
-    places = [left.place for left in step.left_out]
-    is_told = any(one.record.place.startswith(place) or place.endswith(" more") for place in places)
-    return is_told or not step.is_complete
+            found.missing.append(f"{name}: {step.name}: {one.record.place} appears twice: {one.path}")
+    return Half(name, step, records)
 
 
 def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
@@ -156,7 +177,7 @@ def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
 
     def shown(step: CapturedStep) -> dict[str, str]:
         header, records = step.header, [one.record for one in step.records]
-        facts = {
+        return {
             "step": str(header.step),
             "rank": f"{header.rank} of {header.world_size}",
             "recipe": _listed((recipe.label for recipe in header.recipes.values()), "none"),
@@ -165,7 +186,6 @@ def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
             "engine": _listed((one.engine for one in records if isinstance(one, GemmRecord)), "none"),
             "layers of": _listed((one.module for one in records if isinstance(one, ForeignRecord)), "f8emu"),
         }
-        return facts
 
     if a.path.resolve() == b.path.resolve():
         yield f"{a.name} is the same on both sides: {a.path}"
@@ -180,99 +200,19 @@ def _listed(words: Iterable[str], none: str) -> str:
     return ", ".join(sorted(set(words))) or none
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    # One step of both captures.
-    step: str
-    a: Records
-    b: Records
-    found: CaptureDiff
-    errors: int
-
-    def compare(self, key: Key) -> None:
-        # Count and compare every part of one record, and note what differs, is missing or was changed.
-        a, b, found = self.a[key], self.b[key], self.found
-        arrays, place = (a.load(), b.load()), f"{self.step}: {a.record.place}"
-        found.damaged += [one.named for one in (a, b) if not one.is_intact()]
-        # 1. What one side does not show was not compared.
-        hidden: set[str] = set()
-        for name, one, other in (("A", a, b), ("B", b, a)):
-            for parts, why in unseen(one.record, other.record):
-                hidden.update(parts)
-                found.missing.append(f"{name}: {place}: {', '.join(parts)} {why}")
-        shown = [part for part in _ORDER if (part in arrays[0] or part in arrays[1]) and part not in hidden]
-        # 2. In the order of computation: why an operand differs is said of its first part, in as many lines as are
-        #    shown; a product is judged by whether its operands were equal.
-        unexplained, before = {"a", "b"}, len(found.divergences)
-        for part in shown:
-            x, y = (of.get(part) for of in arrays)
-            facts, size = _differ(x, y, place, part, self.errors)
-            found.stages += 1
-            found.stages_equal += not facts
-            found.elements += size
-            found.elements_equal += size - facts.get("elements_different", 0)
-            if not facts:
-                continue
-            tensor, side = a.record.what, part[0]
-            if not isinstance(a.record, TensorRecord):
-                tensor = "" if part == "product" else OPERANDS[a.record.gemm]["ab".index(side)]
-            if part == "product" and "fault" not in facts:
-                pairs = [(name, getattr(a.record, name, ""), getattr(b.record, name, "")) for name in _OPTIONS]
-                facts["options"] = ", ".join(f"{name} {i} / {j}" for name, i, j in pairs if "" not in (i, j) and i != j)
-                is_judged = len(found.divergences) == before and {"a.codes", "b.codes"} <= set(shown)
-                facts["cause"] = "of equal operands: the GEMM itself" if is_judged else ""
-            elif side in unexplained and len(found.divergences) <= self.errors:
-                unexplained.remove(side)
-                facts |= self._why(part, key, arrays, "fault" in facts)
-            where = {"step": self.step, "place": a.record.place, "part": part, "tensor": tensor}
-            found.divergences.append(Finding(**where, elements=size, **facts))
-
-    def _why(self, part: str, key: Key, arrays: tuple[Arrays, Arrays], is_fault: bool) -> dict[str, str]:
-        # The first block of an operand that differs, and what gives the bits of either side.
-        side, records = part[0], (self.a, self.b)
-        a, b = (side_of(of[key].record, own, side) for of, own in zip(records, arrays, strict=True))
-        if a is None or b is None:
-            return {}
-        x, y = (a.factors, b.factors) if part.endswith("scale") else (a.codes, b.codes)
-        found = {} if is_fault else {"block": first_block(different(x, y), a.block, a.codes.shape)}
-        # from the tensor before its cast; a tensor that differs itself is cause enough
-        values = [value for of in records if (value := value_of(of, key, side)) is not None]
-        if len(values) == 2 and (_fault(*values) or different(*values).any()):
-            return found
-        value = values[0] if values else None
-        return found | {"cause": self._fused(key, side, a, b) or explained(value, a, b)}
-
-    def _fused(self, key: Key, side: str, a: Side, b: Side) -> str:
-        # Of the side that has the fused weight, by the scales of the other's shards.
-        for name, of, own, unfused, whole in (("B", self.b, a, self.a, b), ("A", self.a, b, self.b, a)):
-            shard = of[key]
-            if side == "b" and isinstance(shard, Shard):
-                try:
-                    scales = [unfused[sibling, *key[1:]].load()["b.scale"] for sibling in shard.siblings]
-                except (KeyError, CaptureError):  # one of them is not there, or broken, which is said in its turn
-                    return ""
-                text = fused(scales, own, whole, shard.siblings)
-                return f"{name}: {text}" if text else ""
-        return ""
-
-
-def _differ(
-    x: np.ndarray | None, y: np.ndarray | None, case: str, part: str, errors: int
-) -> tuple[dict[str, Any], int]:
-    # The fields of a finding, and how many elements there are: all differ of parts that cannot be compared.
-    size = max(one.size for one in (x, y) if one is not None)
-    if x is None or y is None:
-        return {"elements_different": size, "fault": f"only {'B' if x is None else 'A'} has it"}, size
-    if part.endswith("scale") and x.dtype != y.dtype:
-        x, y = x.astype(np.float32), y.astype(np.float32)
-    if fault := _fault(x, y):
-        return {"elements_different": size, "fault": fault}, size
-    return compared(x, y, case, part, errors), size
-
-
-def _fault(x: np.ndarray, y: np.ndarray) -> str:
-    is_alike = x.dtype == y.dtype and x.shape == y.shape
-    return "" if is_alike else f"{x.dtype.name}{list(x.shape)} / {y.dtype.name}{list(y.shape)}"
+def _why(of_a: Half, of_b: Half, key: Key, part: str, is_fault: bool) -> dict[str, str]:
+    # The first block of an operand that differs, and what gives the bits of either side.
+    side = part[0]
+    a, b = of_a.operand(key, side, of_b), of_b.operand(key, side, of_a)
+    if a is None or b is None:
+        return {}
+    x, y = (a.factors, b.factors) if part.endswith("scale") else (a.codes, b.codes)
+    found = {} if is_fault else {"block": first_block(different(x, y), a.block, a.codes.shape)}
+    # from the tensor before its cast; a tensor that differs itself is cause enough
+    x, y = of_a.value(key, side), of_b.value(key, side)
+    if x is not None and y is not None and compared(x, y, "", "", 0):
+        return found
+    return found | {"cause": explained(y if x is None else x, a, b)}
 
 
 def diff_page(found: CaptureDiff, errors: int) -> tuple[Page, str]:
@@ -280,15 +220,11 @@ def diff_page(found: CaptureDiff, errors: int) -> tuple[Page, str]:
     lists = {"A alone has": found.only_a, "B alone has": found.only_b}
     lists |= {"missing": found.missing, "damaged": found.damaged}
     above = [f"A / B: {text}" for text in found.context]
-    page = findings_page(
-        "diff",
-        above,
-        found.divergences,
-        lists,
-        errors,
-        lambda one: f"{one.part} [{', '.join(map(str, one.index))}]: A {one.observed}  B {one.expected}",
-    )
-    return page, diff_verdict(found)
+
+    def shown(one: Mismatch) -> str:
+        return f"{one.part} [{', '.join(map(str, one.index))}]: A {one.observed}  B {one.expected}"
+
+    return findings_page("diff", above, found.divergences, lists, errors, shown), diff_verdict(found)
 
 
 def diff_verdict(found: CaptureDiff) -> str:

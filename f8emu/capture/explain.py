@@ -4,8 +4,8 @@ A dialect explains a side if it gives every code and every scale from the tensor
 rule of the same vocabulary may: another division, another floor, a scale that was rounded after the cast.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -38,6 +38,8 @@ class Side:
     block: tuple[int, int]
     stack: str
     """The package of the layer, or the one whose rule f8emu's recipes have: its dialects are named first."""
+    shards: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    """Of a part of a fused weight, the layers that are fused -> the scales of the other capture."""
 
     @property
     def factors(self) -> np.ndarray:
@@ -46,8 +48,7 @@ class Side:
 
     def has_block(self, block: Block) -> bool:
         """Whether these are its blocks; those larger than the matrix are the matrix."""
-        sides = zip(block, self.block, self.codes.shape, strict=True)
-        return all(min(size or most, most) == min(own, most) for size, own, most in sides)
+        return arithmetic.extent(self.codes.shape, block) == arithmetic.extent(self.codes.shape, self.block)
 
 
 def explained(value: np.ndarray | None, a: Side, b: Side) -> str:
@@ -55,6 +56,9 @@ def explained(value: np.ndarray | None, a: Side, b: Side) -> str:
 
     Without the value, what the sides tell of each other; empty where nothing fits.
     """
+    for name, of, other in (("A", a, b), ("B", b, a)):
+        if text := _fused(of, other):
+            return f"{name}: {text}"
     found = _related(a, b)
     for name, side in (("A", a), ("B", b)):
         if name not in found and value is not None and side.codes.dtype == dtype_of(E4M3FN):
@@ -64,25 +68,25 @@ def explained(value: np.ndarray | None, a: Side, b: Side) -> str:
 
 def first_block(wrong: Any, block: tuple[int, int], shape: tuple[int, ...]) -> str:
     """The first block with an element that differs, of codes of this shape, and how many blocks have one."""
-    grid = tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
-    if wrong.shape != grid:
-        padded = np.pad(wrong, [(0, count * of - size) for count, of, size in zip(grid, block, shape, strict=True)])
-        wrong = padded.reshape(grid[0], block[0], grid[1], block[1]).any(axis=(1, 3))
+    if wrong.shape != arithmetic.grid_shape(shape, block):
+        wrong = arithmetic.block_amax(wrong.astype(np.float32), block) > 0
     i, j = (int(index) for index in np.argwhere(wrong)[0])
     ends = min((i + 1) * block[0], shape[0]), min((j + 1) * block[1], shape[1])
     place = f"rows {i * block[0]} to {ends[0] - 1}, columns {j * block[1]} to {ends[1] - 1}"
     return f"first in block [{i}, {j}] ({place}), {np.count_nonzero(wrong)} of {wrong.size} blocks"
 
 
-def fused(shards: Sequence[np.ndarray], own: Side, of_fused: Side, names: Sequence[str]) -> str:
-    """Whether one scale of a fused weight is the largest of its shards' scales, as vLLM and SGLang make it."""
-    largest = np.max([scale.astype(np.float32).max() for scale in shards]).reshape(1, 1)
-    if of_fused.scale.size != 1 or different(of_fused.factors, largest).any():
+def _fused(side: Side, other: Side) -> str:
+    # Whether one scale of a fused weight is the largest of its shards' scales, as vLLM and SGLang make it.
+    if not side.shards or side.scale.size != 1:
         return ""
-    text = f"shards fused: one scale, the largest of {', '.join(names)}"
-    if own.scale.size == 1 and own.codes.dtype == dtype_of(E4M3FN):
-        value = dequantize(own.codes, own.factors, _OF_SHARDS, out_dtype="float16")
-        if not different(quantize(value, _OF_SHARDS, scale=largest).codes, of_fused.codes).any():
+    largest = np.max([scale.astype(np.float32).max() for scale in side.shards.values()]).reshape(1, 1)
+    if different(side.factors, largest).any():
+        return ""
+    text = f"shards fused: one scale, the largest of {', '.join(side.shards)}"
+    if other.scale.size == 1 and other.codes.dtype == dtype_of(E4M3FN):
+        value = dequantize(other.codes, other.factors, _OF_SHARDS, out_dtype="float16")
+        if not different(quantize(value, _OF_SHARDS, scale=largest).codes, side.codes).any():
             return f"{text}; its codes are cast again by {_OF_SHARDS}"
     return text
 

@@ -63,8 +63,13 @@ class Finding:
         return f"{self.where}{of}: {self.share}" + (f"; {self.cause}" if self.cause else "")
 
 
-def compared(x: np.ndarray, y: np.ndarray, case: str, part: str, errors: int) -> dict[str, Any]:
-    """The fields of a Finding that say how two arrays of one dtype and shape differ; empty where they do not."""
+def compared(x: np.ndarray | None, y: np.ndarray | None, case: str, part: str, errors: int) -> dict[str, Any]:
+    """The fields of a Finding that say how two arrays differ, of which None is not there; empty where they do not."""
+    if x is None or y is None or x.dtype != y.dtype or x.shape != y.shape:
+        there = [one for one in (x, y) if one is not None]
+        kinds = " / ".join(f"{one.dtype.name}{list(one.shape)}" for one in there)
+        fault = kinds if len(there) == 2 else f"only {'B' if x is None else 'A'} has it"
+        return {"elements_different": max(one.size for one in there), "fault": fault}
     wrong = different(x, y)
     if not wrong.any():
         return {}

@@ -7,6 +7,7 @@ weight and the columns of the product are compared shard by shard.
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -22,7 +23,6 @@ _SHOWN = ("input", "output")
 """What layers of other stacks show of a forward pass."""
 Key = tuple[str, str, int]
 """Layer, GEMM or tensor, and call."""
-Records = dict[Key, CapturedRecord]
 
 
 def renamed(step: CapturedStep, names: Sequence[str]) -> CapturedStep:
@@ -73,31 +73,76 @@ class Shard(CapturedRecord):
         return arrays
 
 
-def without_fusion(ours: Records, others: Records) -> Records:
-    """`ours` with the shards of `others` in the place of each fused layer that `others` does not have."""
-    found: Records = {}
-    for (layer, what, turn), one in ours.items():
-        stem, _, name = layer.rpartition(".")
-        shards = tuple(f"{stem}.{shard}".lstrip(".") for shard in FUSED.get(name, ()))
-        gemms = [others[key].record for shard in shards if (key := (shard, "output", 1)) in others]
-        sizes = [gemm.n for gemm in gemms if not isinstance(gemm, TensorRecord)]
-        mine = ours.get((layer, "output", 1), one).record
-        is_fused = bool(shards) and len(sizes) == len(shards) and sum(sizes) == getattr(mine, "n", 0)
-        if not is_fused or what not in (*_SHOWN, "weight") or (layer, what, turn) in others:
-            found[layer, what, turn] = one
-            continue
-        for shard, (start, stop) in zip(shards, pairwise(accumulate(sizes, initial=0)), strict=True):
-            own = {} if isinstance(one.record, TensorRecord) else {"n": stop - start}
-            record = replace(one.record, layer=shard, **own)
-            places = {"path": one.path, "size": one.size, "sha256": one.sha256, "whole": one, "siblings": shards}
-            found[shard, what, turn] = Shard(record=record, start=start, stop=stop, **places)
-    return found
+@dataclass(frozen=True, slots=True)
+class Half:
+    """A step of one of the two captures."""
 
+    name: str
+    """A or B."""
+    step: CapturedStep
+    records: dict[Key, CapturedRecord]
 
-def is_never_shown(step: CapturedStep, record: Record) -> bool:
-    """Whether a capture of another stack's layers alone cannot have this: only forward passes are shown."""
-    gemms = {type(one.record) for one in step.records if not isinstance(one.record, TensorRecord)}
-    return gemms == {ForeignRecord} and record.what not in _SHOWN
+    def without_fusion(self, other: "Half") -> "Half":
+        """With the shards of `other` in the place of each fused layer that `other` does not have."""
+        found: dict[Key, CapturedRecord] = {}
+        for (layer, what, turn), one in self.records.items():
+            stem, _, name = layer.rpartition(".")
+            shards = tuple(f"{stem}.{shard}".lstrip(".") for shard in FUSED.get(name, ()))
+            sizes = [other.rows(shard) for shard in shards]
+            is_fused = shards and all(sizes) and sum(sizes) == self.rows(layer)
+            if not is_fused or what not in (*_SHOWN, "weight") or (layer, what, turn) in other.records:
+                found[layer, what, turn] = one
+                continue
+            for shard, (start, stop) in zip(shards, pairwise(accumulate(sizes, initial=0)), strict=True):
+                own = {} if isinstance(one.record, TensorRecord) else {"n": stop - start}
+                record = replace(one.record, layer=shard, **own)
+                places = {"path": one.path, "size": one.size, "sha256": one.sha256, "whole": one, "siblings": shards}
+                found[shard, what, turn] = Shard(record=record, start=start, stop=stop, **places)
+        return replace(self, records=found)
+
+    def rows(self, layer: str) -> int:
+        """The rows of a layer's weight; 0 of a layer that is not there."""
+        one = self.records.get((layer, "output", 1))
+        return getattr(one.record, "n", 0) if one else 0
+
+    def lacks(self, one: CapturedRecord) -> bool:
+        """Whether the step says itself that it left this out, or was never finished."""
+        # A list of what was left out may end with "N more", which stands for any record.
+        places = [left.place for left in self.step.left_out]
+        is_told = any(one.record.place.startswith(place) or place.endswith(" more") for place in places)
+        return is_told or not self.step.is_complete
+
+    def never_shows(self, record: Record) -> bool:
+        """Whether a capture of another stack's layers alone cannot have this: only forward passes are shown."""
+        gemms = {type(one.record) for one in self.step.records if not isinstance(one.record, TensorRecord)}
+        return gemms == {ForeignRecord} and record.what not in _SHOWN
+
+    def operand(self, key: Key, side: str, other: "Half") -> Side | None:
+        """`a` or `b` of a GEMM with its codes and scales, or None."""
+        one = self.records[key]
+        record, arrays = one.record, one.load()
+        codes, scale = arrays.get(f"{side}.codes"), arrays.get(f"{side}.scale")
+        if isinstance(record, TensorRecord) or codes is None or scale is None:
+            return None
+        rows, columns = record.block(side)
+        stack = record.module.partition(" ")[0] if isinstance(record, ForeignRecord) else "torchao"
+        shards: dict[str, np.ndarray] = {}
+        if side == "b" and isinstance(one, Shard):
+            # one of them may not be there, or be broken, which is said in its turn
+            with suppress(KeyError, CaptureError):
+                shards = {name: other.records[name, *key[1:]].load()["b.scale"] for name in one.siblings}
+        return Side(codes=codes, scale=scale, block=(min(rows, len(codes)), columns), stack=stack, shards=shards)
+
+    def value(self, key: Key, side: str) -> np.ndarray | None:
+        """The tensor that `a` or `b` of a GEMM was cast from, as its operand lies; None if it was not captured."""
+        layer, gemm, turn = key
+        tensor, is_transposed = OPERANDS[gemm]["ab".index(side)], TRANSPOSED[gemm]["ab".index(side)]
+        one = self.records.get((layer, tensor, turn)) or self.records.get((layer, tensor, 1))
+        try:
+            value = None if one is None else one.load()["value"]
+        except CaptureError:  # whoever reads the records in turn says so
+            return None
+        return value.T if value is not None and is_transposed else value
 
 
 def unseen(one: Record, other: Record) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -107,25 +152,3 @@ def unseen(one: Record, other: Record) -> Iterator[tuple[tuple[str, ...], str]]:
             yield one.not_shown, f"not shown by {one.module}"
         if one.has_bias and not getattr(other, "has_bias", False):
             yield ("product",), f"of {one.module} has a bias added to it"
-
-
-def side_of(record: Record, arrays: Arrays, side: str) -> Side | None:
-    """An operand with codes and scales, or None."""
-    codes, scale = arrays.get(f"{side}.codes"), arrays.get(f"{side}.scale")
-    if isinstance(record, TensorRecord) or codes is None or scale is None:
-        return None
-    rows, columns = record.block(side)
-    stack = record.module.partition(" ")[0] if isinstance(record, ForeignRecord) else "torchao"
-    return Side(codes=codes, scale=scale, block=(min(rows, len(codes)), columns), stack=stack)
-
-
-def value_of(records: Records, key: Key, side: str) -> np.ndarray | None:
-    """The tensor that `a` or `b` of a GEMM was cast from, as its operand lies; None if it was not captured."""
-    layer, gemm, turn = key
-    tensor, is_transposed = OPERANDS[gemm]["ab".index(side)], TRANSPOSED[gemm]["ab".index(side)]
-    one = records.get((layer, tensor, turn)) or records.get((layer, tensor, 1))
-    try:
-        value = None if one is None else one.load()["value"]
-    except CaptureError:  # whoever reads the records in turn says so
-        return None
-    return value.T if value is not None and is_transposed else value

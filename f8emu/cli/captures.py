@@ -24,24 +24,21 @@ def add_to(app: "typer.Typer") -> None:
 
     json_option = typer.Option(None, "--json", metavar="OUT", help="Write the report.")
     errors_option = typer.Option(20, min=0, help="How many lines of each kind to print.")
+    by_help = "Sort by sqnr, underflow, saturation, error_total, error_quantisation, error_accumulation, nan or inf."
+    events_option = typer.Option(None, "--json", metavar="OUT", help="Write events and worst places.")
+    html_option = typer.Option(None, "--html", metavar="OUT", help="Write events and worst places as one page.")
+    oracle_help = "By default f8ref.jax for GEMMs of a GPU, f8ref.numpy for emulated ones."
+    outputs_help = "Most outputs to compute of every product, rows and columns drawn at random."
+    map_help = "Makes the names of A's layers those of B's."
+    map_option = typer.Option(None, "--map", metavar="REGEX=REPLACEMENT", help=map_help)
 
     @app.command()
     def inspect(
         log: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="The log that f8emu.torch.inspect wrote.")],
-        by: Annotated[
-            str,
-            typer.Option(
-                help="Sort by sqnr, underflow, saturation, error_total, error_quantisation, "
-                "error_accumulation, nan or inf."
-            ),
-        ] = "sqnr",
-        top: Annotated[int, typer.Option(min=1, help="How many places to show.")] = 20,
-        json_file: Annotated[
-            Path | None, typer.Option("--json", metavar="OUT", help="Write events and worst places.")
-        ] = None,
-        html_file: Annotated[
-            Path | None, typer.Option("--html", metavar="OUT", help="Write events and worst places as one page.")
-        ] = None,
+        by: str = typer.Option("sqnr", help=by_help),
+        top: int = typer.Option(20, min=1, help="How many places to show."),
+        json_file: Path | None = events_option,
+        html_file: Path | None = html_option,
     ) -> None:
         """Show the worst layers and the events of an inspected training run."""
         raise typer.Exit(guarded(_inspect, log, by, top, json_file, html_file))
@@ -49,14 +46,8 @@ def add_to(app: "typer.Typer") -> None:
     @app.command(epilog=STATUSES)
     def replay(
         path: Annotated[Path, typer.Argument(help="A capture, or one of its step-... directories.")],
-        oracle: Annotated[
-            Oracle | None,
-            typer.Option(help="By default f8ref.jax for GEMMs of a GPU, f8ref.numpy for emulated ones."),
-        ] = None,
-        outputs: Annotated[
-            int | None,
-            typer.Option(min=1, help="Most outputs to compute of every product, rows and columns drawn at random."),
-        ] = None,
+        oracle: Annotated[Oracle | None, typer.Option(help=oracle_help)] = None,
+        outputs: int | None = typer.Option(None, min=1, help=outputs_help),
         json_file: Path | None = json_option,
         errors: int = errors_option,
     ) -> None:
@@ -65,17 +56,14 @@ def add_to(app: "typer.Typer") -> None:
         Scales and codes follow from the tensors before their casts, where they were captured; products from the
         captured operands. Ctrl-C ends it, and the findings so far are reported.
         """
-        options = {"oracle": None if oracle is None else oracle.value, "outputs": outputs, "errors": errors}
+        options = {"oracle": oracle and oracle.value, "outputs": outputs, "errors": errors}
         raise typer.Exit(guarded(_run, "replay", [path], json_file, options))
 
     @app.command(epilog=STATUSES)
     def diff(
         a: Annotated[Path, typer.Argument(metavar="A", help="A capture, or one of its step-... directories.")],
         b: Annotated[Path, typer.Argument(metavar="B", help="Another: from a process, machine, framework or rank.")],
-        names: Annotated[
-            list[str] | None,
-            typer.Option("--map", metavar="REGEX=REPLACEMENT", help="Makes the names of A's layers those of B's."),
-        ] = None,
+        names: list[str] | None = map_option,
         json_file: Path | None = json_option,
         errors: int = errors_option,
     ) -> None:

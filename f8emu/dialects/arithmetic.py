@@ -41,7 +41,7 @@ class Factors(NamedTuple):
 
 def grid_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
     """The number of blocks of a matrix `[rows, K]` in each direction; the last ones may be partial."""
-    height, width = _extent(shape, block)
+    height, width = extent(shape, block)
     return -(-shape[0] // height), -(-shape[1] // width)
 
 
@@ -230,7 +230,7 @@ _VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 # 3 Bands
 
 
-def _extent(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+def extent(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
     """The sizes of a block in numbers."""
     return tuple(max(1, min(size or most, most)) for size, most in zip(block, shape, strict=True))
 
@@ -240,13 +240,14 @@ def _pieces(shape: tuple[int, ...], block: Block) -> Iterator[tuple[_Slices, _Sl
 
     A part is a band of some rows, of whole blocks or of one row of them. Partial blocks are apart.
     """
-    extents, bands = _extent(shape, block), (max(1, _BAND // max(shape[1], 1)), max(1, shape[1]))
+    extents, bands = extent(shape, block), (max(1, _BAND // max(shape[1], 1)), max(1, shape[1]))
     for down, across in itertools.product(*map(_cut, shape, extents, bands)):
         (rows, of_rows), (columns, of_columns) = down[:2], across[:2]
         yield (rows, columns), (of_rows, of_columns), (*down[2], *across[2])
 
 
 def _cut(size: int, extent: int, band: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
+    """One direction in parts: where each is, its part of the grid, and (blocks, size of a block in it)."""
     step = max(1, band // extent) * extent
     starts = {at for first in range(0, size, step) for at in range(first, min(first + step, size), band)}
     for start, end in itertools.pairwise(sorted(starts | {size // extent * extent, size})):

@@ -3,9 +3,9 @@
 Two things can make a row depend on the others: a scale that rows share, and an S that the library chooses by M.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
@@ -13,7 +13,7 @@ from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import SpecError
 from f8emu.spec.gemm import OPERANDS
 from f8emu.spec.recipe import Recipe
-from f8emu.split_k.gemm import PlannedGemm, Source, of_layer
+from f8emu.split_k.gemm import Source, of_layer
 from f8emu.split_k.plan import shipped_plan
 
 ROWS = 8192
@@ -72,47 +72,36 @@ def invariance(recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: in
         SpecError: a GEMM whose rows are not tokens, or a size below 1.
     """
     if gemm not in GEMMS:
-        known = " or ".join(GEMMS)
-        raise SpecError(f"invariance: gemm must be {known}, whose rows are tokens; got {gemm!r}")
+        raise SpecError(f"invariance: gemm must be {' or '.join(GEMMS)}, whose rows are tokens; got {gemm!r}")
     if min(n, k, rows) < 1:
         raise SpecError(f"invariance: n, k and rows must be at least 1; got {n}, {k} and {rows}")
-    spec, chip = recipe.gemms[gemm], CHIPS[recipe.chip]
-    columns, summed = (n, k) if gemm == "output" else (k, n)
-
-    def found(verdict: Verdict, because: str, splits: Sequence[tuple[int, int]] = (), share: float = 0.0) -> Invariance:
-        names = {"recipe": recipe.label, "gemm": gemm, "chip": chip.name}
-        more = {"verdict": verdict, "because": because, "splits": tuple(splits), "share_recorded": share}
-        return Invariance(n=n, k=k, **names, **more)
-
+    spec, chip, tensor = recipe.gemms[gemm], CHIPS[recipe.chip], OPERANDS[gemm][0]
+    found = partial(Invariance, recipe=recipe.label, gemm=gemm, n=n, k=k, chip=chip.name)
     # 1. Scales.
-    tensor, granularity = OPERANDS[gemm][0], spec.a.granularity
-    is_delayed = recipe.delayed_scaling_of(tensor) is not None
-    if not spec.is_high_precision and granularity.block[0] != 1 and not is_delayed:
-        return found(Verdict.DEPENDS, f"the rows of {tensor} share a scale: it follows from the amax of all of them")
-    own = "scales of earlier steps" if is_delayed else "a row has its own scales"
-    scale = "no scales" if spec.is_high_precision else own
+    is_delayed, is_plain = recipe.delayed_scaling_of(tensor) is not None, spec.is_high_precision
+    if not is_plain and not is_delayed and spec.a.granularity.block[0] != 1:
+        because = f"the rows of {tensor} share a scale: it follows from the amax of all of them"
+        return found(verdict=Verdict.DEPENDS, because=because)
+    scale = "no scales" if is_plain else "scales of earlier steps" if is_delayed else "a row has its own scales"
     # 2. S.
     if not spec.split_k:
-        return found(Verdict.BY_RULE, f"{scale}, and the recipe never splits K")
+        return found(verdict=Verdict.BY_RULE, because=f"{scale}, and the recipe never splits K")
     if not chip.plan:
-        return found(Verdict.UNKNOWN, f"{scale}, but there is no split-K plan for {chip}")
-    plan = shipped_plan(chip.plan)
-
-    def asked(m: int) -> PlannedGemm:
-        return of_layer(spec, (m, columns, summed), "bfloat16", "tn")
-
-    one_row = asked(1)
+        return found(verdict=Verdict.UNKNOWN, because=f"{scale}, but there is no split-K plan for {chip}")
+    plan, sizes = shipped_plan(chip.plan), (n, k) if gemm == "output" else (k, n)
+    one_row = of_layer(spec, (1, *sizes), "bfloat16", "tn")
     if one_row.gemm == "rowwise":
-        return found(Verdict.BY_RULE, f"{scale}, and a rowwise GEMM is never split [CHAIN-3]")
+        return found(verdict=Verdict.BY_RULE, because=f"{scale}, and a rowwise GEMM is never split [CHAIN-3]")
     if plan.slice_bytes is not None and one_row.bytes_of_k <= 2 * plan.slice_bytes:
-        return found(Verdict.BY_RULE, f"{scale}, and K is too short to be split [PLAN-2]")
-    answers = [plan.split_k(asked(m)) for m in range(1, rows + 1)]
-    unknown = next((m for m, split in enumerate(answers, 1) if split.source is Source.UNKNOWN), None)
-    if unknown is not None:
-        return found(Verdict.UNKNOWN, f"{scale}, but the plan does not reach M = {unknown}")
-    of_rows = enumerate((split.split_k for split in answers), 1)
-    splits = [next(group) for _, group in groupby(of_rows, key=itemgetter(1))]
-    share = sum(split.source is Source.RECORDED for split in answers) / rows
+        return found(verdict=Verdict.BY_RULE, because=f"{scale}, and K is too short to be split [PLAN-2]")
+    answers = [plan.split_k(of_layer(spec, (m, *sizes), "bfloat16", "tn")) for m in range(1, rows + 1)]
+    for m, answer in enumerate(answers, 1):
+        if answer.source is Source.UNKNOWN:
+            return found(verdict=Verdict.UNKNOWN, because=f"{scale}, but the plan does not reach M = {m}")
+    ranges = groupby(enumerate((answer.split_k for answer in answers), 1), key=itemgetter(1))
+    splits = tuple(next(of_one_s) for _, of_one_s in ranges)
+    verdict, because = Verdict.BY_PLAN, f"{scale}, and S = {splits[0][1]} up to M = {rows}"
     if len(splits) > 1:
-        return found(Verdict.DEPENDS, f"{scale}, but S depends on M", splits, share)
-    return found(Verdict.BY_PLAN, f"{scale}, and S = {splits[0][1]} up to M = {rows}", splits, share)
+        verdict, because = Verdict.DEPENDS, f"{scale}, but S depends on M"
+    share = sum(answer.source is Source.RECORDED for answer in answers) / rows
+    return found(verdict=verdict, because=because, splits=splits, share_recorded=share)

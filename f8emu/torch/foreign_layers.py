@@ -11,7 +11,6 @@ Only forward passes are read. While a layer is watched torch.compile leaves it e
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from f8emu.capture.handle import name_of
+from f8emu.environment import version_of
 from f8emu.torch.chip import FLOAT8_DTYPES, HIGH_PRECISION_DTYPES
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.torch_internals import is_in_backward_pass, named_modules, not_compiled
@@ -71,17 +71,11 @@ class ForeignWatch:
             return
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        for name, layer in self._layers.items() if on else ():
-            modes: list[_Operands] = []  # one a call in progress
-            before, after = self._hooks_of(name, modes)
-            self._hooks += [
-                layer.register_forward_pre_hook(not_compiled(before)),
-                # also of a call that fails: its mode must end
-                layer.register_forward_hook(not_compiled(after), with_kwargs=True, always_call=True),
-            ]
+        self._hooks = [hook for name, layer in self._layers.items() for hook in self._watch(name, layer)] if on else []
 
-    def _hooks_of(self, name: str, modes: "list[_Operands]") -> tuple[Callable[..., None], Callable[..., None]]:
+    def _watch(self, name: str, layer: nn.Module) -> tuple[Any, Any]:
+        modes: list[_Operands] = []  # one a call in progress
+
         def before(module: nn.Module, args: Any) -> None:
             modes.append(_Operands())
             modes[-1].__enter__()
@@ -99,7 +93,11 @@ class ForeignWatch:
             if x.shape[:-1] == y.shape[:-1] and y.dtype in HIGH_PRECISION_DTYPES:
                 self._show(name, *_seen(module, x.detach(), y.detach(), mode))
 
-        return before, after
+        # also of a call that fails: its mode must end
+        return (
+            layer.register_forward_pre_hook(not_compiled(before)),
+            layer.register_forward_hook(not_compiled(after), with_kwargs=True, always_call=True),
+        )
 
 
 class _Operands(TorchDispatchMode):
@@ -141,13 +139,13 @@ def _seen(
     has_bias = isinstance(getattr(module, "bias", None), Tensor) and not getattr(module, "skip_bias_add", False)
     arrays: dict[str, Tensor] = {"product": y}
     facts: dict[str, Any] = {"m": m, "n": n, "k": k, "out_dtype": name_of(y.dtype), "has_bias": has_bias}
-    facts["module"] = f"{root} {_version(root)}: {type(module).__qualname__}"
+    facts["module"] = f"{root} {version_of(root) or 'of no known version'}: {type(module).__qualname__}"
     # 2. What was shown of them.
     of_b = _shown(b, n, k, block, tuple(getattr(module, "logical_widths", ())))
-    for side, shown in (("a", _shown(a, m, k, block and (1, block[1]))), ("b", of_b)):
-        codes, scale, (rows, columns) = shown
-        arrays |= {f"{side}.{part}": one for part, one in (("codes", codes), ("scale", scale)) if one is not None}
-        facts |= {f"{side}_format": _name(codes), f"{side}_scale": _name(scale)}
+    for side, (shown, (rows, columns)) in (("a", _shown(a, m, k, block and (1, block[1]))), ("b", of_b)):
+        arrays |= {f"{side}.{part}": one for part, one in shown.items()}
+        names = {part: name_of(one.dtype) for part, one in shown.items()}
+        facts |= {f"{side}_format": names.get("codes", ""), f"{side}_scale": names.get("scale", "")}
         facts |= {f"{side}_block_rows": rows, f"{side}_block_columns": columns}
     tensors = {"input": x, "weight": weight.detach()}
     return {name: one for name, one in tensors.items() if one.dtype in HIGH_PRECISION_DTYPES}, arrays, facts
@@ -155,10 +153,10 @@ def _seen(
 
 def _shown(
     operand: Operand | None, rows: int, k: int, block: tuple[int, int] | None, widths: tuple[int, ...] = ()
-) -> tuple[Tensor | None, Tensor | None, tuple[int, int]]:
-    # Codes, scales as a grid, and its blocks.
+) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    # Codes, and scales as a grid with its blocks.
     if operand is None or operand[0].shape != (rows, k):
-        return None, None, (0, 0)
+        return {}, (0, 0)
     codes, scale = operand
     # 1. One scale a shard of a fused weight is one for each of its rows.
     if scale.numel() == len(widths) > 1 and sum(widths) == rows:
@@ -166,20 +164,9 @@ def _shown(
     # 2. The grid: blocks, one for all, one a row.
     if scale.dtype in _SCALES:
         if block is not None and scale.shape == (-(-rows // block[0]), -(-k // block[1])):
-            return codes, scale, block
+            return {"codes": codes, "scale": scale}, block
         if scale.numel() == 1:
-            return codes, scale.reshape(1, 1), (rows, k)
+            return {"codes": codes, "scale": scale.reshape(1, 1)}, (rows, k)
         if scale.numel() == scale.shape[0] == rows:
-            return codes, scale.reshape(-1, 1), (1, k)
-    return codes, None, (0, 0)
-
-
-def _name(x: Tensor | None) -> str:
-    return "" if x is None else name_of(x.dtype)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "of no known version"
+            return {"codes": codes, "scale": scale.reshape(-1, 1)}, (1, k)
+    return {"codes": codes}, (0, 0)

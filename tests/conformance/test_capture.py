@@ -196,7 +196,7 @@ def test_one_flipped_bit_is_named(
     found = again(tmp_path)
     first = found.findings[0]
     assert (first.step, first.place, first.part, first.tensor) == ("step 7", f"layers.0.w1 {gemm}", part, tensor)
-    assert first.elements_different == 1 and first.mismatches[0].index == index
+    assert first.elements_different == 1 and first.mismatches[0].index == index and first.ulps_max == 1 << bit
     assert not found.damaged, "it was captured so"
 
 

@@ -3,7 +3,6 @@
 import json
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 from f8emu.conformance.arrays import Framework, torch_arrays
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.cases.golden import Kernels, store_blocks, store_scales
-from f8emu.environment import versions
+from f8emu.environment import version_of, versions
 from f8emu.spec import Granularity, UnsupportedError
 from f8emu.split_k.gemm import PlannedGemm
 
@@ -64,7 +63,7 @@ class CudaLauncher:
             "capability": "{}.{}".format(*torch.cuda.get_device_capability()),
             "driver": versions()["driver"] or "unknown",
             "cuda": torch.version.cuda or "unknown",
-            "cublas": _first_version("nvidia-cublas", "nvidia-cublas-cu12"),
+            "cublas": version_of("nvidia-cublas") or version_of("nvidia-cublas-cu12") or "unknown",
             "torch": torch.__version__,
         }
 
@@ -236,12 +235,3 @@ def _found() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
     return "{}, which has {}.{}".format(torch.cuda.get_device_name(), *torch.cuda.get_device_capability())
-
-
-def _first_version(*packages: str) -> str:
-    for package in packages:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "unknown"

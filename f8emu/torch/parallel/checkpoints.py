@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from f8emu.spec.errors import MissingExtraError
-from f8emu.torch.torch_internals import named_modules, own_parameters
+from f8emu.torch.torch_internals import named_modules, own_parameters, rank_of_process
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 
@@ -34,12 +33,9 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
     Raises:
         MissingExtraError: safetensors is not installed.
     """
-    try:
-        from safetensors.torch import save_file
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("export_safetensors", "safetensors", "torch") from error
+    save_file = require_safetensors("export_safetensors").torch.save_file
     # 1. Of all ranks the first keeps what it writes.
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    is_first = rank_of_process()[0] == 0
     tensors: dict[str, Tensor] = {}
     for name, value in whole_tensors(model, dtype):
         if is_first:
@@ -49,6 +45,15 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
         unfinished = Path(f"{os.fspath(path)}.unfinished")
         save_file(tensors, unfinished, metadata={"format": "pt"})
         unfinished.replace(path)
+
+
+def require_safetensors(call: str) -> Any:
+    """The package, with its part for torch; a MissingExtraError without it."""
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(call, "safetensors", "torch") from error
+    return safetensors
 
 
 def whole_tensors(model: nn.Module, dtype: torch.dtype, keep: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:

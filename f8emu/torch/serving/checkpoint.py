@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from f8emu import __version__
-from f8emu.spec.errors import MissingExtraError, OperandError
+from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.layer.operands import cast_rows_first
+from f8emu.torch.parallel.checkpoints import require_safetensors
 from f8emu.torch.serving.formats import BLOCK, quantization_config, scale_name
 
 CONFIG, INDEX, MANIFEST = "config.json", "model.safetensors.index.json", "f8emu_manifest.json"
@@ -45,11 +46,10 @@ class Export:
         writes: bool = True,
     ) -> None:
         self.path, self.format, self.recipe, self.coded = Path(path), format, recipe, shapes
-        self.most, self.writes, self.save = max_shard_bytes, writes, safetensors(call).torch.save_file
-        self.scale_name = scale_name(call, format, recipe)
-        is_block = recipe.output.b.granularity is Granularity.BLOCKWISE_128X128
+        self.most, self.writes, self.save = max_shard_bytes, writes, require_safetensors(call).torch.save_file
+        self.scale_name, self.cast = scale_name(call, format, recipe), recipe.output.b
         for name, shape in shapes.items():
-            if is_block and any(size % BLOCK for size in shape):
+            if self.cast.granularity is Granularity.BLOCKWISE_128X128 and any(size % BLOCK for size in shape):
                 raise OperandError(
                     f"{call}: with 128x128 scales N and K must be multiples of 128, since readers cut a matrix into "
                     f"equal blocks; got {name} {list(shape)}; leave the layer in high precision"
@@ -63,25 +63,23 @@ class Export:
         self.shards: list[list[str]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         self.waiting: dict[str, Tensor] = {}
-        self.bytes = 0
+        self.bytes = self.flushed = 0
 
     def add(self, name: str, value: Tensor) -> None:
         """A tensor as it is, or its codes and scales, as the layers cast it."""
         if not self.writes:
             return
         if name not in self.coded:
-            self._store(name, value)
-            return
-        cast = self.recipe.output.b
-        (codes, scale), _ = cast_rows_first(value.contiguous(), cast, None, self.recipe.rule_of(cast))
+            return self._store(name, value)
+        (codes, scale), _ = cast_rows_first(value.contiguous(), self.cast, None, self.recipe.rule_of(self.cast))
         assert scale is not None, "a float8 operand has one"
         self._store(name, codes)
-        scale = scale.reshape(1) if cast.granularity is Granularity.TENSORWISE else scale
+        scale = scale.reshape(1) if self.cast.granularity is Granularity.TENSORWISE else scale
         self._store(f"{name.removesuffix('weight')}{self.scale_name}", scale)
 
     def _store(self, name: str, value: Tensor) -> None:
         value = value.detach().cpu().contiguous()
-        if self.waiting and value.nbytes + sum(x.nbytes for x in self.waiting.values()) > self.most:
+        if self.waiting and self.bytes - self.flushed + value.nbytes > self.most:
             self._flush()
         self.waiting[name], self.tensors[name] = value, described(value)
         self.bytes += value.nbytes
@@ -89,7 +87,7 @@ class Export:
     def _flush(self) -> None:
         self.shards.append(list(self.waiting))
         self.save(self.waiting, self.directory / f"{len(self.shards)}.safetensors", metadata={"format": "pt"})
-        self.waiting = {}
+        self.waiting, self.flushed = {}, self.bytes
 
     def finish(self, config: dict[str, Any], left: Sequence[str]) -> None:
         """Write what names the tensors, and give the directory its name; `left` stay in high precision."""
@@ -147,18 +145,9 @@ def described(value: Tensor) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(value.shape), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def safetensors(call: str) -> Any:
-    """The package, with its part for torch."""
-    try:
-        import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(call, "safetensors", "torch") from error
-    return safetensors
-
-
 def read(call: str, directory: Path) -> Iterator[tuple[str, str, Any]]:
     """Of every tensor of a checkpoint the name of its file, its own, and the open file, of which only that is read."""
-    package, files = safetensors(call), sorted(directory.glob("*.safetensors"))
+    package, files = require_safetensors(call), sorted(directory.glob("*.safetensors"))
     if not files:
         raise OperandError(f"{call}: {directory} must be a directory with safetensors files; got none")
     for file in files:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from f8emu.spec.errors import OperandError, UnsupportedError
@@ -20,7 +19,7 @@ from f8emu.torch.layer.experts import Float8Experts
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.parallel.checkpoints import names_of_parameters, whole_tensors
 from f8emu.torch.serving.checkpoint import CONFIG, INDEX, Export, json_of, read
-from f8emu.torch.torch_internals import named_modules
+from f8emu.torch.torch_internals import named_modules, rank_of_process
 
 SKIPPED = ("lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*_gate", "*router*")
 """Modules of a checkpoint that stay in high precision unless `skip` says otherwise: heads, embeddings and routers."""
@@ -84,7 +83,7 @@ def export_float8(
     shapes = {f"{fqn}.weight": layer.weight.shape for fqn, layer in layers.items()}
     left = [fqn for fqn, _ in linear_layers(model) if fqn not in layers]
     # 3. One tensor at a time.
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    is_first = rank_of_process()[0] == 0
     export = Export(call, path, format, recipes[0], shapes, max_shard_bytes=max_shard_bytes, writes=is_first)
     for name, value in whole_tensors(model, dtype, keep=shapes):
         export.add(name, value)
