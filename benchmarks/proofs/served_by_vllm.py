@@ -31,7 +31,9 @@ import f8emu.torch as f8
 from benchmarks.runner import Bench, draw, option, say
 from f8emu.capture.read import Arrays, read_capture
 from f8emu.capture.record import ForeignRecord
+from f8emu.conformance.compare import bits
 from f8emu.dialects import quantize
+from f8emu.dialects.arithmetic import decode
 from f8emu.dialects.stacks import FUSED
 from f8emu.interop import to_numpy, to_torch
 
@@ -39,6 +41,7 @@ TOKENS = 301
 """Of the prompt: an odd number, as prompts have."""
 STEPS, BATCH, VOCABULARY = 5, 128, 1024
 PROMISED = "blockwise_ue8m0"
+FLOAT32 = np.dtype(np.float32)
 PARTS = ("weights", "requantized", "activation codes", "activation scales", "products", "oracle")
 
 
@@ -156,7 +159,7 @@ def compared(model: nn.Module, folder: Path, case: Case) -> list[dict[str, Any]]
         # 2. The operands.
         if "b.scale" in arrays:
             values = np.concatenate([exported(stored, shard) for shard in shards])
-            entry["weights"] = count(decoded(arrays["b.codes"], arrays["b.scale"], record.block("b")), values)
+            entry["weights"] = count(decode(arrays["b.codes"], arrays["b.scale"], record.block("b"), FLOAT32), values)
             if case.weights:
                 again = quantize(values, case.weights)
                 entry["requantized"] = count(again.codes, arrays["b.codes"]) + count(again.scale, arrays["b.scale"])
@@ -181,21 +184,13 @@ def exported(stored: Mapping[str, Tensor], layer: str) -> np.ndarray:
     scale = next(stored[name] for name in (f"{layer}.weight_scale_inv", f"{layer}.weight_scale") if name in stored)
     grid = scale.reshape(-1, scale.shape[-1] if scale.dim() > 1 else 1)
     rows, columns = (-(-size // of) for size, of in zip(codes.shape, grid.shape, strict=True))
-    return decoded(to_numpy(codes), to_numpy(grid), (rows, columns))
-
-
-def decoded(codes: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """The values of codes, with a scale for each block."""
-    rows, columns = codes.shape
-    every = scale.astype(np.float32).repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :columns]
-    return codes.astype(np.float32) * every
+    return decode(to_numpy(codes), to_numpy(grid), (rows, columns), FLOAT32)
 
 
 def count(a: np.ndarray, b: np.ndarray) -> int:
     """How many elements have other bits."""
     assert a.shape == b.shape and a.dtype == b.dtype, f"{a.shape} {a.dtype}, {b.shape} {b.dtype}"
-    bits = f"u{a.dtype.itemsize}"
-    return int(np.count_nonzero(np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)))
+    return int(np.count_nonzero(bits(a) != bits(b)))
 
 
 def difference(folder: Path) -> str:
@@ -245,8 +240,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row["failed"] = log.strip().splitlines()[-1]
             else:
                 row["layers"] = compared(model, folder, case)
-                log += difference(folder)
             if run.arguments.logs:
+                log += "" if status else difference(folder)
                 (Path(run.arguments.logs) / f"{case.name.replace(' ', '_')}.log").write_text(log)
             rows.append(row)
     # 3. The table.
