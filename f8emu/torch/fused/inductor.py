@@ -7,10 +7,11 @@ if the two operands of a cast are used in different passes, each pass computes i
 The partitioner recomputes only operators on its list of cheap ones. A cast that `is_recomputable` is added to it: if
 its input is saved anyway, or cheap to recompute, the backward pass recomputes the codes instead of saving them.
 
-Both hooks use internals of torch (2.11 to 2.13). If sizes are unknown at compile time, the operators are called as they
+Both hooks use internals of torch (2.11 to 2.15). If sizes are unknown at compile time, the operators are called as they
 are: same bits, more host time.
 """
 
+import inspect
 import math
 import re
 import sys
@@ -185,13 +186,23 @@ class _InductorLauncher:
         names = plan.kernel.arg_names
         arguments = dict(zip(names, (*tensors, *plan.sizes), strict=False)) | plan.constants
         assert set(arguments) == set(names), "a plan fills all arguments of its kernel"
+        options = {"launch_kwargs": ()} if _has_launch_options() else {}
         node = _planned_kernel()(
             kernel_idx=kernel_side_table.add_kernel(_with_warps(plan.kernel, plan.warps)),
             grid=[(plan.programs, 1, 1)],
             tma_descriptor_metadata={},
             kernel_args=arguments,
+            **options,
         )
         node.plan, node.host, node.host_settings = plan, host, settings
+
+
+@cache
+def _has_launch_options() -> bool:
+    # torch 2.14 wants to be told which arguments of a launch are options of the compiler.
+    from torch._inductor import ir
+
+    return "launch_kwargs" in inspect.signature(ir.UserDefinedTritonKernel.__init__).parameters
 
 
 @cache
