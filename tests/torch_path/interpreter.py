@@ -76,6 +76,11 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = sizes[key]
 
+    def splat(self: Any, type: Any, scalar: Any) -> Any:
+        # Triton takes the dtype of a comparison's operands for that of its result, and from 3.9 no such mask.
+        found = np.full(type.shape, scalar.data.reshape(-1)[0], scalar.data.dtype)
+        return interpreter.TensorHandle(found, scalar.dtype.scalar)
+
     def call(function: Any, *args: Any, **options: Any) -> Any:
         if function.fn.__module__ not in patched:
             interpreter._patch_lang(function.fn)
@@ -86,6 +91,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_get_np_dtype", dtype_of)
     monkeypatch.setattr(tl.block_type, "__init__", block_of)
     monkeypatch.setattr(tl.tensor, "__init__", tensor_of)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", splat)
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 

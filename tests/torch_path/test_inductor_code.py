@@ -38,7 +38,11 @@ def described_gpu() -> Iterator[None]:
     from torch._inductor.runtime.hints import DeviceProperties
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
 
-    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    target = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
     properties = DeviceProperties(type="cuda", index=0, cc=90, **H200)
     patches = [
         mock.patch.object(triton.runtime.driver, "_active", target),
@@ -130,3 +134,22 @@ def test_the_code_calls_plans_that_exist(described_gpu: None) -> None:
         assert callable(eval(made[name], names))
     assert any(".by_state(" in made[name] for name in made), "a state's owner is told"
     assert not re.search(r"^[^#\n]*torch\.ops\.f8emu", code, re.MULTILINE), "nothing is left to the dispatcher"
+
+
+def test_fusion_is_chosen_here(described_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a product and a sum are rounded once: not by Triton's default, which 3.10 turns around."""
+    from triton import knobs  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+
+    from f8emu.torch.fused import plans
+
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    chosen: list[bool] = []
+
+    def instead_of_compiling(*, compile: dict[str, Any], **_: Any) -> bool:
+        chosen.append(compile["enable_fp_fusion"])
+        return True
+
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", instead_of_compiling)
+    x = torch.ones(64, 64)
+    plans.row_amax(64, 64)(x, x.new_empty(64))
+    assert chosen == [True]

@@ -19,6 +19,7 @@ import f8emu.torch as f8
 from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
 from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.launch import COMPILER_OPTIONS
 from tests.torch_path.fused_casts import AMAXES, FLOATS, RULES, SPECIALS, calls, drawn, results, settings
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, Kernels, run_interpreted
 
@@ -265,7 +266,7 @@ def test_instructions_of_a_hopper_gpu(fmt: Format, instruction, monkeypatch, tmp
         signature |= {name: kind for name, kind in dtypes if name in signature}
         at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         source = ASTSource(fn=kernel, signature=signature, constexprs=at)
-        code = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        code = compile(source, target=GPUTarget("cuda", 90, 32), options=COMPILER_OPTIONS).asm["ptx"]
         for wanted in (f"cvt.rn.satfinite.{instruction}.f32", "div.rn.f32", "mul.f32"):
             assert wanted in code
         for unwanted in ("div.full", "div.approx", "rcp.", ".ftz", "fma."):

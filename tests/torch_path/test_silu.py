@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 
 from f8emu.spec import E4M3FN, E5M2, OperandError
 from f8emu.torch.fused import silu as fused
+from f8emu.torch.fused.launch import COMPILER_OPTIONS
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, Kernels
 from tests.torch_path.layers import draw
 
@@ -122,7 +123,7 @@ def test_every_gate(assert_same_bits: Any) -> None:
         grad_hidden, gate, up = (x.to(DEVICE) for x in (grad_hidden, gate, up))
         found = [torch.empty_like(gate) for _ in range(3)]
         with np.errstate(all="ignore"):
-            values_kernel[(16,)](grad_hidden, gate, up, *found)
+            values_kernel[(16,)](grad_hidden, gate, up, *found, **COMPILER_OPTIONS)
         expected = [silu(gate) * up, torch.ops.aten.silu_backward(grad_hidden * up, gate), grad_hidden * silu(gate)]
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_bits(ours, theirs)

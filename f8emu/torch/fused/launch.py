@@ -21,6 +21,10 @@ GROUP_PLANES = 5  # of a table of such tiles, see `grouped_kernels`
 GROUP_MULTIPLE = 16  # of the rows of a group in transposed codes
 AMAX_TILE = 128  # rows and columns of a tile of which `row_col_amax` finds the amaxes at once
 
+# How every kernel is compiled, also by Inductor. Where no `tl.fma` says so, the compiler may still round a product and
+# a sum once. The casts' bits do not depend on it, the last bits of float64 sums of the statistics do.
+COMPILER_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
+
 # Launches a kernel on a device by its index, on the current stream, with pointers to tensors.
 _Launch = Callable[[int, list[int]], None]
 
@@ -81,7 +85,8 @@ class LaunchPlan:
             launch(index, pointers)
 
     def _first_launch(self, tensors: tuple[Tensor, ...]) -> Any:
-        return self.kernel[(self.programs,)](*tensors, *self.sizes, **self.constants, num_warps=self.warps)
+        options = {"num_warps": self.warps, **COMPILER_OPTIONS}
+        return self.kernel[(self.programs,)](*tensors, *self.sizes, **self.constants, **options)
 
 
 def _launch_of(compiled: Any, plan: LaunchPlan) -> _Launch:
