@@ -15,6 +15,7 @@ from f8emu.spec import ROWWISE as ROWWISE
 from f8emu.spec import ROWWISE_WITH_GW_HP as ROWWISE_WITH_GW_HP
 from f8emu.spec import TENSORWISE as TENSORWISE
 from f8emu.spec import Cast as Cast
+from f8emu.spec import CastFrom as CastFrom
 from f8emu.spec import DelayedScaling as DelayedScaling
 from f8emu.spec import F8Error as F8Error
 from f8emu.spec import Format as Format

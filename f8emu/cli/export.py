@@ -15,6 +15,7 @@ def add_to(app: "typer.Typer") -> None:
     import typer
 
     verify_help = "Instead, compare MODEL, an exported one, with its manifest."
+    from_help = "parameter (by default) or bfloat16: what the training cast of weights in float32."
     skip_help = "Modules in high precision, as in training; may be repeated. By default heads, embeddings and routers."
 
     @app.command(epilog=STATUSES)
@@ -23,6 +24,7 @@ def add_to(app: "typer.Typer") -> None:
         out: Annotated[Path | None, typer.Argument(help="The directory to write; it must not exist.")] = None,
         format: str | None = typer.Option(None, metavar="NAME", help="block, compressed-tensors or per-channel."),
         recipe: str | None = typer.Option(None, metavar="NAME", help="The recipe of the training."),
+        cast_weight_from: str | None = typer.Option(None, metavar="NAME", help=from_help),
         skip: list[str] | None = typer.Option(None, metavar="PATTERN", help=skip_help),  # noqa: B008
         verify: bool = typer.Option(False, "--verify", help=verify_help),
     ) -> None:
@@ -30,7 +32,7 @@ def add_to(app: "typer.Typer") -> None:
 
         Codes and scales are those that layers multiply whose weights have the values and dtype of the checkpoint.
         """
-        raise typer.Exit(guarded(_verify if verify else _export, model, out, format, recipe, skip))
+        raise typer.Exit(guarded(_verify if verify else _export, model, out, format, recipe, cast_weight_from, skip))
 
 
 def _verify(model: Path, *others: object) -> int:
@@ -45,7 +47,14 @@ def _verify(model: Path, *others: object) -> int:
     return DIFFERENT if differences else 0
 
 
-def _export(model: Path, out: Path | None, format: str | None, recipe: str | None, skip: list[str] | None) -> int:
+def _export(
+    model: Path,
+    out: Path | None,
+    format: str | None,
+    recipe: str | None,
+    cast_weight_from: str | None,
+    skip: list[str] | None,
+) -> int:
     from f8emu.torch.serving import export
 
     if out is None or format is None or recipe is None:
@@ -58,6 +67,7 @@ def _export(model: Path, out: Path | None, format: str | None, recipe: str | Non
             bar.advance()
 
         chosen = {"format": format, "config": recipe, "skip": export.SKIPPED if skip is None else skip}
+        chosen["cast_weight_from"] = cast_weight_from
         export.export_checkpoint(model, out, **chosen, progress=progress)
     say(f"{out}: written; `f8emu export {out} --verify` compares it with its manifest")
     return 0

@@ -55,6 +55,7 @@ from f8emu.spec.recipe import ROWWISE as ROWWISE
 from f8emu.spec.recipe import ROWWISE_WITH_GW_HP as ROWWISE_WITH_GW_HP
 from f8emu.spec.recipe import SERVING_RECIPES as SERVING_RECIPES
 from f8emu.spec.recipe import TENSORWISE as TENSORWISE
+from f8emu.spec.recipe import CastFrom as CastFrom
 from f8emu.spec.recipe import Recipe as Recipe
 from f8emu.spec.recipe import recipe_by_name as recipe_by_name
 from f8emu.spec.scaling import MAX_MARGIN as MAX_MARGIN

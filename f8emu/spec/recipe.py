@@ -9,6 +9,7 @@ import json
 import typing
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
@@ -31,6 +32,15 @@ _EQUATIONS = {
 }
 
 
+class CastFrom(Enum):
+    """Which values of a weight its casts read."""
+
+    PARAMETER = "parameter"
+    """Those of the parameter, in its own dtype: of a float32 master, float32."""
+    BFLOAT16 = "bfloat16"
+    """Those of a bfloat16 copy of it, which a server gets that quantizes a bfloat16 checkpoint."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How the three GEMMs of a linear layer are scaled, cast and accumulated.
@@ -51,6 +61,8 @@ class Recipe:
     """The rule of delayed scaling; None is dynamic scaling: every cast uses its own amax."""
     chip: str = HOPPER.name
     """The chip whose bits the emulation gives: a name in `f8emu.spec.CHIPS`."""
+    cast_weight_from: CastFrom = CastFrom.PARAMETER
+    """Which values of the weight are cast, everywhere: layer, autocast, all-gather, weights at rest, export."""
 
     def __repr__(self) -> str:
         """The label: the name, and what tells a changed recipe from the named one; `explain()` says it all."""
@@ -128,18 +140,23 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        """The name. Unless it is a named recipe, the start of the content hash and a chip other than Hopper follow."""
+        """The name. Unless it is a named recipe, the start of the content hash follows, and what of its chip and
+        its weights is not the default.
+        """
         if (RECIPES | SERVING_RECIPES).get(self.name) == self:
             return self.name
         on = "" if self.chip == HOPPER.name else f" on {CHIPS[self.chip]}"
-        return f"{self.name} ({self.content_hash[:12]}){on}"
+        of = "" if self.cast_weight_from is CastFrom.PARAMETER else f" of {self.cast_weight_from.value} weights"
+        return f"{self.name} ({self.content_hash[:12]}){on}{of}"
 
     def to_dict(self) -> dict[str, object]:
         """A plain dict of strings, numbers and booleans, as in TOML and JSON, with every default written out."""
-        # But for the default chip and tensors of delayed scaling: texts and hashes are older than these fields.
+        # But for the default chip, source of weights and tensors of delayed scaling: texts and hashes are older.
         data: dict[str, object] = {"schema": SCHEMA, "name": self.name}
         if self.chip != HOPPER.name:
             data["chip"] = self.chip
+        if self.cast_weight_from is not CastFrom.PARAMETER:
+            data["cast_weight_from"] = self.cast_weight_from.value
         data["scale_rule"] = asdict(self.scale_rule)
         if self.delayed is not None:
             changed = {"reduction": self.delayed.reduction.value, "tensors": list(self.delayed.tensors)}
@@ -180,6 +197,8 @@ class Recipe:
         lines.append(f"        inv_scale = {_inv_scale(self.scale_rule)}")
         own = {tensor: self.rule_of(*(cast for _, _, cast in self.casts(tensor))) for tensor in TENSORS}
         lines += [f"        of {t}: {_inv_scale(rule)}" for t, rule in own.items() if rule != self.scale_rule]
+        if self.cast_weight_from is CastFrom.BFLOAT16:
+            lines.append("weight: rounded to bfloat16 before its casts")
         for name, gemm in self.gemms.items():
             lines += [f"{name} {_EQUATIONS[name]}", f"    a: {gemm.a}", f"    b: {gemm.b}"]
             lines.append(f"    {_accumulation(gemm, chip)}")

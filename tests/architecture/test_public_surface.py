@@ -21,14 +21,14 @@ VERBS = (
 )
 SURFACE = {
     "f8emu": """
-        BLOCKWISE BLOCKWISE_UE8M0 Cast DELAYED DelayedScaling E4M3FN E5M2 E8M0FNU F8Error Format Gemm Granularity
-        Overflow RECIPES ROWWISE ROWWISE_WITH_GW_HP Recipe ScaleRule TENSORWISE recipe_by_name recipe_from_json
-        recipe_from_toml
+        BLOCKWISE BLOCKWISE_UE8M0 Cast CastFrom DELAYED DelayedScaling E4M3FN E5M2 E8M0FNU F8Error Format Gemm
+        Granularity Overflow RECIPES ROWWISE ROWWISE_WITH_GW_HP Recipe ScaleRule TENSORWISE recipe_by_name
+        recipe_from_json recipe_from_toml
     """,
     "f8emu.spec": """
         ADA AccumulationModel AmaxHistoryReduction BFLOAT16 BLACKWELL_MMA BLACKWELL_TCGEN05 BLOCKWISE
-        BLOCKWISE_UE8M0 CDNA3 CHIPS Cast Chip DELAYED DelayedScaling DelayedState E4M3FN E4M3FNUZ E5M2 E5M2FNUZ E8M0FNU
-        Evidence F8Error FLOAT16 FLOAT32 FLOAT8 FORMATS Float8State FlooredSum Format GEMM_NAMES Gemm GemmTrace
+        BLOCKWISE_UE8M0 CDNA3 CHIPS Cast CastFrom Chip DELAYED DelayedScaling DelayedState E4M3FN E4M3FNUZ E5M2 E5M2FNUZ
+        E8M0FNU Evidence F8Error FLOAT16 FLOAT32 FLOAT8 FORMATS Float8State FlooredSum Format GEMM_NAMES Gemm GemmTrace
         GoldenFileError Granularity H100 HIGH_PRECISION HIGH_PRECISION_CAST HOPPER Instruction LinearTrace MAX_MARGIN
         MIN_AMAX_FLOOR MissingExtraError OPERANDS OperandError OperandTrace Overflow RECIPES RECIPE_ALIASES ROWWISE
         ROWWISE_WITH_GW_HP SERVING_RECIPES Recipe Rounding ScaleRule Scales SpecError Specials TENSORS TENSORWISE

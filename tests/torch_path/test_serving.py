@@ -22,7 +22,7 @@ import f8emu.torch as f8
 import f8ref.numpy as oracle
 from f8emu.cli import build_app
 from f8emu.dialects import dequantize, dialect_by_name, quantize, serving_recipe
-from f8emu.spec import BLOCKWISE_UE8M0, ROWWISE, TENSORS, F8Error, Granularity, Recipe, ScaleRule
+from f8emu.spec import BLOCKWISE_UE8M0, ROWWISE, TENSORS, CastFrom, F8Error, Granularity, Recipe, ScaleRule
 from f8emu.torch.layer.matmul import gemm
 from f8emu.torch.layer.operands import Operand
 from f8emu.torch.serving.export import export_checkpoint
@@ -57,15 +57,22 @@ def invoke(*words: object) -> int:
 
 
 def rowwise_of_own_rules() -> Recipe:
-    """Rowwise, whose three tensors have three floors."""
+    """Rowwise of bfloat16 copies, whose three tensors have three floors."""
     x, w, g = (replace(ROWWISE.output.a, scale_rule=ScaleRule(amax_floor=10.0**-n)) for n in (3, 2, 1))
     gemms = {"output": (x, w), "grad_input": (g, w), "grad_weight": (g, x)}
-    return replace(ROWWISE, **{name: replace(ROWWISE.gemms[name], a=a, b=b) for name, (a, b) in gemms.items()})
+    of_gemms: Any = {name: replace(ROWWISE.gemms[name], a=a, b=b) for name, (a, b) in gemms.items()}
+    return replace(ROWWISE, cast_weight_from=CastFrom.BFLOAT16, **of_gemms)
 
 
-@pytest.mark.parametrize("recipe", [BLOCKWISE_UE8M0, rowwise_of_own_rules()], ids=["blockwise", "rowwise"])
+SERVED = replace(BLOCKWISE_UE8M0, cast_weight_from=CastFrom.BFLOAT16)
+
+
+@pytest.mark.parametrize("recipe", [SERVED, rowwise_of_own_rules()], ids=["blockwise", "rowwise"])
 def test_every_tensor_has_its_own_rule(recipe: Recipe, to_numpy: Any, assert_same_bits: Any) -> None:
-    """Products of numpy, torch, JAX (block scales) and compiled code (rowwise), of tensors whose floors decide."""
+    """Products of numpy, torch, JAX (block scales) and compiled code (rowwise), of tensors whose floors decide.
+
+    The weight is float32, and its bfloat16 copy is cast.
+    """
     # 1. Blocks of usual size, below every floor, and of zeros. In the oracle each tensor meets its own floor.
     given = [draw(*shape, seed=seed) for seed, shape in enumerate(((M, K), (N, K), (M, N)))]
     for x in given:
@@ -73,19 +80,26 @@ def test_every_tensor_has_its_own_rule(recipe: Recipe, to_numpy: Any, assert_sam
         x[:64] *= 2.0**-13
         x[64:72] = 0
     arrays = [to_numpy(x) for x in given]
-    trace = oracle.linear(recipe, *arrays)
+    trace = oracle.linear(replace(recipe, cast_weight_from=CastFrom.PARAMETER), *arrays)
+    master = given[1].float()
+    master += draw(N, K, seed=4, dtype=torch.float32).sign() * 2.0**-10 * master.abs()  # less than half a step
+    assert torch.equal(master.bfloat16(), given[1]) and not torch.equal(master, given[1].float())
+    arrays[1] = to_numpy(master)
     assert trace.grad_input is not None and trace.grad_weight is not None
     floors = {name: recipe.rule_of(*(cast for _, _, cast in recipe.casts(name))).amax_floor for name in TENSORS}
     assert len(set(floors.values())) == 3
     for operand, name in ((trace.output.a, "input"), (trace.output.b, "weight"), (trace.grad_input.a, "grad_output")):
         largest = np.float64(448) / floors[name]
         assert (operand.inv_scale <= largest * (1 + 1e-7)).all() and (operand.inv_scale > largest / 2).any()
+    own = oracle.linear(recipe, *arrays)
+    assert own.grad_input is not None and own.grad_weight is not None
     wanted = [part.product for part in (trace.output, trace.grad_input, trace.grad_weight)]
+    products: list[Any] = [[part.product for part in (own.output, own.grad_input, own.grad_weight)]]
     # 2. The layers.
-    layer = layer_of(recipe, N, K, torch.bfloat16, bias=False)
+    layer = layer_of(recipe, N, K, torch.float32, bias=False)
     with torch.no_grad():
-        layer.weight.copy_(given[1])
-    products: list[tuple[Any, ...]] = [passes(layer, given[0], given[2])]
+        layer.weight.copy_(master)
+    products.append(passes(layer, given[0], given[2]))
     if recipe.output.a.granularity.is_blockwise:
         multiply = f8emu.jax.dot_general(recipe)
         output, pull = jax.vjp(jax.jit(lambda x, w: multiply(x, w, NT)), *arrays[:2])
@@ -95,7 +109,8 @@ def test_every_tensor_has_its_own_rule(recipe: Recipe, to_numpy: Any, assert_sam
         products.append(passes(compiled, given[0], given[2]))
     for three in products:
         for found, right in zip(three, wanted, strict=True):
-            assert_same_bits(found, right)
+            own = to_numpy(found) if isinstance(found, Tensor) else np.asarray(found)
+            assert_same_bits(own.astype(right.dtype), right)  # the gradient of the weight is float32
 
 
 def test_a_recipe_of_dialects() -> None:

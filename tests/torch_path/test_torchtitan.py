@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import f8emu.torch as f8
+from f8emu.spec import CastFrom
 
 NAME = "f8emu.torch.integrations.torchtitan"
 OF_0_2 = {
@@ -81,13 +82,14 @@ def test_model_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "recipe_name",
         "enable_fsdp_float8_all_gather",
         "float8_primary_weights",
+        "cast_weight_from",
         "precompute_float8_dynamic_scale_for_fsdp",
         "filter_fqns",
         "fqns",
     ]
     precomputed: list[nn.Module] = []
     monkeypatch.setattr(f"{NAME}.precompute_float8_dynamic_scale_for_fsdp", precomputed.append)
-    options: dict[str, Any] = {"recipe_name": "delayed", "filter_fqns": ["output"]}
+    options: dict[str, Any] = {"recipe_name": "delayed", "filter_fqns": ["output"], "cast_weight_from": "bfloat16"}
     gather = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
     at_rest = {"float8_primary_weights": True, "precompute_float8_dynamic_scale_for_fsdp": True}
     kinds = ({}, True), (gather, False), (gather, True), (at_rest, False), (at_rest, True)
@@ -97,7 +99,7 @@ def test_model_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         model = Model()
         precomputed.clear()
         converter.convert(model)
-        assert converted(model) == {"last"}
+        assert converted(model) == {"last"} and model.last.recipe.cast_weight_from is CastFrom.BFLOAT16
         gathers = bool(keys) and is_sharded
         assert (type(model.last.weight.data) is not torch.Tensor) == gathers
         converter.post_optimizer_hook([model, model])

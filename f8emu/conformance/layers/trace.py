@@ -17,7 +17,7 @@ from f8emu.conformance.layers.training import Executed, Training
 from f8emu.spec.chips import chip_by_name
 from f8emu.spec.formats import Format
 from f8emu.spec.gemm import GEMM_NAMES, OPERANDS, Cast, GemmTrace, LinearTrace, OperandTrace
-from f8emu.spec.recipe import Recipe
+from f8emu.spec.recipe import CastFrom, Recipe
 from f8emu.spec.scaling import DelayedState, Granularity
 from f8emu.split_k.gemm import PlannedGemm, of_layer
 from f8emu.split_k.plan import split_k
@@ -217,6 +217,9 @@ def engine_linear(
         rest = {"use_fast_accum": gemm.use_fast_accum, "split_k": slices, **options}
         return GemmTrace(a, b, verbs["scaled_mm"](a.codes, b.codes.T, scales[0], scales[1].T, **of_scales, **rest))
 
+    if recipe.cast_weight_from is CastFrom.BFLOAT16:
+        with np.errstate(over="ignore", invalid="ignore"):
+            weight = weight.astype(np.float32).astype(ml_dtypes.bfloat16)
     output = product("output", input, weight)
     result = output.product
     if bias is not None:

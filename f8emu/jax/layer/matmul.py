@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from f8emu.jax.compiling import differentiable_no_more, refuse_mapped_alone
@@ -113,6 +114,8 @@ def _forward(
     x_cols = recipe.grad_weight.b if wants_weight else None
     w_cols = recipe.grad_input.b if wants_input else None
     axes, x_is_t, w_is_t = plan.divided, plan.is_input_transposed, plan.is_weight_transposed
+    if recipe.cast_weight_from is recipes.CastFrom.BFLOAT16:  # XLA may drop a conversion there and back
+        weight = lax.reduce_precision(weight.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
     if plan.tap is not None:
         plan.tap.tensor("input", input.T if x_is_t else input)
         plan.tap.tensor("weight", weight.T if w_is_t else weight)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.recipe import Recipe
+from f8emu.spec.recipe import CastFrom, Recipe
 from f8emu.torch.chip import CHIP
 from f8emu.torch.conversion.experts import (
     ConvertedExperts,
@@ -59,6 +59,7 @@ def convert_to_float8_training(
     subclasses: Collection[type[nn.Linear]] = (),
     enable_fsdp_float8_all_gather: bool = False,
     float8_primary_weights: bool = False,
+    cast_weight_from: CastFrom | str | None = None,
 ) -> nn.Module:
     """Replace every `nn.Linear` in `module` by a `Float8Linear` with the same parameters, and convert experts.
 
@@ -99,19 +100,23 @@ def convert_to_float8_training(
             `MasterWeights`, which is made after this call. The state dict holds these masters. Under FSDP2 and tensor
             parallelism each rank holds codes and float32 masters of its part, and FSDP2 gathers the codes. Not with
             blockwise, or weights that other modules read. Experts keep their weights.
+        cast_weight_from: "bfloat16" casts the values that a bfloat16 copy of a weight holds: in every pass, for every
+            gather, at rest and in an export, so that a trainer of float32 parameters multiplies the codes of a server
+            that quantizes its bfloat16 checkpoint. Parameters, masters and gradients keep their dtypes. "parameter"
+            casts the parameter in its own dtype. None: as the recipe says, which is "parameter" in all named ones.
 
     Returns:
         `module`, converted in place; for a single linear layer, the new one.
 
     Raises:
-        SpecError: an unknown recipe.
+        SpecError: an unknown recipe or `cast_weight_from`.
         OperandError: sizes that are not multiples of 16, or a model that was converted under another recipe or engine;
             the model is unchanged.
         UnsupportedError: `engine="hardware"` on a device that is not the recipe's chip; formats that layers do not cast
             to; weights that are already sharded; weights that cannot be stored or gathered as float8.
     """
     # 1. What is done with each layer, and whether all of that is possible: nothing has changed before it is.
-    recipe = resolve_recipe(_CALL, _DEFAULT if config is None else config)
+    recipe = resolve_recipe(_CALL, _DEFAULT if config is None else config, cast_weight_from)
     if enable_fsdp_float8_all_gather:
         require_codes(_CALL, recipe, "enable_fsdp_float8_all_gather")
     report = report_of(module, recipe, module_filter_fn, pad, subclasses)

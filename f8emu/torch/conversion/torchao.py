@@ -4,6 +4,7 @@ torchao itself is not imported.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from f8emu.spec.recipe import (
     ROWWISE_WITH_GW_HP,
     TENSORWISE,
     Cast,
+    CastFrom,
     Gemm,
     Recipe,
     recipe_by_name,
@@ -46,11 +48,13 @@ RecipeLike = Recipe | str | Enum | TorchaoConfig
 """A recipe, its name, or torchao's `Float8LinearRecipeName` or `Float8LinearConfig` for it."""
 
 
-def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
+def resolve_recipe(call: str, config: RecipeLike, cast_weight_from: CastFrom | str | None = None) -> Recipe:
     """The recipe itself, the one of that name, or the one that torchao's configuration or enum stands for.
 
+    `cast_weight_from` takes the place of the recipe's own, unless it is None.
+
     Raises:
-        SpecError: no such recipe, or not a recipe.
+        SpecError: no such recipe, not a recipe, or no such values of a weight.
         UnsupportedError: a recipe with formats of another chip that layers do not cast to.
     """
     # torchao's by the names of their classes: it need not be installed.
@@ -58,7 +62,7 @@ def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
     if isinstance(config, Enum) and kind == "Float8LinearRecipeName":
         config = str(config.value)
     if isinstance(config, str):
-        return recipe_by_name(config)
+        config = recipe_by_name(config)
     recipe = _of_torchao(call, config) if kind == "Float8LinearConfig" else config
     if not isinstance(recipe, Recipe):
         raise SpecError(f"{call}: the recipe must be a Recipe or the name of one; got {kind}; see f8emu.RECIPES")
@@ -69,7 +73,15 @@ def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
                 f"{call}: layers cast to {known}; recipe {recipe.label} to {cast.format}; train with "
                 f"f8emu.jax.dot_general, or multiply with scaled_mm(..., chip={recipe.chip!r})"
             )
-    return recipe
+    return recipe if cast_weight_from is None else replace(recipe, cast_weight_from=_source(call, cast_weight_from))
+
+
+def _source(call: str, cast_weight_from: CastFrom | str) -> CastFrom:
+    try:
+        return CastFrom(cast_weight_from)
+    except ValueError:
+        known = ", ".join(one.value for one in CastFrom)
+        raise SpecError(f"{call}: cast_weight_from must be one of {known}; got {cast_weight_from!r}") from None
 
 
 def _of_torchao(call: str, config: Any) -> Recipe:

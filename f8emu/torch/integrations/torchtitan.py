@@ -34,6 +34,8 @@ class Options:
     """Cast weights to float8 on each rank, before FSDP gathers them."""
     float8_primary_weights: bool = False
     """Keep the float8 codes of each rank's weights from one optimizer step to the next; FSDP gathers them."""
+    cast_weight_from: str = "parameter"
+    """"bfloat16" casts what a bfloat16 copy of a weight holds, as FSDP gathers it in high precision."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all gathered weights in one all-reduce after the optimizer step."""
     filter_fqns: list[str] = field(default_factory=list)
@@ -60,6 +62,7 @@ def _convert(model: nn.Module, options: Options, *, subclasses: Collection[type[
         subclasses=subclasses,
         enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,
         float8_primary_weights=options.float8_primary_weights,
+        cast_weight_from=options.cast_weight_from,
     )
 
 

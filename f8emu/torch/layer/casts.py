@@ -32,6 +32,7 @@ from f8emu.torch.layer.operands import (
     cast_rows_first,
     find_source,
     format_name,
+    weight_to_cast,
 )
 from f8emu.torch.library import no_gradients
 from f8emu.torch.parallel.sharding import Gathered, Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
@@ -199,6 +200,7 @@ def cast_weight(weight: Tensor, plan: LayerPlan, delayed: Delayed | None) -> tup
         codes, scale = weight.of_grad_input()
         return weight.of_output(), WeightSource(scale=scale, codes=codes)
     rows, cols, rule = plan.recipe.output.b, plan.recipe.grad_input.b, plan.recipe.rule_of(plan.recipe.output.b)
+    weight = weight_to_cast(weight, plan.recipe)
     if plan.layout is not None:
         operand, source = cast_sharded_weight(weight, rows, cols, rule, delayed, plan.layout.weight)
     elif delayed is not None:
@@ -219,6 +221,7 @@ def cast_weight_again(
         require_gathered(source.codes)
         return Operand(transpose_codes(source.codes, like), source.scale)
     assert weight is not None, "it was saved"
+    weight = weight_to_cast(weight, plan.recipe)
     if delayed is not None and source.scale is None:  # its first cast: that of `output` is in high precision
         if plan.layout is not None:
             delayed = global_delayed(weight, cols, rule, delayed, plan.layout.weight)

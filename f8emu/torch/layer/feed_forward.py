@@ -22,7 +22,15 @@ from f8emu.torch.fused import silu as fused
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.matmul import Output, add_bias, gemm
 from f8emu.torch.layer.observers import Tap, begin_call, observe_gated, show_gemm, show_tensor
-from f8emu.torch.layer.operands import Delayed, Operand, ScaleSource, cast_both, cast_delayed, format_name
+from f8emu.torch.layer.operands import (
+    Delayed,
+    Operand,
+    ScaleSource,
+    cast_both,
+    cast_delayed,
+    format_name,
+    weight_to_cast,
+)
 from f8emu.torch.library import differentiable_once, is_exporting
 from f8emu.torch.torch_internals import Function, copied_attributes, has_hooks
 
@@ -209,7 +217,7 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, w1: Float8Linear, w2: Float8Line
         of_rule = rule.power_of_two, rule.amax_floor, state.margin
         name = format_name(recipe.output.a)
         codes, inv_scale, scale = fused.hidden_delayed(gate, up, name, state.inv_scale, state.amax, *of_rule)
-        b2, _, of_w2 = _cast(weights[1], recipe.output.b, None, of_weights[1], recipe)
+        b2, _, of_w2 = _cast(weight_to_cast(weights[1], recipe), recipe.output.b, None, of_weights[1], recipe)
         for i, tap in enumerate(taps):
             if tap is not None:
                 if i == 1:
@@ -273,7 +281,7 @@ def _product(
     # `output` of w1 or w3, the operand of their grad_weight, and the scales of the weight.
     recipe = settings.recipe
     a, kept, _ = _cast(x, recipe.output.a, recipe.grad_weight.b if weight.requires_grad else None, of_input, recipe)
-    b, _, used = _cast(weight, recipe.output.b, None, of_weight, recipe)
+    b, _, used = _cast(weight_to_cast(weight, recipe), recipe.output.b, None, of_weight, recipe)
     return _gemm("output", a, b, settings, layer), kept, used
 
 
@@ -306,7 +314,8 @@ def _cast_gradients(
 
 def _grad_input(a: Operand, weight: Tensor, scales: tuple[Tensor, Tensor], settings: _Settings, layer: int) -> Tensor:
     recipe = settings.recipe
-    _, b = cast_both(weight, None, recipe.grad_input.b, ScaleSource(given=Scales(*scales)), recipe.scale_rule)
+    source = ScaleSource(given=Scales(*scales))
+    _, b = cast_both(weight_to_cast(weight, recipe), None, recipe.grad_input.b, source, recipe.scale_rule)
     assert b is not None, "it was requested"
     return _gemm("grad_input", a, b, settings, layer)
 

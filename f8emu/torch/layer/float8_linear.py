@@ -48,8 +48,9 @@ class Float8Linear(Float8Layer):
     """`input @ weight^T + bias`, with the three GEMMs of forward and backward under a float8 recipe.
 
     Parameters and state dict are those of `nn.Linear`. The bias is rounded to the dtype of the input and added to the
-    rounded product. Under autocast the input is converted to autocast's dtype first; the weight is cast to float8 from
-    its own dtype. Sizes that are not multiples of 16 are zero-padded; results are bit-identical.
+    rounded product. Under autocast the input is converted to autocast's dtype first. The weight is cast to float8 from
+    its own dtype, under autocast too, unless the recipe has `cast_weight_from`. Sizes that are not multiples of 16 are
+    zero-padded; results are bit-identical.
 
     The state of delayed scaling is stored in the metadata of the state dict. Loading a state dict without it resets
     delayed scaling.

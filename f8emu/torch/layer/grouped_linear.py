@@ -22,7 +22,7 @@ from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm import operators
 from f8emu.torch.gemm.engine import check_engine
-from f8emu.torch.layer.operands import Both, Delayed, Operand, format_name
+from f8emu.torch.layer.operands import Both, Delayed, Operand, format_name, weight_to_cast
 from f8emu.torch.library import differentiable_once, fake, no_gradients, operator
 from f8emu.torch.torch_internals import Function
 from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
@@ -188,6 +188,7 @@ def cast_weight(weight: Tensor, recipe: Recipe, wants_input: bool, state: Delaye
     if isinstance(weight, CodedWeight):
         return WeightOperands(Operand(weight.rows.flatten(0, 1), weight.row_scale))
     rows, cols, rule = recipe.output.b, recipe.grad_input.b if wants_input else None, recipe.scale_rule
+    weight = weight_to_cast(weight, recipe)
     number, matrix = weight.shape[0], weight.flatten(0, 1)
     if rows.format is not None and rows.granularity is Granularity.ROWWISE:
         if _kind(cols) is Granularity.ROWWISE:
@@ -215,7 +216,7 @@ def cast_weight_again(weight: Tensor, operands: WeightOperands, recipe: Recipe, 
     cast, number = recipe.grad_input.b, weight.shape[0]
     if cast.format is None:
         return Operand(weight.mT.to(torch.bfloat16).flatten(0, 1), None)
-    matrix, rule = weight.flatten(0, 1), recipe.scale_rule
+    matrix, rule = weight_to_cast(weight, recipe).flatten(0, 1), recipe.scale_rule
     operand = _stacked(_by_source(matrix, None, number, None, cast, operands.source, rule, None)[1])
     assert operand is not None, "it was requested"
     return operand

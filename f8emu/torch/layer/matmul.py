@@ -31,7 +31,7 @@ from f8emu.torch.layer.casts import (
     checkpointed_region,
 )
 from f8emu.torch.layer.observers import Tap, show_gemm, show_tensor
-from f8emu.torch.layer.operands import Delayed, DelayedStates, Operand
+from f8emu.torch.layer.operands import Delayed, DelayedStates, Operand, rounded
 from f8emu.torch.library import differentiable_once, fake, is_exporting, is_known, no_gradients, operator
 from f8emu.torch.parallel.sharding import sum_products
 from f8emu.torch.torch_internals import Function
@@ -138,18 +138,6 @@ def add_bias(output: Tensor, bias: Tensor) -> Tensor:
     if is_exporting():  # a forward pass alone
         return output + rounded(bias.detach(), output.dtype)
     return output + _Spread.apply(bias, output.shape[0], output.dtype)
-
-
-@operator()
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in another dtype."""
-    # A custom operator: a compiler drops an ordinary rounding between two operations that it fuses.
-    return x.to(dtype, copy=True)
-
-
-@fake(rounded)
-def _(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
 
 
 @operator(tags=(torch.Tag.needs_exact_strides,))

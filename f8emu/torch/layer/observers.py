@@ -25,7 +25,7 @@ from f8emu.spec.recipe import TRANSPOSED, Gemm, Recipe
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.gemm.emulation import layer_split_k
 from f8emu.torch.gemm.engine import resolve_engine
-from f8emu.torch.layer.operands import Operand
+from f8emu.torch.layer.operands import Operand, weight_to_cast
 from f8emu.torch.library import fake, operator
 from f8emu.torch.torch_internals import is_in_backward_pass
 
@@ -54,7 +54,7 @@ class TensorSeen(NamedTuple):
 
     layer: str
     tensor: str  # input, weight or grad_output
-    value: Tensor  # [rows, columns] in high precision; under tensor parallelism that of this rank
+    value: Tensor  # [rows, columns] in high precision, as casts read it; under tensor parallelism that of this rank
     recipe: Recipe
     is_delayed: bool = False  # cast by the state of delayed scaling, if the recipe has one for it, not by its own amax
     call: int = UNKNOWN_CALL  # the forward pass of the layer that the matrix belongs to
@@ -280,7 +280,9 @@ def _show(watched: Watched, tensor: str, value: Tensor, call: Tensor | None, is_
     layer = watched.layer()
     if layer is None:  # the graph of a layer that is gone
         return
-    seen = TensorSeen(watched.name, tensor, value.detach(), layer.recipe, is_delayed, _id(call))
+    value = value.detach()
+    value = weight_to_cast(value, layer.recipe) if tensor == "weight" else value
+    seen = TensorSeen(watched.name, tensor, value, layer.recipe, is_delayed, _id(call))
     for observer in tuple(watched.observers):
         observer.tensor(seen)
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from f8emu.spec.recipe import Cast
+from f8emu.spec.recipe import Cast, CastFrom, Recipe
 from f8emu.spec.scaling import Granularity, ScaleRule, Scales
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import cast_pair_delayed
 from f8emu.torch.fused.launch import amax_tiles
-from f8emu.torch.library import has_dispatch_mode, is_known
+from f8emu.torch.library import fake, has_dispatch_mode, is_known, operator
 
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
 _ELEMENTS_OF_A_PROGRAM = 8192  # the elements that one program of a cast handles, about
@@ -60,6 +60,29 @@ class Delayed(NamedTuple):
 
 # The states of input, weight and grad_output; None for a tensor with dynamic scales.
 DelayedStates = tuple[Delayed | None, Delayed | None, Delayed | None]
+
+
+@operator()
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in another dtype."""
+    # A custom operator: a compiler drops an ordinary rounding between two operations that it fuses.
+    return x.to(dtype, copy=True)
+
+
+@fake(rounded)
+def _(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def weight_to_cast(weight: Tensor, recipe: Recipe) -> Tensor:
+    """What every cast of a weight reads: the weight, or what a bfloat16 copy of it holds, as the recipe says.
+
+    The copy takes 2 bytes an element until it is cast; gradients have the dtype of the weight. `no_grad` must be on.
+    """
+    is_bfloat16 = weight.dtype is torch.bfloat16 and type(weight) in (Tensor, nn.Parameter)  # no wrapper of a master
+    if recipe.cast_weight_from is CastFrom.PARAMETER or is_bfloat16:
+        return weight
+    return rounded(weight, torch.bfloat16)
 
 
 def find_source(

@@ -19,7 +19,7 @@ from f8emu import __version__
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.layer.operands import cast_rows_first
+from f8emu.torch.layer.operands import cast_rows_first, weight_to_cast
 from f8emu.torch.parallel.checkpoints import require_safetensors
 from f8emu.torch.serving.formats import BLOCK, quantization_config, scale_name
 
@@ -71,7 +71,8 @@ class Export:
             return
         if name not in self.coded:
             return self._store(name, value)
-        (codes, scale), _ = cast_rows_first(value.contiguous(), self.cast, None, self.recipe.rule_of(self.cast))
+        value = weight_to_cast(value.contiguous(), self.recipe)
+        (codes, scale), _ = cast_rows_first(value, self.cast, None, self.recipe.rule_of(self.cast))
         assert scale is not None, "a float8 operand has one"
         self._store(name, codes)
         scale = scale.reshape(1) if self.cast.granularity is Granularity.TENSORWISE else scale

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.recipe import CastFrom
 from f8emu.torch.chip import CHIP, name_of
 from f8emu.torch.conversion.experts import ConvertedExperts
 from f8emu.torch.conversion.report import linear_layers
@@ -55,8 +56,9 @@ def export_float8(
     Shapes:
         weight [N, K] -> float8_e4m3fn [N, K], and float32 [ceil(N / 128), ceil(K / 128)], [N, 1] or [1].
 
-    Exactness: codes and scales are those of the operand `weight` of `output` in the next forward pass, bit for bit.
-    Other tensors are rounded once, to nearest even.
+    Exactness: codes and scales are those of the operand `weight` of `output` in the next forward pass, bit for bit. If
+    FSDP2 gathers weights in bfloat16 (`param_dtype`), that needs the recipe's `cast_weight_from` to be "bfloat16": the
+    shards, which are written, are float32. Other tensors are rounded once, to nearest even.
 
     Raises:
         SpecError: an unknown format.
@@ -97,6 +99,7 @@ def export_checkpoint(
     *,
     format: str,
     config: RecipeLike,
+    cast_weight_from: CastFrom | str | None = None,
     skip: Sequence[str] = SKIPPED,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -107,7 +110,7 @@ def export_checkpoint(
     the layers in high precision must be those of the training. Tensors are read one at a time, and other files copied.
 
     Exactness: codes and scales are those of layers whose weights have the values and the dtype of the checkpoint. So
-    that of a model with float32 weights must hold them in float32.
+    that of a model with float32 weights must hold them in float32, unless `cast_weight_from` is "bfloat16".
 
     Raises:
         OperandError: no such checkpoint; one that is quantized already; otherwise as `export_float8`.
@@ -127,7 +130,8 @@ def export_checkpoint(
     ]
     coded = {name: shape for name, shape in matrices.items() if name.removesuffix(".weight") not in left}
     # 2. One tensor at a time, and what else lies there.
-    export = Export(call, path, format, resolve_recipe(call, config), coded, max_shard_bytes=max_shard_bytes)
+    recipe = resolve_recipe(call, config, cast_weight_from)
+    export = Export(call, path, format, recipe, coded, max_shard_bytes=max_shard_bytes)
     for done, (_, name, content) in enumerate(read(call, source), 1):
         export.add(name, content.get_tensor(name))
         progress(done, len(shapes))

@@ -23,7 +23,7 @@ from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import UNCALLED, UNSET
 from f8emu.torch.fused.fused_cast import CODES
-from f8emu.torch.layer.operands import Delayed, cast_delayed
+from f8emu.torch.layer.operands import Delayed, cast_delayed, weight_to_cast
 from f8emu.torch.parallel.sharding import Shards, global_delayed
 from f8emu.torch.torch_internals import foreach_copy, is_dtensor, reduce_amax
 
@@ -197,7 +197,7 @@ def _split(flat: Tensor, parts: list[_Part]) -> list[Tensor]:
 
 def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
     # For `output` and for `grad_input`.
-    x, recipe, own = weight
+    x, recipe, own = weight_to_cast(weight.values, weight.recipe), weight.recipe, weight.own
     if x.ndim == 3:
         return _amaxes_of_experts(x, recipe, own)
     by_row = recipe.output.b.granularity is Granularity.ROWWISE
@@ -241,6 +241,7 @@ def _reduce_over_others(own: OwnRows, row_amax: Tensor, col_amax: Tensor) -> Non
 
 def cast_rows(x: Tensor, recipe: Recipe, scales: WeightScales, own: slice = slice(None)) -> Tensor:
     """The codes of `x`, the rows or experts `own` of a weight, for `output`."""
+    x = weight_to_cast(x, recipe)
     if x.ndim == 3:
         return _cast_experts(x, recipe, scales.row_amax, scales.row_inv_scale, own, cols=False)
     fmt, rule = format_of(recipe), recipe.rule_of(recipe.output.b)
@@ -251,6 +252,7 @@ def cast_rows(x: Tensor, recipe: Recipe, scales: WeightScales, own: slice = slic
 
 def cast_cols(x: Tensor, recipe: Recipe, scales: WeightScales, own: slice = slice(None)) -> Tensor:
     """The codes of `x`, the rows or experts `own` of a weight, for `grad_input`."""
+    x = weight_to_cast(x, recipe)
     if x.ndim == 3:
         return _cast_experts(x, recipe, scales.col_amax, scales.col_inv_scale, own, cols=True)
     if scales.col_inv_scale.numel() == 1:
@@ -272,9 +274,10 @@ def _cast_experts(x: Tensor, recipe: Recipe, amax: Tensor, inv_scale: Tensor, ow
     return found[2 if cols else 0].view(shape)
 
 
-def cast_rows_delayed(x: Tensor, recipe: Recipe, delayed: Delayed) -> tuple[Tensor, Tensor]:
-    """The codes of `x` for `output` under the state of delayed scaling, and their scale."""
-    operand, _, _ = cast_delayed(x, recipe.output.b, None, delayed, recipe.scale_rule)
+def cast_rows_delayed(x: Tensor, recipe: Recipe, delayed: Delayed, groups: Shards) -> tuple[Tensor, Tensor]:
+    """The codes of `x` for `output` under the state of delayed scaling, and their scale; `groups` have other rows."""
+    x, cast, rule = weight_to_cast(x, recipe), recipe.output.b, recipe.scale_rule
+    operand, _, _ = cast_delayed(x, cast, None, global_delayed(x, cast, rule, delayed, groups), rule)
     assert operand is not None and operand.scale is not None, "it was requested"
     return operand.codes, operand.scale
 
@@ -291,7 +294,7 @@ def cast_master(
 ) -> WeightCodes:
     """The codes of `x`, the rows `own` of a weight at rest, under its scales or under the state of delayed scaling."""
     # 1. Dynamic scales. Those of the whole weight may be known.
-    x, delayed = x.contiguous(), None
+    x, delayed = weight_to_cast(x.contiguous(), recipe), None
     if buffers is not None:
         buffers.follow(x.device)
         delayed = buffers.of_tensors()[1]
@@ -304,5 +307,5 @@ def cast_master(
     inv_scale = torch.full_like(delayed.inv_scale, UNSET) if by_own_amax else delayed.inv_scale
     delayed = delayed._replace(inv_scale=inv_scale, amax=amax)
     groups = Shards(rows=own.groups, is_set=not by_own_amax and buffers.are_set()[1])
-    rows, scale = cast_rows_delayed(x, recipe, global_delayed(x, recipe.output.b, recipe.scale_rule, delayed, groups))
+    rows, scale = cast_rows_delayed(x, recipe, delayed, groups)
     return WeightCodes(rows, scale, scale.clone(), master_amax=amax)

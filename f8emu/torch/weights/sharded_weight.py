@@ -19,7 +19,7 @@ from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.fused.fused_cast import CODES
 from f8emu.torch.layer.delayed_state import DelayedBuffers
-from f8emu.torch.parallel.sharding import Shards, global_delayed
+from f8emu.torch.parallel.sharding import Shards
 from f8emu.torch.weights.coded_weight import (
     COPIES,
     EMPTIES,
@@ -260,8 +260,7 @@ class ShardedWeight(Tensor):
             groups = Shards(rows=own.groups, is_set=buffers.are_set()[1])
             delayed = buffers.of_tensors()[1]
             if delayed is not None:
-                delayed = global_delayed(x, recipe.output.b, recipe.scale_rule, delayed, groups)
-                codes, scale = cast_rows_delayed(x, recipe, delayed)
+                codes, scale = cast_rows_delayed(x, recipe, delayed, groups)
                 return (own.pad(codes),), Sent(own.n, scale, scale)
         # 2. Otherwise those of the whole weight's amaxes; the backward pass has the scales of the forward pass.
         is_backward = internals.is_in_backward_pass()

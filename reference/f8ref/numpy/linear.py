@@ -19,6 +19,7 @@ from f8emu.spec import (
     TENSORS,
     TRANSPOSED,
     Cast,
+    CastFrom,
     Chip,
     DelayedState,
     Format,
@@ -104,6 +105,8 @@ def traced(
     if grad_output is not None:
         tensors["grad_output"] = typed_array(grad_output, HIGH_PRECISION, "linear: grad_output")[0]
     _check_shapes(tensors)
+    if recipe.cast_weight_from is CastFrom.BFLOAT16:
+        tensors["weight"] = convert(as_float32(tensors["weight"], "linear: weight"), BFLOAT16)
     states = _delayed_states(recipe, delayed_state, tensors)
 
     # 2. A GEMM: each operand is cast along the dimension that this GEMM sums over, then multiplied.
