@@ -9,7 +9,7 @@ from f8emu.audit.blocks import Blocks, Weight, bands
 from f8emu.audit.checkpoint import DTYPES, Stored
 from f8emu.audit.findings import Severity
 from f8emu.dialects import DIALECTS, Dialect
-from f8emu.dialects.arithmetic import Factors, block_amax, encode, factors_from_amax
+from f8emu.dialects.arithmetic import Factors, block_amax, codes_of_other, encode, factors_from_amax
 from f8emu.dialects.rules import PowerOfTwo, ScaleForm
 
 
@@ -60,7 +60,15 @@ def compare(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: 
         if is_power_of_two or len(powers) == len(fits):
             _by_logarithm(weight, raw, every, powers)
         return
-    # 3. The nearest: by its codes, as long as some are right; then the one whose scales moved; then by its scales.
+    # 3. Of the source in another dtype: a float32 master, or its bfloat16 copy.
+    for one in every:
+        count = _of_other(weight, source, amax, raw, one)
+        if count > (size // 1000 if source.dtype == "BF16" else 0):  # of one wrong scale, some master can be imagined
+            kinds = ("a float32 master", "its bfloat16 copy")[:: 1 if source.dtype == "BF16" else -1]
+            found = f"that of {kinds[0]}; {count} codes are others"
+            weight.add("cast-from", f"by {one.dialect.name}, the cast of {kinds[1]}", found)
+            return
+    # 4. The nearest: by its codes, as long as some are right; then the one whose scales moved; then by its scales.
     wrong = [min(int(one.codes_differ.sum()), size // 2) for one in right or every]
     tied = [one for one, count in zip(right or every, wrong, strict=True) if count == min(wrong)]
     with np.errstate(all="ignore"):
@@ -71,6 +79,18 @@ def compare(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: 
         _count_codes(weight, source, [best], is_sample=False)
     weight.expected = frozenset(hash(one.ours.tobytes()) for one in tied)
     _differ(weight, raw, best)
+
+
+def _of_other(weight: Weight, source: Stored, amax: np.ndarray, raw: np.ndarray, one: _Candidate) -> int:
+    # `codes_of_other` of the whole weight.
+    total = 0
+    for (at, x), (_, codes) in zip(bands(weight, source), bands(weight, weight.codes), strict=True):
+        down = slice(at, at + -(-len(x) // min(weight.extent[0], len(x))))
+        count = codes_of_other(x, amax[down], codes, raw[down], one.dialect, weight.extent)
+        if not count:
+            return 0
+        total += count
+    return total
 
 
 def _candidate(dialect: Dialect, form: ScaleForm, amax: np.ndarray, raw: np.ndarray, dtype: np.dtype) -> _Candidate:

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from f8emu.capture.explain import explained, first_block
+from f8emu.capture.explain import CAST_FROM, OF_OTHER, explained, first_block, is_of_copy
 from f8emu.capture.findings import Finding, Found, compared, findings_page, numbered
 from f8emu.capture.pairing import Half, Key, renamed, unseen
 from f8emu.capture.read import CapturedRecord, CapturedStep
@@ -89,7 +89,9 @@ class CaptureDiff(Found):
                 facts["cause"] = "of equal operands: the GEMM itself" if is_judged else ""
             elif side in unexplained and len(self.divergences) <= errors:
                 unexplained.remove(side)
-                facts |= _why(of_a, of_b, key, part, "fault" in facts)
+                facts |= _why(of_a, of_b, key, part, "fault" in facts, tensor)
+            elif part == "value" and tensor == "weight" and x is not None and y is not None and is_of_copy(x, y):
+                facts["cause"] = CAST_FROM
             where = {"step": step, "place": a.record.place, "part": part, "tensor": tensor}
             self.divergences.append(Finding(**where, elements=size, **facts))
 
@@ -200,7 +202,7 @@ def _listed(words: Iterable[str], none: str) -> str:
     return ", ".join(sorted(set(words))) or none
 
 
-def _why(of_a: Half, of_b: Half, key: Key, part: str, is_fault: bool) -> dict[str, str]:
+def _why(of_a: Half, of_b: Half, key: Key, part: str, is_fault: bool, tensor: str) -> dict[str, str]:
     # The first block of an operand that differs, and what gives the bits of either side.
     side = part[0]
     a, b = of_a.operand(key, side, of_b), of_b.operand(key, side, of_a)
@@ -212,7 +214,9 @@ def _why(of_a: Half, of_b: Half, key: Key, part: str, is_fault: bool) -> dict[st
     x, y = of_a.value(key, side), of_b.value(key, side)
     if x is not None and y is not None and compared(x, y, "", "", 0):
         return found
-    return found | {"cause": explained(y if x is None else x, a, b)}
+    cause = explained(y if x is None else x, a, b)
+    is_of_other = tensor == "weight" and any(of in cause for of in OF_OTHER)
+    return found | {"cause": f"{cause}; {CAST_FROM}" if is_of_other else cause}
 
 
 def diff_page(found: CaptureDiff, errors: int) -> tuple[Page, str]:

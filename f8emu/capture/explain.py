@@ -24,6 +24,10 @@ _CODES = (CodeRule.MULTIPLIER, CodeRule.INVERSE, CodeRule.QUOTIENT)
 _ANY = next(iter(DIALECTS.values()))
 """A dialect whose rules are replaced by others."""
 Change = Callable[[np.ndarray], np.ndarray]
+OF_OTHER = (" of the value rounded to bfloat16", " of float32 values whose bfloat16 copy the value is")
+CAST_FROM = (
+    "one side casts a float32 weight, the other its bfloat16 copy: convert the trainer with cast_weight_from='bfloat16'"
+)
 _OF_SHARDS = "vllm_fused_shards"
 _LATE = "the scale was rounded up to a power of two after the cast"
 
@@ -76,6 +80,14 @@ def first_block(wrong: Any, block: tuple[int, int], shape: tuple[int, ...]) -> s
     return f"first in block [{i}, {j}] ({place}), {np.count_nonzero(wrong)} of {wrong.size} blocks"
 
 
+def is_of_copy(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether one of two tensors is the bfloat16 copy of the other, which is float32."""
+    if {x.dtype, y.dtype} != {np.dtype(np.float32), dtype_of(BFLOAT16)} or x.shape != y.shape:
+        return False
+    copies = (one.astype(dtype_of(BFLOAT16)) for one in (x, y))
+    return not different(*copies).any()
+
+
 def _fused(side: Side, other: Side) -> str:
     # Whether one scale of a fused weight is the largest of its shards' scales, as vLLM and SGLang make it.
     if not side.shards or side.scale.size != 1:
@@ -117,7 +129,7 @@ def _origin(value: np.ndarray, side: Side) -> str:
     casts = {"": _Cast(value, side)}
     if value.dtype == np.float32:
         with np.errstate(over="ignore", invalid="ignore"):
-            casts[" of the value rounded to bfloat16"] = _Cast(value.astype(dtype_of(BFLOAT16)), side)
+            casts[OF_OTHER[0]] = _Cast(value.astype(dtype_of(BFLOAT16)), side)
     # 2. A dialect; one whose scale was rounded afterwards; a rule that no dialect has.
     known = sorted(DIALECTS, key=lambda name: not name.startswith(side.stack))
     for of, cast in casts.items():
@@ -128,6 +140,10 @@ def _origin(value: np.ndarray, side: Side) -> str:
         late = next((name for name in known if cast.is_by(DIALECTS[name], _up)), "")
         if late:
             return f"codes of {late}, but {_LATE}{of}"
+    if value.dtype == dtype_of(BFLOAT16):
+        names = [name for name in known if casts[""].is_of_master(DIALECTS[name])]
+        if names:
+            return f"{names[0]}{OF_OTHER[1]}"
     return next((f"no dialect; {rule}{of}" for of, cast in casts.items() if (rule := cast.rule())), "no dialect")
 
 
@@ -152,6 +168,15 @@ class _Cast:
         if different(change(decoding), side.factors).any():
             return False
         return not different(arithmetic.encode(value, factors, dialect, own), side.codes).any()
+
+    def is_of_master(self, dialect: Dialect) -> bool:
+        """Whether float32 values of which this one is the bfloat16 copy may give every scale and code."""
+        value, side = self._value, self._side
+        own = next((one for one in dialect.blocks if side.has_block(one)), None)
+        if own is None or dialect.scale is None or value.shape != side.codes.shape:
+            return False
+        amax = arithmetic.block_amax(value, own)
+        return bool(arithmetic.codes_of_other(value, amax, side.codes, side.factors, dialect, own))
 
     def rule(self) -> str:
         """The formula of a combination of the vocabulary, without a floor or with the one that the scales show."""

@@ -28,6 +28,10 @@ _BAND = 1 << 19
 """Elements of a band: two megabytes of float32."""
 
 
+_HALF = 0x8000 + 16
+"""Half the distance of bfloat16 numbers, as bits of float32, and a little: the inverse of a stored scale is rounded."""
+
+
 class Factors(NamedTuple):
     """The factors of a grid of blocks."""
 
@@ -98,6 +102,39 @@ def encode(x: Array, factors: Factors, dialect: Dialect, block: Block) -> Array:
                 values = _rounded(values, x.dtype)
             codes[part] = _cast(values, table).reshape(codes[part].shape).view(E4M3)
     return codes
+
+
+def codes_of_other(x: Array, amax: Float32, codes: Array, scale: Array, dialect: Dialect, block: Block) -> int:
+    """How many codes `x` does not give, if they and their scales are those of the other of a weight and its copy.
+
+    The other of a float32 `x` is its bfloat16 copy. Those of a bfloat16 `x` are the float32 values of which it is the
+    copy: the codes may be those of any. 0 if they are not. `amax` is that of the blocks of `x`, `scale` decodes.
+    """
+    # 1. The other, or what bounds it.
+    found, decoding = codes.view(np.uint8), scale.astype(np.float32)
+    with np.errstate(all="ignore"):
+        stored = Factors(decoding, decoding, np.float32(1) / decoding)
+    if x.dtype == np.float32:
+        ends = [(x.astype(DTYPES["bfloat16"]), amax.astype(DTYPES["bfloat16"]).astype(np.float32))]
+    else:
+        ends = [(_moved(x.astype(np.float32), by), _moved(amax, by)) for by in (-_HALF, _HALF)]
+    # 2. Its scales, and its codes: those of one sign are ordered as their magnitudes; a zero may have either sign.
+    factors = [factors_from_amax(largest, dialect, values.dtype) for values, largest in ends]
+    scales = [one.scale if dialect.stored.is_multiplier else one.stored for one in factors]
+    low, *_, high = [one.astype(scale.dtype).astype(np.float32) for one in (scales[0], scales[-1])]
+    if not np.all((low <= decoding) & (decoding <= high)):
+        return 0
+    used = factors if len(ends) == 1 else [stored] * 2
+    made = [encode(ends[i][0], used[i], dialect, block).view(np.uint8) for i in range(len(ends))]
+    if np.any(((found < made[0]) | (made[-1] < found)) & (((found | made[-1]) & 0x7F) != 0)):
+        return 0
+    return int(np.count_nonzero(encode(x.astype(np.float32), stored, dialect, block).view(np.uint8) != found))
+
+
+def _moved(x: Float32, by: int) -> Float32:
+    bits = x.view(np.int32)
+    magnitude = np.maximum((bits & 0x7FFFFFFF) + np.int32(by), 0)
+    return (magnitude | (bits & np.int32(-0x80000000))).view(np.float32)
 
 
 def decode(codes: Array, scale: Float32, block: Block, dtype: np.dtype[Any], *, rounds_scale: bool = False) -> Array:

@@ -19,9 +19,9 @@ CONFIGS = {BLOCK: fp8(), CHANNEL: compressed("channel"), MX: MXFP8}
 S, W, C = "l.1.weight_scale_inv", "l.1.weight", "l.1.weight_scale"
 
 
-def quantized(dialect: str) -> Tensors:
+def quantized(dialect: str, source: Tensors = SOURCE) -> Tensors:
     found: Tensors = {}
-    for name, x in SOURCE.items():
+    for name, x in source.items():
         made = quantize(x, dialect)
         scale = made.scale.view(np.uint8) if dialect == MX else made.scale
         found |= {name: made.codes.copy(), NAMES[dialect].format(name): scale.copy()}
@@ -180,6 +180,21 @@ def test_codes_of_other_weights_are_an_error_and_explained_zeros_are_none(tmp_pa
     path = checkpoint(tmp_path / "rolled", rolled, CONFIGS[BLOCK])
     (one,) = audit(path, source=checkpoint(tmp_path / "sound", SOURCE)).findings
     assert (one.check, one.severity) == ("no-dialect", Severity.ERROR)
+
+
+@pytest.mark.parametrize("dialect", NAMES)
+def test_codes_of_a_master_beside_its_copy_and_the_reverse(dialect: str, tmp_path: Path) -> None:
+    """Each is told, and nothing else; with a faulty code a weight is neither's."""
+    generator = np.random.default_rng(7)
+    masters: Tensors = {W: (SOURCE[W] * generator.uniform(0.99, 1.01, (512, 512))).astype(np.float32)}
+    copies = {name: x.astype(BF16) for name, x in masters.items()}
+    for number, (served, other) in enumerate(((masters, copies), (copies, masters))):
+        tensors, source = quantized(dialect, served), checkpoint(tmp_path / f"source {number}", other)
+        found = audit(checkpoint(tmp_path / f"sound {number}", tensors, CONFIGS[dialect]), source=source).findings
+        assert [one.check for one in found] == ["cast-from"] and 'cast_weight_from="bfloat16"' in found[0].remedy
+        tensors[W].view(np.uint8)[5, 7] ^= 0x04
+        found = audit(checkpoint(tmp_path / f"faulty {number}", tensors, CONFIGS[dialect]), source=source).findings
+        assert [one.check for one in found] == ["no-dialect"]
 
 
 @pytest.mark.parametrize("dialect", NAMES)
