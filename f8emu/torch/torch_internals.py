@@ -47,6 +47,11 @@ keeping_version: Callable[[Tensor], Any] = torch.autograd._unsafe_preserve_versi
 with_aliases: Callable[[Any, Any, Any, Any], Any] = return_and_correct_aliasing
 
 
+def memory_of(x: Tensor) -> tuple[int, int]:
+    """Which memory a tensor has: its storage and its place there. Also of fake tensors, which have no address."""
+    return x.untyped_storage()._cdata, x.storage_offset()
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters that `module` itself holds: none that is computed in every call."""
     return module._parameters

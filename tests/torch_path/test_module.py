@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,17 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import f8emu.torch as f8
 from benchmarks.models import FeedForward
-from f8emu.spec import RECIPES, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, OperandError, SpecError, UnsupportedError
+from f8emu.spec import (
+    RECIPES,
+    ROWWISE,
+    ROWWISE_WITH_GW_HP,
+    TENSORWISE,
+    CastFrom,
+    OperandError,
+    SpecError,
+    UnsupportedError,
+)
+from f8emu.torch.layer import casts
 from f8emu.torch.layer.delayed_state import DelayedBuffers
 from tests.torch_path.layers import OpCounter, draw, layer_of, passes
 
@@ -31,14 +42,17 @@ BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 def test_compiled_gives_the_same_bits(name: str, backend: str, assert_same_bits: Any) -> None:
     """In one graph; the input is computed in it, so that its amax can be found there.
 
-    In float32 a sum of many rows shows the order in which they were added: the gradients of the biases.
+    In float32 a sum of many rows shows the order in which they were added: the gradients of the biases. There Inductor
+    must not drop the rounding of the weight either.
     """
+    rule = CastFrom.BFLOAT16 if (name, backend) == ("rowwise", "inductor") else CastFrom.PARAMETER
+    recipe = replace(RECIPES[name], cast_weight_from=rule)
     dtype = F32 if name == "rowwise" else BF16
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = layer_of(RECIPES[name], 32, 48, BF16), layer_of(RECIPES[name], 40, 32, F32)
+            self.one, self.two = layer_of(recipe, 32, 48, BF16), layer_of(recipe, 40, 32, F32)
             self.weight = self.one.weight
 
         def forward(self, x: Tensor) -> Tensor:
@@ -233,6 +247,38 @@ def test_a_shared_input_of_checkpointed_layers(assert_same_bits: Any) -> None:
         gradients.append(leaf.grad)
     assert_same_bits(gradients[1], gradients[0])
     assert_same_bits(gradients[2], gradients[0])
+
+
+def test_a_shared_cast_is_never_stale(assert_same_bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch counts, another memory or another place in it, a write that is told, and any with the switch."""
+    q, k = (layer_of(ROWWISE, 32, 48, BF16) for _ in range(2))
+    both = draw(2, 32, 48, seed=3, dtype=BF16).requires_grad_() * 1
+
+    def counted(h: Tensor) -> None:
+        h.data.mul_(-3)
+        torch.autograd.graph.increment_version(h)
+
+    def moved(h: Tensor) -> None:
+        h.data = both.data[1]
+
+    def renewed(h: Tensor) -> None:
+        h.data = h.data.sin()
+
+    def unseen(h: Tensor) -> None:
+        h.data.mul_(-3)
+
+    for write in (counted, moved, renewed, unseen, lambda h: h.detach().mul_(-3)):
+        monkeypatch.setattr(casts, "_SHARES", write is not unseen)
+        h = both[0].clone() if write is not moved else both[0]
+        q(h)
+        write(h)
+        assert_same_bits(k(h).detach(), k(h.detach().clone()).detach())
+    # Without a write they share: a stale cast is what the switch is for.
+    monkeypatch.setattr(casts, "_SHARES", True)
+    h = both[0].clone()
+    q(h)
+    unseen(h)
+    assert not torch.equal(k(h), k(h.detach().clone()))
 
 
 def saved_bytes(function: Any, x: Tensor) -> dict[torch.dtype, int]:

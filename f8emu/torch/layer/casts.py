@@ -4,12 +4,16 @@ Both casts of the input are made in the forward pass, both casts of `grad_output
 one reading. The weight is cast before each of its two GEMMs: no float8 copy of it lives in between.
 
 Layers with the same input (q, k, v; w1, w3) share its casts. Eager code keeps the operands of the last input until
-another input is cast or the tensor is freed. Only tensors with a `grad_fn` are kept: those are new in every step,
-whereas a buffer that numpy or a replayed CUDA graph overwrites stays the same tensor with the same version. In compiled
-code nothing is kept: there the compiler merges equal casts. It does not merge collectives, so a module whose input is
+another input is cast or the tensor is freed, has another version or another memory (`x.data = y`). Only tensors with a
+`grad_fn` are kept: those are new in every step, whereas a buffer that numpy or a replayed CUDA graph overwrites stays
+the same tensor with the same version. A write in between that torch does not count (`x.data.mul_`, a kernel that is no
+operator of torch) is not seen: nothing but a reading of the whole input would show it. Such code calls
+`torch.autograd.graph.increment_version(x)`; F8EMU_SHARE_CASTS=0 in the environment shares nothing. In compiled code
+nothing is kept: there the compiler merges equal casts. It does not merge collectives, so a module whose input is
 gathered has a `TracedInput`.
 """
 
+import os
 import threading
 import weakref
 from typing import Any, NamedTuple
@@ -36,10 +40,12 @@ from f8emu.torch.layer.operands import (
 )
 from f8emu.torch.library import no_gradients
 from f8emu.torch.parallel.sharding import Gathered, Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
-from f8emu.torch.torch_internals import top_saved_tensors_hooks
+from f8emu.torch.torch_internals import memory_of, top_saved_tensors_hooks
 from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
 from f8emu.torch.weights.codes import OwnRows
 from f8emu.torch.weights.sharded_weight import ShardedWeight
+
+_SHARES = os.environ.get("F8EMU_SHARE_CASTS") != "0"
 
 
 class LayerPlan(NamedTuple):
@@ -115,15 +121,15 @@ class LastInput(threading.local):
             return None
         region = checkpointed_region()
         is_same = self.region is None if region is None else self.region is not None and self.region() is region
-        return self.operands if is_same and self.key == (input._version, key) else None
+        return self.operands if is_same and self.key == (input._version, memory_of(input), key) else None
 
     def keep(self, input: Tensor, key: Any, operands: InputOperands) -> None:
-        if input.grad_fn is None:
+        if input.grad_fn is None or not _SHARES:
             return
         region = checkpointed_region()
         # If another thread frees the tensor, that thread's cache is cleared; here the reference is dead, and no match.
         self.input = weakref.ref(input, self._clear)
-        self.key, self.operands = (input._version, key), operands
+        self.key, self.operands = (input._version, memory_of(input), key), operands
         self.region = None if region is None else weakref.ref(region)
 
     def _clear(self, _: object) -> None:
