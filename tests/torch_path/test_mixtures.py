@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -174,6 +175,66 @@ def test_compiled_and_checkpointed_experts_have_the_bits_of_eager_ones(assert_sa
         results(experts, index, x, weights)
     padded = 2 * TOKENS + 16 * EXPERTS  # the tokens of the GEMMs over them
     assert counter.get_total_flops() == 2 * (2 * 2 * TOKENS + padded) * 3 * HIDDEN * DIM
+
+
+# Routers
+
+SIZES = {"hidden_size": 64, "d_model": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "vocab_size": 128}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2, "num_layers": 2}
+SIZES |= {"num_heads": 4, "num_experts": 16, "pad_token_id": 0}
+WITH_LINEAR_ROUTERS: dict[str, dict[str, Any]] = {
+    "SwitchTransformers": {"d_kv": 16, "d_ff": 128, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    "NllbMoe": {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    | {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    "Zaya": {},  # a router of three layers, whose last has an output for no expert
+    "LongcatFlash": {},  # outputs for experts that compute nothing; the weight is read
+    "Phimoe": {"num_local_experts": 16},  # a subclass of nn.Linear
+    "Qwen3Next": {"num_experts": 64, "shared_expert_intermediate_size": 64},  # a gate of as many outputs is no router
+    "HunYuanMoEV1": {},
+    "JetMoe": {"num_local_experts": 16},
+}
+ROUTER = re.compile(r"(^|[._])(router|gate|wg)(\.|$)")  # in a layer's name
+
+
+@pytest.mark.parametrize("kind", WITH_LINEAR_ROUTERS)
+def test_routers_of_linear_layers(kind: str) -> None:
+    config = getattr(transformers, f"{kind}Config")(**SIZES | WITH_LINEAR_ROUTERS[kind])
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}Model")(config)
+    outcomes = {e.fqn: e.outcome for e in f8.plan_conversion(model, config="rowwise", pad=True).entries}
+    assert {name for name, one in outcomes.items() if one is Outcome.ROUTER} == set(filter(ROUTER.search, outcomes))
+    assert any(map(ROUTER.search, outcomes))
+
+
+@pytest.mark.exhaustive
+def test_routers_of_every_mixture_of_transformers() -> None:
+    """Those whose default configuration makes a model: six layers of each, without data."""
+    done = list[str]()
+    for config_class in transformers.CONFIG_MAPPING.values():
+        try:
+            config = config_class()
+            parts = [
+                config,
+                *(part for part in vars(config).values() if isinstance(part, transformers.PreTrainedConfig)),
+            ]
+            fields = [(part, name) for part in parts for name, value in vars(part).items() if type(value) is int]
+            if not any("expert" in name for _, name in fields):
+                continue
+            for part, name in fields:
+                if name in ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"):
+                    setattr(part, name, min(6, getattr(part, name)))
+            model_class: Any = transformers.MODEL_MAPPING[config_class]
+            with torch.device("meta"):
+                model = (model_class if isinstance(model_class, type) else model_class[0])(config)
+        except Exception:  # a configuration that needs sizes
+            continue
+        plan = f8.plan_conversion(model, config="rowwise", pad=True)
+        done.append(config_class.__name__)
+        blocks = {e.fqn.rpartition(".")[0] for e in plan.entries if e.fqn.endswith("experts")}
+        for e in plan.entries:
+            if any(e.fqn.startswith(f"{block}.") for block in blocks) and ROUTER.search(e.fqn):
+                assert e.outcome is Outcome.ROUTER, (config_class, e)
+    assert len(done) > 70, done
 
 
 # Others than transformers' experts

@@ -91,7 +91,8 @@ def _is_gated_silu(module: Any, weights: dict[str, Tensor], layout: Layout, file
         return True
     others = ("is_transposed", "has_bias", "has_post_expert_norm")
     is_plain = module.has_gate and module.is_concatenated and not any(getattr(module, name, False) for name in others)
-    is_silu = isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation"
+    activation = getattr(module, "act_fn", None)
+    is_silu = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
     return is_plain and is_silu and type(module)._apply_gate.__module__ == TRANSFORMERS  # not a gate of its own
 
 
@@ -109,15 +110,16 @@ def _reaches_grouped_mm(function: Callable[..., Any], owner: type, depth: int = 
 def routers(module: nn.Module) -> set[int]:
     """The ids of the linear layers that choose among experts, or weigh a shared one.
 
-    Such a layer has "gate", "rout" or "wg" in its name, one output or one for each expert, and lies in the block of the
-    experts: the smallest module around them that has other parameters.
+    Such a layer lies in the block of the experts: the smallest module around them that has other parameters. There it
+    is any layer of a module that is a router by its name or class; or it is named so, or a gate ("gate", "wg"), and
+    has one output, or one for each expert.
     """
     modules = dict(internals.named_modules(module))
     found: set[int] = set()
     for fqn, part in modules.items():
         stacks = _stacks_of(part)
         count = next(iter(stacks.values())).shape[0] if stacks else 0
-        if isinstance(part, nn.ModuleList) and fqn.split(".")[-1] == "experts":
+        if isinstance(part, nn.ModuleList | nn.ModuleDict) and fqn.endswith("experts"):
             count = len(part)
         block, others = fqn, dict[str, nn.Module]()
         while count > 1 and block and not any(internals.own_parameters(one) for one in others.values()):
@@ -128,9 +130,14 @@ def routers(module: nn.Module) -> set[int]:
                 for name, one in modules.items()
                 if name.startswith(prefix) and name != fqn and not name.startswith(f"{fqn}.")
             }
+        inside: set[nn.Module] = set()  # of routers of several layers
         for name, one in others.items():
-            is_named = any(word in name for word in ("gate", "rout", "wg"))
-            if is_named and isinstance(one, nn.Linear) and one.out_features in (1, count):
+            parts = name.split(".")
+            is_router = parts[-1].startswith("rout") and not parts[-1].startswith("routed")
+            if (is_router or "router" in type(one).__name__.lower()) and not isinstance(one, nn.Linear):
+                inside.update(one.modules())
+            is_named = is_router or any(part == "wg" or part.endswith("gate") for part in parts)
+            if isinstance(one, nn.Linear) and (one in inside or (is_named and one.out_features in (1, count))):
                 found.add(id(one))
     return found
 

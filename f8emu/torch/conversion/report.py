@@ -147,10 +147,10 @@ def report_of(
         is_sharded = id(layer) in sharded
         if isinstance(layer, Float8Linear):
             return Outcome.ALREADY, ""
-        if not is_sharded and (own := _own_computation(layer, subclasses)):
-            return Outcome.TYPE, own
         if id(layer) in of_routers:
             return Outcome.ROUTER, ""
+        if not is_sharded and (own := _own_computation(layer, subclasses)):
+            return Outcome.TYPE, own
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
             return Outcome.FILTER, ""
         if is_sharded:
