@@ -5,7 +5,7 @@
 # pyright: reportPrivateUsage=false
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
@@ -128,6 +128,19 @@ def chosen_layers(found: dict[str, _Layer], pattern: str | None, *, call: str) -
             "model first, with convert_to_float8_training, or give other layers"
         )
     return chosen
+
+
+def pattern_of(name: str) -> str:
+    """The name with `*` for the number of a layer: "layers.*.up" of "layers.3.up"."""
+    return re.sub(r"(^|[._])\d+(?=\.|$)", r"\1*", name)
+
+
+def shortened(names: Iterable[str]) -> str:
+    """Names in a line, those of a pattern as one: "lm_head, layers.*.up x32"."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(pattern_of(name), []).append(name or "the module")
+    return ", ".join(found[0] if len(found) == 1 else f"{kind} x{len(found)}" for kind, found in kinds.items())
 
 
 def all_float8_layers(model: nn.Module) -> dict[str, Float8Layer]:

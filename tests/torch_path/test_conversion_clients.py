@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import f8emu.torch as f8
 from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, ScaleRule, SpecError, UnsupportedError
 from f8emu.torch import Outcome
+from f8emu.torch.weights.sharded_weight import ShardedWeight
 from tests.torch_path.states import through_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -174,7 +175,7 @@ except ImportError:
     REAL = False
 
 
-def test_torchaos_configurations_are_accepted_or_answered_with_the_replacement() -> None:
+def test_torchaos_configurations_are_accepted() -> None:
     for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         configs: list[Any] = [Float8LinearRecipeName(name), Float8LinearConfig.of(name)]
         for config in configs:
@@ -184,13 +185,19 @@ def test_torchaos_configurations_are_accepted_or_answered_with_the_replacement()
     assert isinstance(layer, f8.Float8Linear) and layer.recipe is ROWWISE
     with pytest.raises(SpecError, match="unknown recipe 'mxfp8'"):
         f8.plan_conversion(layer, config=Float8LinearRecipeName.OTHER)
-    for field, remedy in (
-        ("enable_fsdp_float8_all_gather", "pass enable_fsdp_float8_all_gather=True"),
-        ("pad_inner_dim", "pass pad=True"),
-        ("emulate", 'engine="emulated"'),
-    ):
-        with pytest.raises(SpecError, match=f"must have {field}=False here; got True; .*{remedy}"):
-            f8.plan_conversion(layer, config=Float8LinearConfig.of(changes={field: True}))
+    # Options beside a recipe count as the arguments do, and are refused where only a recipe is meant.
+    options = {"enable_fsdp_float8_all_gather": True, "pad_inner_dim": True, "emulate": True}
+    config = Float8LinearConfig.of(changes=options)
+    odd: Any = nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 32))
+    assert f8.plan_conversion(odd, config=config).names(Outcome.CONVERTED) == ("0", "1")
+    assert f8.filter_small_layers(config)(nn.Linear(20000, 8200), "0"), "padded"
+    f8.convert_to_float8_training(odd, config=config)
+    assert [layer.engine for layer in odd] == ["emulated"] * 2
+    assert all(isinstance(layer.weight, ShardedWeight) for layer in odd)
+    with pytest.raises(OperandError, match='engine must be "emulated" or left out with emulate=True; got "hardware"'):
+        f8.convert_to_float8_training(nn.Linear(32, 32), config=config, engine="hardware")
+    with pytest.raises(SpecError, match=r"Float8Linear: .* must be a recipe alone here; got .*emulate.*=True, which"):
+        f8.Float8Linear(32, 32, recipe=config)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])

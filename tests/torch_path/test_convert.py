@@ -22,7 +22,7 @@ from f8emu.spec import (
     SpecError,
 )
 from f8emu.torch import Outcome
-from f8emu.torch.conversion import torchao
+from f8emu.torch.conversion import convert, torchao
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -77,7 +77,8 @@ def test_the_report_is_what_happens(caplog: pytest.LogCaptureFixture) -> None:
     assert report.entries[1].shape == (20, 32)
     assert type(model[0]) is nn.Linear, "a dry run"
     assert str(report).splitlines() == [
-        "recipe rowwise: 1 converted, 1 filter, 1 size, 1 type; float8 GEMMs multiply 15.5% of 6612 parameters",
+        "recipe rowwise: 1 converted, 1 filter, 1 size, 1 type",
+        "float8 GEMMs multiply 15.5% of 6612 parameters",
         "  0           [32, 32]        converted",
         "  1           [20, 32]        size: not multiples of 16",
         "  2           [32, 20]        filter",
@@ -96,6 +97,38 @@ def test_the_report_is_what_happens(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
     assert "recipe tensorwise: 1 converted; float8 GEMMs multiply 97.0% of the parameters. This" in caplog.text
+
+
+def test_the_log_is_one_table_on_one_rank_and_fits_on_a_screen(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of a kind are one row; heads are left out where nobody says otherwise, and that is said."""
+
+    def model() -> nn.Module:
+        blocks = [nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}) for _ in range(20)]
+        odd = {f"odd{i}": nn.Linear(32, 20 + i) for i in range(10)}
+        return nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList(blocks), **odd}), "lm_head": MINE})
+
+    MINE = nn.Linear(32, 64)
+    with caplog.at_level(logging.INFO, logger="f8emu"):
+        f8.convert_to_float8_training(model(), config="rowwise", pad=True)
+        told, head = caplog.messages
+        monkeypatch.setattr(convert, "rank_of_process", lambda: (1, 2))
+        f8.convert_to_float8_training(model(), config="rowwise", pad=True)
+    assert len(caplog.messages) == 2, "the other rank says nothing"
+    assert told.splitlines()[:4] == [
+        "convert_to_float8_training: recipe rowwise: 50 converted, 1 filter",
+        "float8 GEMMs multiply 95.5% of 94037 parameters",
+        "  model.layers.*.up x20    [64, 32]        converted",
+        "  model.layers.*.down x20  [32, 64]        converted",
+    ]
+    assert told.splitlines()[-1] == "  lm_head                  [64, 32]        filter: a head, left out by default"
+    assert "lm_head stays in high precision, as servers keep it and `f8emu export` leaves it" in head
+    report = f8.plan_conversion(model(), pad=True, module_filter_fn=lambda module, name: True)
+    assert "lm_head" in report.names(Outcome.CONVERTED), "a filter decides for heads too"
+    many = nn.ModuleDict({f"a{i}": nn.Linear(16, 16 * i) for i in range(1, 60)})
+    lines = f8.plan_conversion(many).screen.splitlines()
+    assert len(lines) == 24 and max(map(len, lines)) <= 80 and lines[-1].startswith("... 38 more lines")
 
 
 def test_layers_that_compute_something_of_their_own_stay() -> None:

@@ -14,6 +14,7 @@ transformers: Any = pytest.importorskip("transformers")
 
 # The emulated GEMMs below a Hugging Face model run in tests/test_examples.py.
 SIZE, HEADS, ROWS = 32, 2, 16
+ALL: dict[str, Any] = {"pad": True, "module_filter_fn": lambda module, name: True}  # heads too
 LLAMA = {
     "hidden_size": SIZE,
     "intermediate_size": SIZE,
@@ -73,12 +74,12 @@ def test_models_train_and_come_back(build: Any, name: str, tmp_path: Path, asser
     torch.manual_seed(0)
     model = build()
     keys, (converted, other) = list(model.state_dict()), MODELS[build]
-    report = f8.plan_conversion(model, config=name, pad=True)
+    report = f8.plan_conversion(model, config=name, **ALL)
     left = int(build is qwen3_moe and name == "blockwise")  # its experts
     assert len(report.names(Outcome.CONVERTED)) + left == converted == len(report.entries)
     reasons = [weight.reason for weight in report.others if weight.reason != "an embedding: no GEMM"]
     assert any(other in reason for reason in reasons) if other else not reasons
-    f8.convert_to_float8_training(model, config=name, pad=True)
+    f8.convert_to_float8_training(model, config=name, **ALL)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -94,7 +95,7 @@ def test_models_train_and_come_back(build: Any, name: str, tmp_path: Path, asser
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert list(loaded.state_dict()) == list(model.state_dict()) == keys
-    f8.convert_to_float8_training(loaded, config=name, pad=True)
+    f8.convert_to_float8_training(loaded, config=name, **ALL)
     if name == "delayed":
         f8.load_delayed_state_dict(loaded, f8.delayed_state_dict(model))
     for observed, expected in zip(answer(loaded), answer(model), strict=True):

@@ -122,7 +122,7 @@ def test_models_train_are_saved_and_come_back(kind: str, assert_same_bits: Any) 
     model = model_of(kind, output_router_logits=True)
     before, state = type(experts_in(model)), copy.deepcopy(model.state_dict())
     report = f8.plan_conversion(model, config="rowwise")
-    assert {entry.outcome for entry in report.entries} == {Outcome.CONVERTED}
+    assert {entry.fqn for entry in report.entries if entry.outcome is not Outcome.CONVERTED} == {"lm_head"}
     assert all("embedding" in w.reason or "chooses among" in w.reason or "bias" in w.fqn for w in report.others)
     assert sum("chooses among experts" in weight.reason for weight in report.others) == 2
     tokens = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))

@@ -35,11 +35,10 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "max_posi
 
 
 def llama(recipe: str, **options: Any) -> Any:
-    """A tiny Llama in float32 whose layers are float8, but for its head."""
+    """A tiny Llama in float32 whose layers are float8, but for its head: the default."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **SIZES))
-    keep = {"module_filter_fn": lambda layer, fqn: fqn != "lm_head"}
-    return f8.convert_to_float8_training(model, config=recipe, **keep, **options)
+    return f8.convert_to_float8_training(model, config=recipe, **options)
 
 
 def float8_layers(model: nn.Module) -> dict[str, Any]:
@@ -275,7 +274,9 @@ def tensors_of(path: Path) -> dict[str, Any]:
     return {name: {k: v for k, v in known.items() if k != "file"} for name, known in manifest["tensors"].items()}
 
 
-def test_the_command_writes_the_same_and_verifies_it(trained: tuple[Any, Path], tmp_path: Path) -> None:
+def test_the_command_writes_the_same_and_verifies_it(
+    trained: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, path = trained
     # 1. The checkpoint of the same model: its layers as linear ones, in float32.
     source, out = tmp_path / "source", tmp_path / "out"
@@ -284,6 +285,9 @@ def test_the_command_writes_the_same_and_verifies_it(trained: tuple[Any, Path], 
     plain.save_pretrained(source, max_shard_size="500KB")
     (source / "tokenizer.json").write_text("{}")
     assert invoke("export", source, out, "--format", "block", "--recipe", "blockwise_ue8m0") == 0
+    assert [one.message for one in caplog.records if one.name == "f8emu"] == [
+        f"{out}: in high precision: model.embed_tokens, lm_head"
+    ]
     ours, its = tensors_of(path), tensors_of(out)
     of_codes = {name for name, known in ours.items() if known["dtype"] == "float8_e4m3fn" or "_inv" in name}
     assert len(of_codes) == 14 and ours.keys() == its.keys()

@@ -33,7 +33,8 @@ from f8emu.torch.conversion.report import (
     report_of,
     sharded_layers,
 )
-from f8emu.torch.conversion.torchao import ModuleFilter, RecipeLike, resolve_recipe
+from f8emu.torch.conversion.torchao import ModuleFilter, RecipeLike, resolve_recipe, torchao_options
+from f8emu.torch.float8_layer import shortened
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.layer.delayed_update import UpdateGroup
 from f8emu.torch.layer.experts import ExpertsSettings
@@ -68,17 +69,20 @@ def convert_to_float8_training(
     parameters; the layers that choose among experts stay in high precision.
 
     Shared modules and parameters stay shared. A linear layer that contains others, such as adapters, keeps them, and
-    they are converted too. The report is logged at INFO on the logger "f8emu". A module that reads its layers' weights
-    directly computes in high precision, as nn.TransformerEncoderLayer does in evaluation without gradients.
+    they are converted too. A module that reads its layers' weights directly computes in high precision, as
+    nn.TransformerEncoderLayer does in evaluation without gradients.
+
+    The first rank logs the report at INFO on the logger "f8emu".
 
     Args:
         module: the model, or a single linear layer. A single layer is not changed itself: its converted copy is
             returned, and the layers inside it are converted in place.
-        config: the recipe, its name, or torchao's Float8LinearConfig or Float8LinearRecipeName for it. None is
-            "tensorwise", torchao's default.
+        config: the recipe, its name, or torchao's Float8LinearRecipeName or Float8LinearConfig for it, whose options
+            `enable_fsdp_float8_all_gather`, `pad_inner_dim` and `emulate` count too. None is "tensorwise", torchao's
+            default.
         module_filter_fn: (layer or module of experts, its name before the model was wrapped) -> whether to convert it;
-            None converts all. Where it reads what experts lack, such as in_features, it is asked for each of their
-            matrices as a layer.
+            None converts all but heads (`lm_head`), which servers keep in high precision. Where it reads what experts
+            lack, such as in_features, it is asked for each of their matrices as a layer.
         engine: as for `scaled_mm`. "hardware" is checked at once if the model is on an accelerator, else at the first
             call, so that a model can be converted before it moves.
         pad: also convert layers whose sizes are not multiples of 16. Their GEMMs are zero-padded: the results are
@@ -116,7 +120,13 @@ def convert_to_float8_training(
             to; weights that are already sharded; weights that cannot be stored or gathered as float8.
     """
     # 1. What is done with each layer, and whether all of that is possible: nothing has changed before it is.
-    recipe = resolve_recipe(_CALL, _DEFAULT if config is None else config, cast_weight_from)
+    recipe = resolve_recipe(_CALL, _DEFAULT if config is None else config, cast_weight_from, takes_options=True)
+    options = torchao_options(config)
+    pad |= "pad_inner_dim" in options
+    enable_fsdp_float8_all_gather |= "enable_fsdp_float8_all_gather" in options
+    if "emulate" in options and engine == "hardware":
+        raise OperandError(f'{_CALL}: engine must be "emulated" or left out with emulate=True; got "hardware"')
+    engine = "emulated" if "emulate" in options else engine
     if enable_fsdp_float8_all_gather:
         require_codes(_CALL, recipe, "enable_fsdp_float8_all_gather")
     report = report_of(module, recipe, module_filter_fn, pad, subclasses)
@@ -158,24 +168,31 @@ def convert_to_float8_training(
         if not isinstance(part, ConvertedExperts):  # one with several names
             convert_experts(fqn, part, experts, recipe, engine, group)
     has_gathered = enable_fsdp_float8_all_gather and not float8_primary_weights and gather_experts_as_codes(module)
-    _log.info("%s: %s", _CALL, report)
-    if chosen_experts and are_multiplied_apart(recipe) and rank_of_process()[0] == 0:
-        _log.warning(
-            "%s: recipe %r casts gradients to E5M2, which no library multiplies by groups: the GEMMs of each expert "
-            "run one by one, and the host waits for their sizes; on a GPU config='rowwise' is faster",
-            *(_CALL, recipe.label),
+    told: list[str] = []  # at WARNING, which is seen where no logging is set up
+    if chosen_experts and are_multiplied_apart(recipe):
+        told.append(
+            f"recipe {recipe.label!r} casts gradients to E5M2, which no library multiplies by groups: the GEMMs of "
+            "each expert run one by one, and the host waits for their sizes; on a GPU config='rowwise' is faster"
+        )
+    if module_filter_fn is None and (heads := report.names(Outcome.FILTER)):
+        told.append(
+            f"{shortened(heads)} stays in high precision, as servers keep it and `f8emu export` leaves it; to convert "
+            "it too, pass module_filter_fn=lambda module, name: True"
         )
     if not chosen and not chosen_experts and not has_gathered:
         reasons = (f"{entry.fqn or 'the module'}: {entry.reason}" for entry in report.entries if entry.reason)
         known = f"{report.summary}; {first}" if (first := next(reasons, "")) else report.summary
-        told = f"nothing to convert; {known}; plan_conversion(model) gives the report"
-        warnings.warn(f"{_CALL}: {told}", UserWarning, stacklevel=2)
-    elif config is None and rank_of_process()[0] == 0:  # at WARNING, which is seen where no logging is set up
-        _log.warning(
-            "%s: %s; float8 GEMMs multiply %s of the parameters. This recipe is the default; name one to choose: "
-            "config='rowwise' (f8emu.RECIPES)",
-            *(_CALL, report.summary, f"{report.share:.1%}"),
+        nothing = f"nothing to convert; {known}; plan_conversion(model) gives the report"
+        warnings.warn(f"{_CALL}: {nothing}", UserWarning, stacklevel=2)
+    elif config is None:
+        told.append(
+            f"{report.summary}; float8 GEMMs multiply {report.share:.1%} of the parameters. This recipe is the "
+            "default; name one to choose: config='rowwise' (f8emu.RECIPES)"
         )
+    if rank_of_process()[0] == 0:
+        _log.info("%s: %s", _CALL, report.screen)
+        for text in told:
+            _log.warning("%s: %s", _CALL, text)
     return module
 
 
@@ -200,7 +217,8 @@ def plan_conversion(
     Raises:
         SpecError: an unknown recipe.
     """
-    recipe = resolve_recipe("plan_conversion", _DEFAULT if config is None else config)
+    recipe = resolve_recipe("plan_conversion", _DEFAULT if config is None else config, takes_options=True)
+    pad |= "pad_inner_dim" in torchao_options(config)
     return report_of(module, recipe, module_filter_fn, pad, subclasses, tokens_per_expert)
 
 

@@ -2,9 +2,10 @@
 
 import inspect
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from fnmatch import fnmatchcase
 from functools import cache
 from types import new_class
 from typing import Any
@@ -19,8 +20,8 @@ from f8emu.torch import torch_internals as internals
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
 from f8emu.torch.conversion.experts import ConvertedExperts, why_not
 from f8emu.torch.conversion.mixtures import Experts, are_multiplied_apart, experts_of, routers, speed_of_experts
-from f8emu.torch.conversion.torchao import ModuleFilter
-from f8emu.torch.float8_layer import Float8Layer, Scaled
+from f8emu.torch.conversion.torchao import HEADS, ModuleFilter
+from f8emu.torch.float8_layer import Float8Layer, Scaled, pattern_of, shortened
 from f8emu.torch.layer.float8_linear import Float8Linear
 
 
@@ -105,16 +106,29 @@ class ConversionReport:
         return f"recipe {self.recipe.label}: {found or 'no linear layer'}"
 
     def __str__(self) -> str:
-        lines = [f"{self.summary}; float8 GEMMs multiply {self.share:.1%} of {self.parameters} parameters"]
-        lines += _rows([(entry.fqn, entry.shape, str(entry)) for entry in self.entries])
+        lines = [self.summary, f"float8 GEMMs multiply {self.share:.1%} of {self.parameters} parameters"]
+        lines += _rows((entry.fqn, entry.shape, str(entry)) for entry in self.entries)
         if self.others:
-            lines += ["not looked at:", *_rows([(other.fqn, other.shape, other.reason) for other in self.others])]
+            lines += ["not looked at:", *_rows((other.fqn, other.shape, other.reason) for other in self.others)]
         return "\n".join(lines)
 
+    @property
+    def screen(self) -> str:
+        """The report on a screen: at most 24 lines of 80 columns; what does not fit is cut off."""
+        lines = str(self).splitlines()
+        if (more := len(lines) - 23) > 1:
+            lines[23:] = [f"... {more} more lines: print(plan_conversion(model))"]
+        return "\n".join(line if len(line) <= 80 else f"{line[:77]}..." for line in lines)
 
-def _rows(rows: list[tuple[str, tuple[int, ...], str]]) -> list[str]:
-    width = max((len(fqn) for fqn, _, _ in rows), default=0)
-    return [f"  {fqn:<{width}}  {list(shape)!s:<14}  {text}" for fqn, shape, text in rows]
+
+def _rows(rows: Iterable[tuple[str, tuple[int, ...], str]]) -> list[str]:
+    # One row for all layers of a kind.
+    kinds: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for fqn, shape, text in rows:
+        kinds.setdefault((pattern_of(fqn), shape, text), []).append(fqn)
+    names = [shortened(fqns) for fqns in kinds.values()]
+    width = max(map(len, names), default=0)
+    return [f"  {n:<{width}}  {list(s)!s:<14}  {text}" for n, (_, s, text) in zip(names, kinds, strict=True)]
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -151,6 +165,8 @@ def report_of(
             return Outcome.ROUTER, ""
         if not is_sharded and (own := _own_computation(layer, subclasses)):
             return Outcome.TYPE, own
+        if module_filter_fn is None and any(fnmatchcase(fqn, head) for head in HEADS):
+            return Outcome.FILTER, "a head, left out by default"
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
             return Outcome.FILTER, ""
         if is_sharded:

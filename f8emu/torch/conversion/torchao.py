@@ -30,11 +30,7 @@ from f8emu.torch.chip import CHIP, float8_format
 from f8emu.torch.conversion.mixtures import experts_of, speed_of_experts
 
 _GRANULARITIES = {"tensorwise": Granularity.TENSORWISE, "axiswise": Granularity.ROWWISE}
-_OPTIONS = {  # fields of torchao's configuration that no recipe holds -> what to do
-    "enable_fsdp_float8_all_gather": "pass enable_fsdp_float8_all_gather=True to convert_to_float8_training",
-    "pad_inner_dim": "pass pad=True to convert_to_float8_training",
-    "emulate": 'pass engine="emulated" to convert_to_float8_training, whose bits are the hardware\'s',
-}
+_OPTIONS = ("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate")  # of torchao's configuration, beyond a recipe
 
 
 class TorchaoConfig(Protocol):
@@ -48,13 +44,21 @@ RecipeLike = Recipe | str | Enum | TorchaoConfig
 """A recipe, its name, or torchao's `Float8LinearRecipeName` or `Float8LinearConfig` for it."""
 
 
-def resolve_recipe(call: str, config: RecipeLike, cast_weight_from: CastFrom | str | None = None) -> Recipe:
+def torchao_options(config: RecipeLike | None) -> set[str]:
+    """Which options torchao's configuration sets beyond a recipe; none of another recipe."""
+    return {name for name in _OPTIONS if type(config).__name__ == "Float8LinearConfig" and getattr(config, name, False)}
+
+
+def resolve_recipe(
+    call: str, config: RecipeLike, cast_weight_from: CastFrom | str | None = None, *, takes_options: bool = False
+) -> Recipe:
     """The recipe itself, the one of that name, or the one that torchao's configuration or enum stands for.
 
     `cast_weight_from` takes the place of the recipe's own, unless it is None.
 
     Raises:
-        SpecError: no such recipe, not a recipe, or no such values of a weight.
+        SpecError: no such recipe, not a recipe, or no such values of a weight; `torchao_options` where the caller does
+            not take them.
         UnsupportedError: a recipe with formats of another chip that layers do not cast to.
     """
     # torchao's by the names of their classes: it need not be installed.
@@ -63,6 +67,11 @@ def resolve_recipe(call: str, config: RecipeLike, cast_weight_from: CastFrom | s
         config = str(config.value)
     if isinstance(config, str):
         config = recipe_by_name(config)
+    if (options := torchao_options(config)) and not takes_options:
+        raise SpecError(
+            f"{call}: Float8LinearConfig must be a recipe alone here; got {', '.join(options)}=True, which "
+            "convert_to_float8_training takes"
+        )
     recipe = _of_torchao(call, config) if kind == "Float8LinearConfig" else config
     if not isinstance(recipe, Recipe):
         raise SpecError(f"{call}: the recipe must be a Recipe or the name of one; got {kind}; see f8emu.RECIPES")
@@ -86,9 +95,6 @@ def _source(call: str, cast_weight_from: CastFrom | str) -> CastFrom:
 
 def _of_torchao(call: str, config: Any) -> Recipe:
     """The recipe with the same casts, scales and accumulation, a named one if there is one."""
-    for option, remedy in _OPTIONS.items():
-        if getattr(config, option, False):
-            raise SpecError(f"{call}: Float8LinearConfig must have {option}=False here; got True; {remedy}")
     try:
         # torchao fills in casts that were left out.
         recipe = Recipe(
@@ -124,6 +130,10 @@ def _cast(config: Any) -> Cast:
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 """(layer, its name) -> whether to convert it."""
+
+
+HEADS = ("lm_head", "*.lm_head")
+"""Patterns of the heads' names: in high precision in an export, and in a conversion without a filter."""
 
 
 class SmallestLayer(NamedTuple):
@@ -173,10 +183,10 @@ def filter_small_layers(
         SpecError: an unknown recipe.
     """
     table = SMALLEST_LAYERS_IN_CUDA_GRAPHS if in_cuda_graph else SMALLEST_LAYERS
-    recipe = resolve_recipe("filter_small_layers", config)
+    recipe = resolve_recipe("filter_small_layers", config, takes_options=True)
     # A string's letters would be names.
     names = [filter_fqns] if isinstance(filter_fqns, str) else filter_fqns
-    is_wanted = filter_layers(names, pad, table.get(recipe))
+    is_wanted = filter_layers(names, pad or "pad_inner_dim" in torchao_options(config), table.get(recipe))
 
     def is_fast(module: nn.Module, fqn: str) -> bool:
         experts = experts_of(module)

@@ -5,6 +5,7 @@ The manifest, `f8emu_manifest.json`, has the recipe and the SHA-256 of every ten
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +20,12 @@ from f8emu import __version__
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.float8_layer import shortened
 from f8emu.torch.layer.operands import cast_rows_first, weight_to_cast
 from f8emu.torch.parallel.checkpoints import require_safetensors
 from f8emu.torch.serving.formats import BLOCK, quantization_config, scale_name
 
+_log = logging.getLogger("f8emu")
 CONFIG, INDEX, MANIFEST = "config.json", "model.safetensors.index.json", "f8emu_manifest.json"
 SCHEMA = 1
 """Version of the layout of a manifest."""
@@ -112,6 +115,8 @@ class Export:
         for name, data in written.items():
             (self.directory / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         self.directory.rename(self.path)
+        if left:
+            _log.warning("%s: in high precision: %s", self.path, shortened(left))
 
 
 def verify_export(path: str | os.PathLike[str]) -> list[str]:
