@@ -1,5 +1,6 @@
 """Conversion of models: what is converted, what is not and why, and what stays shared."""
 
+import copy
 import dataclasses
 import json
 import logging
@@ -22,7 +23,7 @@ from f8emu.spec import (
     SpecError,
 )
 from f8emu.torch import Outcome
-from f8emu.torch.conversion import convert, torchao
+from f8emu.torch.conversion import convert, first_step, torchao
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -129,6 +130,64 @@ def test_the_log_is_one_table_on_one_rank_and_fits_on_a_screen(
     many = nn.ModuleDict({f"a{i}": nn.Linear(16, 16 * i) for i in range(1, 60)})
     lines = f8.plan_conversion(many).screen.splitlines()
     assert len(lines) == 24 and max(map(len, lines)) <= 80 and lines[-1].startswith("... 38 more lines")
+
+
+# After the first step
+
+
+class Readers(nn.Module):
+    """Layers that a conversion takes and that compute nothing in float8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.read, self.dtype, self.idle, self.head = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.dtype.weight, torch.Tensor)
+        x = self.dtype(self.blocks[0](x).to(self.dtype.weight.dtype))  # other blocks are idle, as experts may be
+        return self.head(x @ self.read.weight)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_is_not_in_float8_is_told_after_the_first_step(
+    is_compiled: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_step, "_is_traced", False)
+    monkeypatch.setattr(first_step, "_waiting", [])
+    reasons = {entry.fqn: entry.reason for entry in f8.plan_conversion(Readers()).entries if entry.reason}
+    assert reasons == {"read": "Readers reads its weight, and may multiply it in high precision"}
+    model = f8.convert_to_float8_training(Readers(), config="rowwise")
+    assert isinstance(model, Readers)
+    attributes = vars(model.blocks[0]).keys()
+    model.head = nn.Linear(32, 32)  # as resize_token_embeddings does
+    call = torch.compile(model, backend="eager") if is_compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def told() -> list[str]:
+        return [line for record in caplog.records if record.name == "f8emu" for line in record.message.splitlines()]
+
+    def step(microbatches: int = 1, of: torch.optim.Optimizer = optimizer) -> None:
+        for _ in range(microbatches):
+            call(torch.randn(16, 32)).sum().backward()
+        assert not told()
+        of.step()
+        of.zero_grad()
+
+    step(0, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))  # of another model, before a call of this one
+    copied = copy.deepcopy(model)
+    step(2)
+    assert told() == [
+        "convert_to_float8_training: not in float8 in the first step:",
+        *["  read: never called; another module multiplies it, in high precision"] * (not is_compiled),
+        "  idle: never called",
+        "  head: plain nn.Linear again; convert the model after what replaces layers (resizing, fusing, merging)",
+    ]
+    caplog.clear()
+    step()
+    copied(torch.randn(16, 32))
+    assert not told() and not first_step._waiting and not first_step._called
+    assert vars(model.blocks[0]).keys() == attributes
 
 
 def test_layers_that_compute_something_of_their_own_stay() -> None:

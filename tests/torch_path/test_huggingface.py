@@ -9,6 +9,7 @@ import torch
 import f8emu.torch as f8
 from f8emu.spec import RECIPES
 from f8emu.torch import Outcome
+from f8emu.torch.conversion import first_step
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -101,3 +102,32 @@ def test_models_train_and_come_back(build: Any, name: str, tmp_path: Path, asser
     for observed, expected in zip(answer(loaded), answer(model), strict=True):
         assert_same_bits(observed, expected)
     assert not any(isinstance(layer, f8.Float8Linear) for layer in f8.dequantize_float8_training(model).modules())
+
+
+def mamba() -> Any:
+    size = {"hidden_size": SIZE, "vocab_size": SIZE, "num_hidden_layers": 1, "state_size": ROWS, "time_step_rank": ROWS}
+    return model_of("FalconMambaForCausalLM", transformers.FalconMambaConfig(**size, pad_token_id=0))
+
+
+@pytest.mark.parametrize(
+    ("build", "what"),
+    [
+        (llama, "  lm_head: plain nn.Linear again; convert the model after what replaces layers"),
+        (mamba, "  backbone.layers.0.mixer.dt_proj: never called; another module multiplies it, in high precision"),
+    ],
+)
+def test_layers_that_a_model_replaces_or_reads_are_told(
+    build: Any, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_step, "_is_traced", False)
+    model = f8.convert_to_float8_training(build(), config="rowwise", **ALL)
+    if build is llama:
+        model.resize_token_embeddings(SIZE + 16, mean_resizing=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(**batch_of(model)).loss.backward()
+        optimizer.step()
+    (told,) = [record.message for record in caplog.records if record.name == "f8emu"]
+    assert told.splitlines()[1].startswith(what) and len(told.splitlines()) == 2
+    reads = {entry.fqn for entry in f8.plan_conversion(build(), pad=True).entries if "reads its weight" in entry.reason}
+    assert (build is mamba) == ("backbone.layers.0.mixer.dt_proj" in reads)

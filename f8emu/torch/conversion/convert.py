@@ -21,6 +21,7 @@ from f8emu.torch.conversion.experts import (
     dequantize_experts,
     gather_experts_as_codes,
 )
+from f8emu.torch.conversion.first_step import FirstStep
 from f8emu.torch.conversion.mixtures import are_multiplied_apart
 from f8emu.torch.conversion.report import (
     ConversionReport,
@@ -72,7 +73,8 @@ def convert_to_float8_training(
     they are converted too. A module that reads its layers' weights directly computes in high precision, as
     nn.TransformerEncoderLayer does in evaluation without gradients.
 
-    The first rank logs the report at INFO on the logger "f8emu".
+    The first rank logs the report at INFO on the logger "f8emu" and, after the first step of an optimizer, a warning if
+    converted layers were never called or were replaced by plain ones.
 
     Args:
         module: the model, or a single linear layer. A single layer is not changed itself: its converted copy is
@@ -167,6 +169,8 @@ def convert_to_float8_training(
     for fqn, part, experts in chosen_experts:
         if not isinstance(part, ConvertedExperts):  # one with several names
             convert_experts(fqn, part, experts, recipe, engine, group)
+    if new:
+        FirstStep(module, {fqn: new[id(layer)] for fqn, layer in chosen.items()})
     has_gathered = enable_fsdp_float8_all_gather and not float8_primary_weights and gather_experts_as_codes(module)
     told: list[str] = []  # at WARNING, which is seen where no logging is set up
     if chosen_experts and are_multiplied_apart(recipe):

@@ -1,5 +1,6 @@
 """What a conversion does with each linear layer and each module of experts, and why, and the weights of all others."""
 
+import dis
 import inspect
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -154,7 +155,7 @@ def report_of(
     tokens_per_expert: float | None = None,
 ) -> ConversionReport:
     """What a conversion with these settings does."""
-    sharded, of_routers = sharded_layers(module), routers(module)
+    sharded, of_routers, readers = sharded_layers(module), routers(module), _readers(module)
 
     def outcome_of(fqn: str, layer: nn.Linear) -> tuple[Outcome, str]:
         # The order is that of the remedies: what no setting changes comes first, sizes come last.
@@ -172,7 +173,7 @@ def report_of(
         if is_sharded:
             return Outcome.SHARDED, "convert the model first, then shard it"
         if pad or not (layer.in_features % CHIP.size_multiple or layer.out_features % CHIP.size_multiple):
-            return Outcome.CONVERTED, ""
+            return Outcome.CONVERTED, readers.get(id(layer), "")
         if any(part.lower().startswith("lora_") for part in fqn.split(".")):
             return Outcome.ADAPTER, f"its rank is not a multiple of {CHIP.size_multiple}"
         return Outcome.SIZE, f"not multiples of {CHIP.size_multiple}"
@@ -246,6 +247,35 @@ def _own_computation(layer: nn.Linear, subclasses: Collection[type[nn.Linear]]) 
     if weight.dtype is torch.float64:
         return "its weight is torch.float64; convert the model first, with model.float() or model.bfloat16()"
     return "" if weight.dtype in HIGH_PRECISION_DTYPES else f"its weight is {weight.dtype}"
+
+
+_METADATA = ("dtype", "device", "shape", "size", "ndim", "dim", "numel", "requires_grad")
+
+
+def _readers(module: nn.Module) -> dict[int, str]:
+    """The id of a linear layer -> which module has its weight in its code, in words."""
+    found: dict[int, str] = {}
+    for part in module.modules():
+        layers = {name: one for name, one in internals.own_modules(part).items() if isinstance(one, nn.Linear)}
+        for name in layers.keys() & (_weights_read_by(type(part)) if layers else ()):
+            found[id(layers[name])] = f"{type(part).__name__} reads its weight, and may multiply it in high precision"
+    return found
+
+
+@cache
+def _weights_read_by(kind: type[nn.Module]) -> set[str]:
+    """The names of layers for which `forward`, or a method that it calls, has `self.<name>.weight`."""
+    found, left, seen = set[str](), ["forward"], set[str]()
+    while left:
+        seen.add(method := left.pop())
+        code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
+        steps = [] if code is None else list(dis.get_instructions(code))
+        names = [str(step.argval) if "LOAD" in step.opname else "" for step in steps]
+        left += [name for name in names if name not in seen and inspect.isfunction(getattr(kind, name, None))]
+        # Its dtype is no value, nor is isinstance(self.<name>.weight, ...).
+        values = [i for i in range(3, len(names) - 1) if names[i] == "weight" and names[i + 1] not in _METADATA]
+        found |= {names[i - 1] for i in values if names[i - 3] != "isinstance"}
+    return found
 
 
 def sharded_layers(module: nn.Module) -> set[int]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch.chip import require_values
+from f8emu.torch.conversion.first_step import note_call
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
 from f8emu.torch.float8_layer import DELAYED_KEY, Float8Layer, refuse_torchscript, require_no_transform
 from f8emu.torch.gemm.engine import check_engine
@@ -128,6 +129,7 @@ class Float8Linear(Float8Layer):
 
     def _prepared(self, input: Tensor) -> "_Call":
         require_no_transform("Float8Linear", self, input)
+        note_call(self)
         device = input.device.type
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
         dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
