@@ -5,6 +5,7 @@ The device is described to the compiler and to Triton; nothing is launched. On a
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -54,7 +55,7 @@ def described_gpu() -> Iterator[None]:
         mock.patch("torch.cuda.current_device", lambda: 0),
         mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *args: None),
         mock.patch("torch._inductor.scheduler.has_triton", lambda *args, **kwargs: True),
-        mock.patch.object(inductor, "has_float8_hardware", lambda device: True),
+        mock.patch("f8emu.torch.fused.lowering.has_float8_hardware", lambda device: True),
         mock.patch("f8emu.torch.fused.plans.compares_pairs", lambda device: True),
     ]
     with ExitStack() as stack:
@@ -134,6 +135,29 @@ def test_the_code_calls_plans_that_exist(described_gpu: None) -> None:
         assert callable(eval(made[name], names))
     assert any(".by_state(" in made[name] for name in made), "a state's owner is told"
     assert not re.search(r"^[^#\n]*torch\.ops\.f8emu", code, re.MULTILINE), "nothing is left to the dispatcher"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("gone", ["an argument more", "a method less"])
+def test_another_inductor_costs_speed_alone(gone: str, described_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts are called as operators where a part is gone that their lowerings rest on."""
+    from torch._inductor import ir, lowering
+
+    def node(self: Any, *, kernel_idx: int, grid: Any, kernel_args: Any, unheard_of: Any) -> None: ...
+
+    overload = fused.cast_rows.overload
+    for name in (overload, overload.overloadpacket):
+        monkeypatch.delitem(lowering.lowerings, name, raising=False)
+    monkeypatch.delitem(sys.modules, "f8emu.torch.fused.lowering")
+    monkeypatch.delattr("f8emu.torch.fused.lowering")
+    monkeypatch.setattr(inductor, "_register_lowerings", inductor._register_lowerings.__wrapped__)
+    if gone == "an argument more":
+        monkeypatch.setattr(ir.UserDefinedTritonKernel, "__init__", node)
+    else:
+        monkeypatch.delattr(ir.ExternKernel, "get_kwargs_value")
+    with pytest.warns(RuntimeWarning, match="casts in compiled code are calls of operators: the same bits"):
+        code = code_of(lambda x: fused.cast_rows(x, FMT, *RULE), (512, 256))
+    assert "torch.ops.f8emu.cast_rows.default(" in code and "f8emu_plans" not in code
 
 
 def test_fusion_is_chosen_here(described_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
