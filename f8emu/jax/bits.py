@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.export import is_symbolic_dim
 
 from f8emu.spec import formats
 from f8emu.spec.chips import HOPPER
@@ -72,6 +73,16 @@ def format_of(call: str, name: str, x: Any, allowed: tuple[str, ...] = HIGH_PREC
     if str(dtype) not in allowed:
         raise OperandError(f"{call}: {name} must be one of {', '.join(allowed)}; got {dtype}; convert it first")
     return FORMATS[str(dtype)]
+
+
+def require_known_sizes(call: str, *operands: Any) -> None:
+    """Raise UnsupportedError for the symbolic sizes of `jax.export`."""
+    if any(is_symbolic_dim(size) for x in operands for size in x.shape):
+        raise UnsupportedError(
+            f"{call}: sizes decide how a GEMM is tiled and split along K, so jax.export must know them; got "
+            f"{', '.join(str(x.shape) for x in operands)}; export a program for each batch size, padded with rows of "
+            "zeros, or keep this layer in jax.lax.dot_general"
+        )
 
 
 def rows_of(call: str, x: Any, *, name: str = "x") -> tuple[int, int]:

@@ -22,9 +22,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import jit as _jit  # chex.fake_jit replaces the name in `jax`
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER
@@ -117,6 +118,17 @@ class _Jitted:
         self._inner.clear_cache()
 
 
+def compiled(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.jit` of a GEMM, which has its bits compiled only: also where `jax.disable_jit` or `chex.fake_jit` hold."""
+    program = _jit(fun, **options)
+
+    def call(*args: Any) -> Any:
+        with jax.disable_jit(False):
+            return program(*args)
+
+    return call
+
+
 def is_eager(arrays: Iterable[Any]) -> bool:
     """Whether JAX neither traces nor transforms here, so that a call may compile a program with its own options."""
     # While JAX traces, arrays may still be concrete, closed over; the result of an operation is not.
@@ -168,6 +180,34 @@ _not_mapped_alone.def_impl(lambda state, *_, refusal: state)
 _not_mapped_alone.def_abstract_eval(lambda state, *_, refusal: state)
 mlir.register_lowering(_not_mapped_alone, lambda _, state, *__, refusal: [state])
 batching.primitive_batchers[_not_mapped_alone] = _mapped
+
+
+def reverse_mode(x: jax.Array) -> jax.Array:
+    """`x`, whose derivative in forward mode, or transpose, raises UnsupportedError.
+
+    Reverse mode transposes the primitive of a tangent, and neither maps, runs nor lowers it.
+    """
+    return _reverse_mode.bind(x)
+
+
+_refuse_forward = functools.partial(
+    _refuse,
+    refusal="f8emu.jax: a float8 layer is not linear, and differentiable in reverse mode alone; got jvp, linearize, "
+    "jacfwd or linear_transpose; use jax.grad, jax.vjp or jax.jacrev, or jax.lax.dot_general for this layer",
+)
+_reverse_mode = Primitive("f8emu_reverse_mode")
+_reverse_mode.def_impl(lambda x: x)
+_reverse_mode.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_reverse_mode, lambda _, x: [x])
+batching.defvectorized(_reverse_mode)
+ad.defjvp(_reverse_mode, lambda tangent, _: _tangent.bind(tangent))
+ad.primitive_transposes[_reverse_mode] = _refuse_forward
+_tangent = Primitive("f8emu_tangent")
+_tangent.def_impl(_refuse_forward)
+_tangent.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_tangent, _refuse_forward)
+batching.primitive_batchers[_tangent] = _refuse_forward
+ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

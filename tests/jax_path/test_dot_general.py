@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 import f8emu.jax as f8
 from f8emu.jax import compiling
+from f8emu.jax.gemm import emulation
 from f8emu.jax.layer import matmul
 from f8emu.spec import (
     BLOCKWISE,
@@ -364,16 +366,39 @@ def test_our_jit_is_jit() -> None:
 # Refusals
 
 
-def test_differentiable_once() -> None:
-    x, w, _ = (a[0] for a in stack()[0])
+def test_differentiable_once_in_reverse_mode() -> None:
+    x, w, _ = (jnp.asarray(a[0]) for a in stack()[0])
 
     def total(x: Any) -> Any:
         return layer()(x, w).astype(jnp.float32).sum()
 
+    def ragged(x: Any) -> Any:
+        return f8.ragged_dot(x, w.T[None], jnp.array([3]))
+
     with pytest.raises(UnsupportedError, match=r"got a second derivative"):
         jax.grad(lambda x: jax.grad(total)(x).astype(jnp.float32).sum())(x)
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(total, (x,), (x,))
+    forward: list[Callable[[], Any]] = [
+        lambda: jax.jvp(layer(), (x, w), (x, w)),
+        lambda: jax.jit(jax.vmap(lambda t: jax.jvp(jax.jit(total), (x,), (t,))))(x[None]),
+        lambda: jax.linearize(ragged, x)[1](x),
+        lambda: jax.jacfwd(jax.checkpoint(total))(x),
+        lambda: jax.hessian(total)(x),
+        lambda: jax.linear_transpose(layer(), x, w)(x[:, :1] @ w[:, :1].T),
+        lambda: jax.linear_transpose(ragged, x)(x[:, :1] @ w[:, :1].T),
+    ]
+    for derivative in forward:
+        with pytest.raises(UnsupportedError, match=r"in reverse mode alone; got jvp.*use jax\.grad"):
+            derivative()
+
+
+@pytest.mark.parametrize("disabled", [jax.disable_jit, lambda: mock.patch("jax.jit", lambda fun, **_: fun)])
+def test_without_jit(disabled: Callable[[], Any]) -> None:
+    """`jax.disable_jit`, and what `chex.fake_jit` does: a GEMM is a program nevertheless, made before or now."""
+    x, w, _ = (jnp.asarray(a[0]) for a in operands())
+    wanted = f8.mm(x, w.T)
+    emulation._program.cache_clear()
+    with disabled():
+        assert_same_bits(f8.jit(f8.mm)(x, w.T), wanted)
 
 
 def test_out_sharding() -> None:

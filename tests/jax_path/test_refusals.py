@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ ONE: Any = jnp.ones((1, 1), jnp.float32)
 A: Any = jnp.ones((16, 32), jnp.float8_e4m3fn)
 LHS: Any = jnp.ones((16, 32), jnp.bfloat16)
 BOTH: Any = jnp.ones((2, 16, 32), jnp.bfloat16)
+SIZES: Any = jnp.ones(1, int)
 STATE: Any = f8.linear_delayed_state()
 FLAGGED: Any = STATE._replace(input=STATE.input._replace(initialized=jnp.ones((), bool)))
 BATCH = (((2,), (2,)), ((0,), (0,)))
@@ -33,6 +35,11 @@ def layer(lhs: Any = LHS, rhs: Any = LHS, numbers: Any = WEIGHT, *given: Any, **
 
 def delayed(state: Any, lhs: Any = LHS, numbers: Any = WEIGHT) -> Any:
     return f8.delayed_dot_general()(lhs, lhs, state, numbers)
+
+
+def exported(layer: Callable[[Any], Any], dtype: Any = jnp.bfloat16) -> Any:
+    sizes = jax.export.symbolic_shape("b, 32")
+    return jax.export.export(jax.jit(layer))(jax.ShapeDtypeStruct(sizes, dtype))
 
 
 def gradient(scale: Any) -> Any:
@@ -89,6 +96,13 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (OperandError, r"engine must be one of auto, hardware", lambda: f8.dot_general("rowwise", engine="gpu")),
     (UnsupportedError, r"needs a CUDA device .*; got .*cpu.*; run it on one, or", lambda: layer(engine="hardware")),
     (UnsupportedError, r"needs a CUDA device", lambda: f8.jit(lambda x: layer(x, engine="hardware"))(LHS)),
+    (UnsupportedError, r"jax.export must know them; got \(b, 32\), .*; export a program for", lambda: exported(layer)),
+    (UnsupportedError, "mm: sizes decide", lambda: exported(lambda x: f8.mm(x, LHS.T))),
+    (
+        UnsupportedError,
+        "ragged_dot: sizes",
+        lambda: exported(lambda x: f8.ragged_dot(x, LHS.T[None], jnp.ones(1, int))),
+    ),
     # The block
     (OperandError, r"w1 and w3 \[dim, hidden\]", lambda: f8.feed_forward("rowwise")(LHS, LHS, LHS, LHS)),
     (OperandError, "feed_forward: x ", lambda: f8.feed_forward("rowwise")(A, LHS.T, LHS, LHS.T)),

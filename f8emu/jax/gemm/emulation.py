@@ -24,6 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import f8ref.jax
+from f8emu.jax.compiling import compiled
 from f8emu.jax.gemm.call import Gemm, split_k_of
 from f8emu.native import gemm as engine
 from f8emu.native import library
@@ -59,7 +60,7 @@ def is_available() -> bool:
 
 @functools.cache
 def _program(gemm: Gemm) -> Any:
-    return jax.jit(functools.partial(_gemm.bind, gemm=gemm))
+    return compiled(functools.partial(_gemm.bind, gemm=gemm))
 
 
 def _run(*operands: Any, gemm: Gemm) -> jax.Array:

@@ -19,6 +19,7 @@ from f8emu.jax.compiling import (
     EXCESS_PRECISION,
     FLOAT8_CAPABILITY,
     capability_of,
+    compiled,
     compiler_options,
     cuda_devices,
     is_device_of,
@@ -92,7 +93,7 @@ def multiply(gemm: Gemm, operands: tuple[Any, ...]) -> jax.Array:
 def _program(gemm: Gemm) -> Callable[..., jax.Array]:
     """The program of an eager call with arrays on several devices, each of which computes a part."""
     options = compiler_options()
-    return jax.jit(functools.partial(_traced, gemm, options[EXCESS_PRECISION]), compiler_options=options)
+    return compiled(functools.partial(_traced, gemm, options[EXCESS_PRECISION]), compiler_options=options)
 
 
 def _traced(gemm: Gemm, excess_precision: bool | None, *operands: Any) -> jax.Array:

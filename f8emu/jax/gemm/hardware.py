@@ -22,6 +22,7 @@ from f8emu.jax.compiling import (
     EXCESS_PRECISION,
     TRITON_GEMM,
     are_hopper,
+    compiled,
     compiler_options,
     is_eager,
     kernel_or_plain,
@@ -105,7 +106,7 @@ def refuse_unknown_options(call: str, operands: tuple[Any, ...]) -> tuple[Any, .
 @functools.cache
 def _program() -> Callable[..., jax.Array]:
     """A program of its own for each eager call."""
-    return jax.jit(_product, static_argnums=(1, 2), compiler_options=compiler_options())
+    return compiled(_product, static_argnums=(1, 2), compiler_options=compiler_options())
 
 
 def _scaled_mm(gemm: Gemm, excess_precision: bool, *operands: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from f8emu.jax.bits import output_format
+from f8emu.jax.bits import output_format, require_known_sizes
 from f8emu.jax.compiling import without_gradient
 from f8emu.jax.gemm import engine as engines
 from f8emu.jax.gemm.call import Gemm
@@ -123,6 +123,7 @@ def _product(
     out = output_format(call, out_dtype)
     engines.check_engine(call, engine)
     shaped = {name: _shaped(call, name, x) for name, x in given.items()}
+    require_known_sizes(call, *given.values())
     found = describe(**shaped, out_dtype=out, chip=chip_by_name(call, chip), **options)
     if found.group_kind not in (None, GroupKind.ROWS):
         raise UnsupportedError(f"{call}: in JAX offs divides the rows of a; use jax.vmap of scaled_mm, or f8emu.numpy")

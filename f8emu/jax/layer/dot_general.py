@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.jax.bits import format_of, output_format
+from f8emu.jax.bits import format_of, output_format, require_known_sizes
 from f8emu.jax.gemm.call import SUM, check_sharded_k
 from f8emu.jax.gemm.engine import check_engine
 from f8emu.jax.layer.matmul import Plan, Tap, float8_matmul
@@ -168,6 +168,7 @@ def _dot_general(
     out_dtype = input_dtype
     if preferred_element_type is not None:
         out_dtype = output_format(call, preferred_element_type, name="preferred_element_type")
+    require_known_sizes(call, lhs, rhs)
     lhs_shape, rhs_shape = tuple(lhs.shape), tuple(rhs.shape)
     (lhs_k, rhs_k), (lhs_b, rhs_b) = _dimensions(call, dimension_numbers, lhs_shape, rhs_shape)
     lhs_free = [i for i in range(len(lhs_shape)) if i not in (*lhs_k, *lhs_b)]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from f8emu.jax.compiling import differentiable_no_more, refuse_mapped_alone
+from f8emu.jax.compiling import differentiable_no_more, refuse_mapped_alone, reverse_mode
 from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.gemm.engine import multiply
 from f8emu.jax.layer.operands import Deferred, Operand, Side, cast_matrix
@@ -91,7 +91,6 @@ class Kept(NamedTuple):
     """If its gradient is asked for: along which axes of `jax.shard_map` it varies, so does that."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def float8_matmul(plan: Plan, input: jax.Array, weight: jax.Array, state: Float8State | None) -> jax.Array:
     """`input @ weight^T` under a recipe.
 
@@ -99,7 +98,15 @@ def float8_matmul(plan: Plan, input: jax.Array, weight: jax.Array, state: Float8
         input [M, K], or [K, M] if the plan says so, weight [N, K] or [K, N] -> [M, N] in `plan.out_dtype`.
 
     Exactness: every code, scale and product equals that of `f8ref.numpy.linear`, on Hopper and emulated.
+
+    Raises:
+        UnsupportedError: a derivative in forward mode or a second one.
     """
+    return reverse_mode(_matmul(plan, reverse_mode(input), reverse_mode(weight), state))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(plan: Plan, input: jax.Array, weight: jax.Array, state: Float8State | None) -> jax.Array:
     return _forward(plan, input, weight, state, (False, False, False))[0]
 
 
@@ -170,7 +177,7 @@ def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, 
     return d_input, d_weight, d_state
 
 
-float8_matmul.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_matmul.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _mapped_with(state: Float8State, *operands: jax.Array) -> Float8State:

@@ -18,8 +18,8 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from f8emu.jax.bits import format_of, output_format
-from f8emu.jax.compiling import differentiable_no_more, jit
+from f8emu.jax.bits import format_of, output_format, require_known_sizes
+from f8emu.jax.compiling import differentiable_no_more, jit, reverse_mode
 from f8emu.jax.gemm.call import GATHER, layer_split_k
 from f8emu.jax.layer.dot_general import checked_settings, refuse_precision
 from f8emu.jax.layer.matmul import LAYOUTS, TWICE, Plan, float8_matmul
@@ -93,6 +93,7 @@ def ragged_dot(
             f"{'delayed' if recipe.delayed else 'block'} scales; use another, or dot_general for each expert"
         )
     settings = checked_settings(call, recipe, engine, None, GATHER, is_delayed=False)
+    require_known_sizes(call, lhs, rhs, group_sizes)
     _require_shapes(lhs, rhs, group_sizes)
     rows, k, n = *lhs.shape, rhs.shape[2]
     mesh = explicit_mesh(lhs, rhs)
@@ -112,7 +113,8 @@ def ragged_dot(
     # 3. The products.
     layout: dict[str, Any] = {"is_input_transposed": False, "is_weight_transposed": True, "sharded_k": GATHER}
     plan = Plan(settings["recipe"], engine, out_dtype, input_dtype, weight_dtype, **layout)
-    product: Any = _ragged_dot(plan, *vary_alike(jnp.asarray(lhs), jnp.asarray(rhs), ends))
+    lhs, rhs = reverse_mode(jnp.asarray(lhs)), reverse_mode(jnp.asarray(rhs))
+    product: Any = reverse_mode(_ragged_dot(plan, *vary_alike(lhs, rhs, ends)))
     return product if out_sharding is None else jax.sharding.reshard(product, out_sharding)
 
 
@@ -162,7 +164,7 @@ def _gradients(plan: Plan, wanted: tuple[bool, bool], *operands: jax.Array) -> A
     def of_groups(lhs: jax.Array, rhs: jax.Array, ends: jax.Array, grad_output: jax.Array) -> Any:
         def one(case: _Case, total: Any, weight: jax.Array, start: jax.Array, size: jax.Array) -> Any:
             x, g = (_group(matrix, case, start, size) for matrix in (lhs, grad_output))
-            _, pull = jax.vjp(lambda *given: float8_matmul(case[1], *given, None), x, weight)
+            _, pull = jax.vjp(lambda x, w: float8_matmul(case[1], x, w, None), x, weight)
             d_x, d_weight = pull(g)  # XLA leaves out what is not wanted, and the output
             return _placed(total, d_x, start, size) if wanted[0] else None, d_weight if wanted[1] else None
 
