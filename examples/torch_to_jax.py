@@ -41,7 +41,8 @@ def main() -> None:
     y.backward(grad)
     (of_weight,) = (parameter.grad for parameter in model.parameters())
     dense = f8emu.jax.delayed_dot_general("delayed")
-    y_jax, vjp = jax.vjp(lambda kernel: dense(interop.to_jax(x), kernel, states["0"], DENSE), params["0"]["kernel"])
+    state = f8emu.jax.linear_delayed_settled(states["0"])  # its scales stay as they are
+    y_jax, vjp = jax.vjp(lambda kernel: dense(interop.to_jax(x), kernel, state, DENSE), params["0"]["kernel"])
     (of_kernel,) = vjp(interop.to_jax(grad))
     print(f"output equal: {torch.equal(interop.to_torch(y_jax), y.detach())}")
     assert of_weight is not None

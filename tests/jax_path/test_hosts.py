@@ -239,6 +239,8 @@ def test_delayed_scaling_in_nnx() -> None:
             return self.down(jnp.tanh(self.up(x)))
 
     model = Model()
+    with pytest.raises(UnsupportedError, match=r"wrt = nnx.DiffState\(0, nnx.Any\(nnx.Param, OverwriteWithGradient"):
+        nnx.jit(nnx.value_and_grad(lambda model: model(draw(32, 32)).sum()))(model)  # of parameters alone
     optimizer = nnx.Optimizer(model, optax.sgd(0.05), wrt=nnx.Param)
     wrt = nnx.DiffState(0, nnx.Any(nnx.Param, flax_nnx.OverwriteWithGradient))
 

@@ -111,6 +111,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (OperandError, "three Float8States", lambda: f8.delayed_feed_forward()(LHS, LHS.T, LHS, LHS.T, states=STATE)),
     (OperandError, "three Float8States", lambda: f8.delayed_feed_forward()(LHS, LHS.T, LHS, LHS.T, [STATE] * 2)),
     # States
+    (UnsupportedError, "state it leaves out.*nnx.DiffState", lambda: jax.grad(lambda x: delayed(STATE, x).sum())(X)),
     (OperandError, "must be the Float8State", lambda: delayed(NOTHING)),
     (OperandError, "must be the Float8State", lambda: delayed(STATE._replace(weight=None))),
     (OperandError, "histories of 16", lambda: delayed(jax.tree.map(lambda v: v[..., :3] if v.ndim else v, STATE))),

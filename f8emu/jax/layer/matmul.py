@@ -26,6 +26,7 @@ from f8emu.jax.layer.operands import Deferred, Operand, Side, cast_matrix
 from f8emu.jax.layer.sharding import Axes, Divided, as_gradient, gathered, scattered_sum, varying
 from f8emu.spec import recipe as recipes
 from f8emu.spec.chips import CHIPS
+from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, Format
 from f8emu.spec.recipe import Cast, Recipe
 from f8emu.spec.scaling import DelayedState, Float8State, Granularity, ScaleRule
@@ -41,6 +42,13 @@ _MAPPED = (
     "delayed_dot_general: a state serves one call per step; got operands that jax.vmap maps and a state that it does "
     "not, so that JAX would add the amaxes of its entries; put the mapped axis into the rows of the input instead, or "
     "give every entry a state: shared_delayed_state(state, size), mapped too"
+)
+
+_LEFT_OUT = (
+    "delayed_dot_general: a gradient is taken through a layer whose state it leaves out, so that the amaxes of the "
+    "step are lost and no scale is ever updated; got gradients of input or weight alone; take that of the state too "
+    "(jax.grad: argnums; flax nnx: wrt = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient)); linen: of all "
+    "variables), or settle it (linear_delayed_settled) to keep its scales"
 )
 
 
@@ -100,7 +108,7 @@ def float8_matmul(plan: Plan, input: jax.Array, weight: jax.Array, state: Float8
     Exactness: every code, scale and product equals that of `f8ref.numpy.linear`, on Hopper and emulated.
 
     Raises:
-        UnsupportedError: a derivative in forward mode or a second one.
+        UnsupportedError: a derivative in forward mode, a second one, or one that leaves out an unsettled state.
     """
     return reverse_mode(_matmul(plan, reverse_mode(input), reverse_mode(weight), state))
 
@@ -143,6 +151,8 @@ def _forward_rule(plan: Plan, input: Any, weight: Any, state: Any) -> tuple[jax.
     x, w, s = differentiable_no_more(values, TWICE)
     if wanted[2]:
         s = _mapped_with(s, x, w)
+    elif any(wanted) and any(t is not None and t.initialized is not None for t in state or ()):
+        raise UnsupportedError(_LEFT_OUT)
     return _forward(plan, x, w, s, wanted)
 
 
