@@ -9,19 +9,34 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.library import is_exporting
-from f8emu.torch.torch_internals import is_in_autograd_function, named_modules
+from f8emu.torch.library import constant_in_traces, is_exporting
+from f8emu.torch.torch_internals import has_tracing_mode, is_in_autograd_function, named_modules
 
 if TYPE_CHECKING:
     from f8emu.torch.layer.delayed_state import DelayedBuffers
     from f8emu.torch.layer.delayed_update import UpdateGroup
     from f8emu.torch.layer.observers import Tap
     from f8emu.torch.layer.operands import DelayedStates
+
+
+def autocast_dtype(input: Tensor) -> torch.dtype:
+    """The dtype in which a layer computes: autocast's, or that of its input."""
+    device = input.device.type
+    is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
+    return torch.get_autocast_dtype(device) if is_autocast else input.dtype
+
+
+@constant_in_traces  # so that a compiler that traces raises the error itself
+def _refuse_state() -> NoReturn:
+    raise UnsupportedError(
+        "f8emu.torch: delayed scaling has a state that changes in every step, which an exported program cannot keep; "
+        "convert with another recipe to train it, or export it under torch.no_grad() for inference"
+    )
 
 
 DELAYED_KEY = "f8emu_delayed"  # of a state of delayed scaling in the metadata of a state dict
@@ -48,9 +63,11 @@ class Scaled(nn.Module):
         if self.delayed is None:
             return None
         is_traced = torch.compiler.is_compiling()
-        if not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)) or is_exporting():
+        if not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)):
             if is_traced or torch.is_grad_enabled() or not is_in_autograd_function():
                 return None
+        if has_tracing_mode() if not is_traced else is_exporting():
+            _refuse_state()
         if not is_traced:
             self.delayed.notes.is_loaded = False
             self.delayed.follow(input.device)  # `fully_shard` moves parameters only
@@ -152,6 +169,15 @@ def all_float8_layers(model: nn.Module) -> dict[str, Float8Layer]:
         elif isinstance(module, LayersOfExperts):
             found |= {f"{name}.{own}".lstrip("."): layer for own, layer in module.expert_layers().items()}
     return found
+
+
+def leaf_call(module: nn.Module, *inputs: Any) -> Any:
+    """The call of `module` as one node of the graph that torch.fx.symbolic_trace makes; None in any other call."""
+    for x in inputs:
+        if isinstance(x, fx.Proxy):
+            tracer: Any = x.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(module), inputs, {})
+    return None
 
 
 def require_no_transform(call: str, module: nn.Module, input: Tensor) -> None:

@@ -6,7 +6,8 @@ result would need a gradient is refused. A function that writes to an argument i
 
 Policies of selective checkpointing and flop counters know `aten.mm` and `aten.max`, but not our GEMMs and amaxes. So if
 a dispatch mode is active, the aten operator is called on stand-ins: tensors without data, with the shapes, dtype and
-device. When all modes have handled the call, `_StandIn.__torch_dispatch__` runs the real computation in its place.
+device. When all modes have handled the call, `_StandIn.__torch_dispatch__` runs the real computation in its place. A
+mode that reads a stand-in reads its operand.
 """
 
 import sys
@@ -15,19 +16,22 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.chip import has_float8_hardware
+from f8emu.torch.torch_internals import has_keeping_mode
 
 _LIBRARY = torch.library.Library("f8emu", "FRAGMENT")  # the operators are registered as long as this object lives
 
 Implementation = Callable[..., Any]
+_Function = TypeVar("_Function", bound=Implementation)
 _Run = Callable[[], Tensor]
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -58,8 +62,15 @@ def is_known(condition: bool) -> bool:
     return statically_known_true(condition)
 
 
+def constant_in_traces(function: _Function) -> _Function:
+    """A decorator: `torch.compiler.assume_constant_result`, without the import of the compiler."""
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010
+    return function
+
+
+@constant_in_traces
 def is_exporting() -> bool:
-    """Whether torch.export traces the call: a forward pass alone, in which nothing is saved for a backward pass."""
+    """Whether torch.export, or Dynamo for another exporter, traces the call."""
     # Not `torch.compiler.is_exporting()`, which in torch 2.11 is true of everything that torch.compile traces.
     if not torch.compiler.is_compiling():
         return False
@@ -70,10 +81,6 @@ def is_exporting() -> bool:
         return dynamo is not None and bool(dynamo.InstructionTranslator.current_tx().export)
     except AttributeError:  # Dynamo does not trace
         return False
-
-
-# torch.compiler.assume_constant_result, without the import of the compiler.
-setattr(is_exporting, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def no_gradients() -> Any:
@@ -106,8 +113,9 @@ def operator(
     tags: Sequence[torch.Tag] = (),
     opaque: bool = True,
     plain: Implementation | None = None,
+    differentiable: bool = False,
 ) -> Callable[[Implementation], Operator]:
-    """A decorator: the function becomes the operator `f8emu::<its name>`, for every device, without a gradient.
+    """A decorator: the function becomes the operator `f8emu::<its name>`, for every device.
 
     Args:
         schema: "(arguments) -> results"; None takes it from the annotations.
@@ -115,6 +123,8 @@ def operator(
         tags: of the operator.
         opaque: whether a tracer sees one node, described by its `fake`; otherwise it traces into the function.
         plain: a function with the same result that plain eager code calls instead; None calls the decorated one.
+        differentiable: whether the function, which is not opaque, has gradients; a call of others that needs one is
+            refused.
     """
 
     def define(function: Implementation) -> Operator:
@@ -122,7 +132,7 @@ def operator(
         signature = torch.library.infer_schema(function, mutates_args=mutates_args) if schema is None else schema
         _LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
         key = "CompositeExplicitAutograd" if opaque else "CompositeImplicitAutograd"
-        _LIBRARY.impl(name, _without_gradient(name, function), key)
+        _LIBRARY.impl(name, function if differentiable else _without_gradient(name, function), key)
         return Operator(function if plain is None else plain, getattr(torch.ops.f8emu, name).default)
 
     return define
@@ -204,7 +214,8 @@ def refuse_gradient(name: str, *args: Any) -> None:
         if isinstance(x, Tensor) and x.requires_grad:
             raise UnsupportedError(
                 f"{name}: f8emu.torch GEMMs and casts are not differentiable: a gradient through float8 codes has no "
-                "meaning; differentiate the linear layer around them, or call under torch.no_grad()"
+                "meaning; differentiate the linear layer around them (an exported program before it is decomposed), or "
+                "call under torch.no_grad()"
             )
 
 
@@ -217,42 +228,68 @@ def _without_gradient(name: str, function: Implementation) -> Implementation:
     return call
 
 
-class _StandIn(Tensor):
-    """A tensor without data, and the function that runs when an operator is called on it."""
+class _SeenCall:
+    """A call that modes see as one of aten's operators on stand-ins."""
 
-    run: _Run
+    def __init__(self, seen: OpOverload, run: _Run) -> None:
+        self.seen, self.run = seen, run
+        self.result: Tensor | None = None
+        self.is_kept = has_keeping_mode()
+
+    def __call__(self) -> Tensor:
+        if self.result is None:
+            self.result = self.run()
+        return self.result
+
+
+class _StandIn(Tensor):
+    """A tensor without data in the place of an operand, and the call that it is made for."""
+
+    read: _Run  # the operand
+    call: _SeenCall
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, run: _Run) -> "_StandIn":
-        found = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue]
-        found.run = run
+    def __new__(cls, like: Tensor, dtype: torch.dtype, read: _Run, call: _SeenCall) -> "_StandIn":
+        found = Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)  # pyright: ignore[reportAttributeAccessIssue]
+        found.read, found.call = read, call
         return found
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self = args[0]
-        if func is torch.ops.aten.detach.default:  # called by modes that save results
-            return cls(tuple(self.shape), self.dtype, self.device, self.run)
-        assert func in (torch.ops.aten.mm.default, torch.ops.aten.max.default), f"{func} on a stand-in"
-        return self.run()
+        self, aten = args[0] if args else None, torch.ops.aten
+        if isinstance(self, cls):
+            if self.call.is_kept and func in (aten.detach.default, aten.clone.default):  # a copy of the arguments
+                return cls(self, self.dtype, self.read, self.call)
+            if all(isinstance(x, cls) and x.call.seen is func for x in args):
+                result = self.call()
+                if func is aten.mm.default or self.call.is_kept:
+                    return result
+        args, kwargs = tree_map_only(cls, lambda x: x.read(), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def seen_as_mm(a: Tensor, b: Tensor, dtype: torch.dtype, run: _Run) -> Tensor:
-    """`run()`, a product of a [M, K] and b [K, N] of dtype, which dispatch modes see as `aten.mm`."""
+def seen_as_mm(a: Tensor, b: Tensor, dtype: torch.dtype, run: _Run, read_a: _Run, read_b: _Run) -> Tensor:
+    """`run()`, a product of a [M, K] and b [K, N] of dtype, which dispatch modes see as `aten.mm`.
+
+    Modes that read the operands read `read_a()` and `read_b()`.
+    """
     if not has_dispatch_mode():
         return run()
-    (m, k), n = a.shape, b.shape[1]
+    call = _SeenCall(torch.ops.aten.mm.default, run)
     with torch.autocast(a.device.type, enabled=False):  # it would cast the stand-ins
-        return torch.mm(_StandIn((m, k), dtype, a.device, run), _StandIn((k, n), dtype, a.device, run))
+        found = torch.mm(_StandIn(a, dtype, read_a, call), _StandIn(b, dtype, read_b, call))
+    return found if call.is_kept or call.result is not None else call()  # a mode has multiplied other operands
 
 
 def seen_as_max(x: Tensor, run: _Run) -> Tensor:
     """`run()`, the amaxes of x, which dispatch modes see as `aten.max`."""
     if not has_dispatch_mode():
         return run()
-    return torch.max(_StandIn(tuple(x.shape), x.dtype, x.device, run))
+    call = _SeenCall(torch.ops.aten.max.default, run)
+    found = torch.max(_StandIn(x, x.dtype, lambda: x, call))
+    return found if call.is_kept else call()  # else `max` of a stand-in is the maximum of x, which a mode may read
 
 
 def saved_ops() -> tuple[OpOverload, ...]:

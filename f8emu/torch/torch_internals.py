@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils import checkpoint as _checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, return_and_correct_aliasing
 
 if TYPE_CHECKING:
 
@@ -133,6 +134,22 @@ def is_dtensor(x: Any) -> bool:
     """Whether `x` is a DTensor, without importing what only distributed programs have loaded."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+_KEEPING_MODES = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode)
+
+
+def has_keeping_mode() -> bool:
+    """Whether a dispatch mode is active that keeps results of operators, or gives what it has kept: a checkpoint's."""
+    return any(isinstance(mode, _KEEPING_MODES) for mode in _get_current_dispatch_mode_stack())
+
+
+_TRACING_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def has_tracing_mode() -> bool:
+    """Whether make_fx or AOTAutograd traces the call, of itself or after Dynamo."""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES)
 
 
 def rank_of_process() -> tuple[int, int]:

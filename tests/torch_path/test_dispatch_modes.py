@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -111,6 +112,42 @@ def test_flops_are_those_of_bfloat16(name: str) -> None:
             step(model, model)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] == 3 * 3 * 2 * 16 * 32 * 48
+
+
+class Reader(TorchDispatchMode):
+    """What people write: it looks for NaN, keeps statistics, and gives the operator copies of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_products: list[float] = []
+
+    def copied(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.element_size() == 1 or x.numel() == 0:
+            return x
+        assert not x.isnan().any()
+        assert x.abs().max().item() == max(x.max().item(), -x.min().item())
+        return x.clone()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            return func(*args, **(kwargs or {}))
+        if func is ATEN.mm.default:
+            self.of_products += [x.abs().max().item() for x in args]
+        return func(*[self.copied(x) for x in args], **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_mode_that_reads(name: str) -> None:
+    model = converted(name)
+    expected = step(model, model)
+    model = converted(name)
+    x, grad = inputs()
+    with Reader() as reader:
+        output = model(x)
+        assert len(reader.of_products) == 6 and max(reader.of_products) < 10, "of values, not of codes"
+        output.backward(grad)
+    found = [output.detach(), x.grad, *(p.grad for p in model.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None)
 
 
 def test_autocast_leaves_what_modes_see_alone() -> None:

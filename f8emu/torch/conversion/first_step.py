@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from f8emu.torch.float8_layer import Float8Layer, pattern_of, shortened
+from f8emu.torch.library import constant_in_traces
 from f8emu.torch.torch_internals import is_in_backward_pass, named_modules, own_parameters, rank_of_process
 
 _log = logging.getLogger("f8emu")
@@ -32,14 +33,11 @@ def note_call(layer: nn.Module) -> None:
         _called.add(id(layer))
 
 
+@constant_in_traces  # Dynamo calls it while it traces
 def _note_trace() -> bool:
     global _is_traced
     _is_traced = True
     return True
-
-
-# torch.compiler.assume_constant_result, without the import of the compiler: Dynamo calls it while it traces.
-setattr(_note_trace, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 class FirstStep:

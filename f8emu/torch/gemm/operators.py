@@ -25,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from f8emu.native import gemm as native
 from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.gemm_call import GemmCall
+from f8emu.torch.cast import dequantize
 from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.engine import (
     Checked,
@@ -106,12 +107,16 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
     out_dtype, use_fast_accum, *_ = options
     assert gemm.granularities is not None
     pair = [granularity.value for granularity in gemm.granularities]
+    read = (
+        lambda: dequantize(a, scale_a, pair[0], out_dtype=out_dtype),
+        lambda: dequantize(b.t(), scale_b.t(), pair[1], out_dtype=out_dtype).t(),
+    )
     is_opaque = gemm.granularities[0].is_blockwise or is_dtensor(a)
     if engine is Engine.HARDWARE and not (is_opaque or (has_dispatch_mode() and _tunes_gemms())):
-        return seen_as_mm(a, b, out_dtype, lambda: hardware.scaled_mm(*operands, gemm))
+        return seen_as_mm(a, b, out_dtype, lambda: hardware.scaled_mm(*operands, gemm), *read)
     split_k = _of_whole(gemm, engine, a, b)
     options = out_dtype, use_fast_accum, engine.value, *pair, split_k, gemm.chip.name
-    return seen_as_mm(a, b, out_dtype, lambda: run_scaled_mm(*operands, *options))
+    return seen_as_mm(a, b, out_dtype, lambda: run_scaled_mm(*operands, *options), *read)
 
 
 @operator(schema=_SCALED_GROUPED_MM, tags=_TAGS)
@@ -213,7 +218,9 @@ def mm(a: Tensor, b: Tensor, *options: Any) -> Tensor:
     """`f8emu.torch.mm`; the options are those of `checked_mm`."""
     gemm, engine = checked_mm(a, b, *options)
     options = options[0], engine.value, _of_whole(gemm, engine, a, b), gemm.chip.name
-    return seen_as_mm(a, b, options[0], lambda: run_mm(a, b, *options))
+    return seen_as_mm(
+        a, b, options[0], lambda: run_mm(a, b, *options), lambda: a.to(options[0]), lambda: b.to(options[0])
+    )
 
 
 def _of_whole(gemm: GemmCall, engine: Engine, a: Tensor, b: Tensor) -> int | None:

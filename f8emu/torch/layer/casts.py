@@ -38,7 +38,6 @@ from f8emu.torch.layer.operands import (
     format_name,
     weight_to_cast,
 )
-from f8emu.torch.library import no_gradients
 from f8emu.torch.parallel.sharding import Gathered, Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
 from f8emu.torch.torch_internals import memory_of, top_saved_tensors_hooks
 from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
@@ -168,7 +167,7 @@ def cast_input(
     recipe, layout = plan.recipe, plan.layout
     cols = recipe.grad_weight.b if plan.keeps_input else None
     shards = None if layout is None else layout.input
-    with no_gradients():
+    with torch.no_grad():
         casts = recipe.output.a, cols
         output, grad_weight = _cast_matrix(x.detach(), *casts, recipe, delayed, shards, plan.recompute_casts)
     assert output is not None, "it was requested"

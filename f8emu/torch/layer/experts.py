@@ -18,7 +18,7 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import ROWWISE, TENSORS, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
-from f8emu.torch.float8_layer import DELAYED_KEY, Scaled
+from f8emu.torch.float8_layer import DELAYED_KEY, Scaled, leaf_call
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm.engine import check_engine
@@ -399,6 +399,8 @@ class Float8Experts(nn.Module):
 
     def forward(self, input: Tensor, offs: Tensor) -> Tensor:
         """`down(silu(gate) * up)` of every expert's rows."""
+        if (leaf := leaf_call(self, input, offs)) is not None:
+            return leaf
         return self.settings(input, (self.gate_up_proj,), self.down_proj, offs)
 
     def precompute_weights(self) -> None:

@@ -17,7 +17,7 @@ from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import TENSORS, TENSORWISE, Cast, Recipe
 from f8emu.spec.scaling import Scales
 from f8emu.torch.chip import require_values
-from f8emu.torch.float8_layer import refuse_torchscript, require_no_transform
+from f8emu.torch.float8_layer import autocast_dtype, leaf_call, refuse_torchscript, require_no_transform
 from f8emu.torch.fused import silu as fused
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.matmul import Output, add_bias, gemm
@@ -125,11 +125,11 @@ class Float8FeedForward(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """`w2(silu(w1(input)) * w3(input))` under the recipe."""
+        if (leaf := leaf_call(self, input)) is not None:
+            return leaf
         require_no_transform("Float8FeedForward", self, input)
         w1, w2, w3 = (getattr(self, name) for name in self.names)
-        device = input.device.type
-        is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
-        dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
+        dtype = autocast_dtype(input)
         if is_exporting() or not _can_fuse(input, dtype, w1, w2, w3):
             return w2(silu(w1(input)) * w3(input))
         if input.ndim == 0 or input.shape[-1] != w1.in_features:

@@ -12,7 +12,14 @@ from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch.chip import require_values
 from f8emu.torch.conversion.first_step import note_call
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
-from f8emu.torch.float8_layer import DELAYED_KEY, Float8Layer, refuse_torchscript, require_no_transform
+from f8emu.torch.float8_layer import (
+    DELAYED_KEY,
+    Float8Layer,
+    autocast_dtype,
+    leaf_call,
+    refuse_torchscript,
+    require_no_transform,
+)
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.layer.casts import LayerPlan, TracedInput, cast_input
 from f8emu.torch.layer.delayed_state import DelayedBuffers
@@ -20,7 +27,8 @@ from f8emu.torch.layer.delayed_update import UpdateGroup, load_with_weights
 from f8emu.torch.layer.matmul import add_bias, float8_matmul
 from f8emu.torch.layer.observers import begin_call, show_tensor
 from f8emu.torch.layer.operands import DelayedStates
-from f8emu.torch.library import is_exporting
+from f8emu.torch.layer.traced import linear, recipe_text
+from f8emu.torch.library import constant_in_traces, is_exporting
 from f8emu.torch.parallel.placements import LocalCall, local_call
 from f8emu.torch.torch_internals import (
     copied_attributes,
@@ -124,15 +132,20 @@ class Float8Linear(Float8Layer):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input @ weight^T + bias` under the recipe."""
+        if (leaf := leaf_call(self, input)) is not None:
+            return leaf
         call = self._prepared(input)
-        return self._finished(self._multiplied(call), call)
+        if is_exporting() and call.parts is None:
+            output = linear.overload(
+                call.x, call.weight, call.bias, self._recipe_text(), self.engine, self.recompute_casts
+            )
+        else:
+            output = self._multiplied(call)
+        return self._finished(output, call)
 
     def _prepared(self, input: Tensor) -> "_Call":
         require_no_transform("Float8Linear", self, input)
         note_call(self)
-        device = input.device.type
-        is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
-        dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
         if input.ndim == 0 or (input.shape[-1] != self.in_features and not is_dtensor(input)):
             raise OperandError(
                 f"Float8Linear: input must be [..., in_features] with in_features = {self.in_features}; got shape "
@@ -145,13 +158,14 @@ class Float8Linear(Float8Layer):
             is_set = (True, True, True) if self.delayed is None or delayed is None else self.delayed.are_set()
             parts = local_call("Float8Linear", input, weight, bias, self.recipe, self.reduce_to, is_set)
             x, weight, bias = parts.input, parts.weight, parts.bias
-        x = x.to(dtype)
+        if (dtype := autocast_dtype(input)) is not input.dtype:
+            x = x.to(dtype)
         require_values("Float8Linear", x, name="input")
         if x.ndim == 1:
             x = x.unsqueeze(0)
         elif x.ndim != 2:
             x = x.flatten(0, -2)  # not reshape(-1, K), which an empty shard of K leaves undefined
-        keeps_input = torch.is_grad_enabled() and weight.requires_grad and not is_exporting()
+        keeps_input = torch.is_grad_enabled() and weight.requires_grad
         layout = None if parts is None else parts.layout
         plan = LayerPlan(self.recipe, self.engine, keeps_input, self.recompute_casts, layout)
         return _Call(input, x, weight, bias, plan, delayed, parts)
@@ -170,11 +184,15 @@ class Float8Linear(Float8Layer):
         elif isinstance(call.weight, ShardedWeight) and not torch.compiler.is_compiling():
             call.weight.rest_with(self.delayed)
         place = x if operands.gathered is None else operands.gathered
-        return float8_matmul(place, call.weight, operands, plan, delayed, tap)
+        output = float8_matmul(place, call.weight, operands, plan, delayed, tap)
+        # 3. The bias.
+        return output if call.bias is None else add_bias(output, call.bias)
+
+    @constant_in_traces
+    def _recipe_text(self) -> str:
+        return recipe_text(self.recipe)
 
     def _finished(self, output: Tensor, call: "_Call") -> Tensor:
-        if call.bias is not None:
-            output = add_bias(output, call.bias)
         if call.parts is not None:
             return call.parts.as_dtensor(output.reshape(*call.parts.lead, output.shape[1]))
         return output if call.input.ndim == 2 else output.reshape(*call.input.shape[:-1], self.out_features)

@@ -32,7 +32,7 @@ from f8emu.torch.layer.casts import (
 )
 from f8emu.torch.layer.observers import Tap, show_gemm, show_tensor
 from f8emu.torch.layer.operands import Delayed, DelayedStates, Operand, rounded
-from f8emu.torch.library import differentiable_once, fake, is_exporting, is_known, no_gradients, operator
+from f8emu.torch.library import differentiable_once, fake, is_known, operator
 from f8emu.torch.parallel.sharding import sum_products
 from f8emu.torch.torch_internals import Function
 
@@ -135,8 +135,8 @@ def add_bias(output: Tensor, bias: Tensor) -> Tensor:
     compiled, where grad_output has the same strides: a compiler makes one contiguous that enters a graph. Where the sum
     rounds, they are those of the device's kernel, as nn.Linear's are.
     """
-    if is_exporting():  # a forward pass alone
-        return output + rounded(bias.detach(), output.dtype)
+    if not torch.is_grad_enabled():
+        return output + rounded(bias, output.dtype)
     return output + _Spread.apply(bias, output.shape[0], output.dtype)
 
 
@@ -180,16 +180,16 @@ def float8_matmul(
     Exactness: every code, scale and product equals that of `f8ref.numpy.linear`, on Hopper and emulated.
     """
     _, of_weight, of_grad_output = delayed
-    is_exported = is_exporting()
-    is_recomputed = not is_exported and (torch.compiler.is_compiling() or checkpointed_region() is not None)
+    is_saved = torch.is_grad_enabled()
+    is_recomputed = is_saved and (torch.compiler.is_compiling() or checkpointed_region() is not None)
     # 1. The operand of the weight, and the product: it goes into the autograd function as an argument. Not where it is
     #    recomputed: there everything is saved first, since activation checkpointing stops once all is saved again, so
     #    that the region's last product is not recomputed. Nor is it computed inside of the autograd function, where
     #    torch 2.11 would save it in a compiled checkpointed region.
-    with no_gradients():
-        w, source = cast_weight(weight.detach() if is_exported else weight, plan, of_weight)
+    with torch.no_grad():
+        w, source = cast_weight(weight, plan, of_weight)
         product = None if is_recomputed else _product(x.output, w, plan, input.dtype, tap)
-    if is_exported:  # a forward pass alone
+    if not is_saved:
         assert product is not None, "it is not recomputed"
         return product
     # 2. What the backward pass needs for `grad_weight` and `grad_input`.

@@ -1,0 +1,68 @@
+"""The layer as one operator of a graph, `f8emu::linear`: what torch.export and its like record of a call.
+
+The operator is composite. Where a graph runs, autograd sees the layer's own functions inside of it, so that a traced
+program trains; where a graph is decomposed, for inference, they leave the casts and the GEMM of `output`. Its arguments
+can be written to a file: a process that imports `f8emu.torch` runs it.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.recipe import RECIPES, Recipe
+from f8emu.spec.serialize import recipe_from_json
+from f8emu.torch.float8_layer import autocast_dtype
+from f8emu.torch.layer.casts import LayerPlan, cast_input
+from f8emu.torch.layer.matmul import add_bias, float8_matmul
+from f8emu.torch.library import operator
+from f8emu.torch.torch_internals import Function
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The recipe as an argument of an operator: its name, or its JSON if it is none of the named ones."""
+    return recipe.name if RECIPES.get(recipe.name) == recipe else recipe.to_json()
+
+
+@cache
+def recipe_of_text(text: str) -> Recipe:
+    """The recipe of which `recipe_text` gave `text`."""
+    return RECIPES[text] if text in RECIPES else recipe_from_json(text)
+
+
+@operator(opaque=False, differentiable=True)
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, engine: str, recompute_casts: bool
+) -> Tensor:
+    """`Float8Linear` without a state: `input @ weight^T + bias`, with its gradients.
+
+    Shapes:
+        input [M, K], weight [N, K], bias [N] -> [M, N] in the dtype of input.
+    """
+    chosen = recipe_of_text(recipe)
+    has_gradients = torch.is_grad_enabled()
+    if has_gradients and chosen.delayed is not None:
+        with torch.no_grad():
+            product = linear.function(input, weight, bias, recipe, engine, recompute_casts)
+        return ForwardOnly.apply(product, input, weight, bias)
+    x = input.to(autocast_dtype(input))
+    plan = LayerPlan(chosen, engine, has_gradients and weight.requires_grad, recompute_casts)
+    product = float8_matmul(x, weight, cast_input(x, x, plan, None, None), plan, (None, None, None), None)
+    return product if bias is None else add_bias(product, bias)
+
+
+class ForwardOnly(Function):
+    """The first argument, in which a gradient for the others raises UnsupportedError."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, *others: Tensor | None) -> Tensor:
+        return found.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError(
+            "f8emu.torch: a program that was exported under torch.no_grad() has no state of delayed scaling, so it has "
+            "no gradients either; train the model itself, or export it under another recipe"
+        )
