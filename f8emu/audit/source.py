@@ -60,13 +60,12 @@ def compare(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: 
         if is_power_of_two or len(powers) == len(fits):
             _by_logarithm(weight, raw, every, powers)
         return
-    # 3. Of the source in another dtype: a float32 master, or its bfloat16 copy.
-    for one in every:
-        count = _of_other(weight, source, amax, raw, one)
-        if count > (size // 1000 if source.dtype == "BF16" else 0):  # of one wrong scale, some master can be imagined
-            kinds = ("a float32 master", "its bfloat16 copy")[:: 1 if source.dtype == "BF16" else -1]
-            found = f"that of {kinds[0]}; {count} codes are others"
-            weight.add("cast-from", f"by {one.dialect.name}, the cast of {kinds[1]}", found)
+    # 3. Of the source in another dtype. Few codes that differ are faults, for which some master could be imagined.
+    other = {"F32": "its bfloat16 copy", "BF16": "a float32 master"}.get(source.dtype)
+    for one in every if other else ():
+        if (count := _of_other(weight, source, amax, raw, one)) > size // 1000:
+            found = f"{other}, cast so; {count} codes differ"
+            weight.add("cast-from", f"the source, cast by {one.dialect.name}", found)
             return
     # 4. The nearest: by its codes, as long as some are right; then the one whose scales moved; then by its scales.
     wrong = [min(int(one.codes_differ.sum()), size // 2) for one in right or every]

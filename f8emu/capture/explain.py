@@ -82,10 +82,9 @@ def first_block(wrong: Any, block: tuple[int, int], shape: tuple[int, ...]) -> s
 
 def is_of_copy(x: np.ndarray, y: np.ndarray) -> bool:
     """Whether one of two tensors is the bfloat16 copy of the other, which is float32."""
-    if {x.dtype, y.dtype} != {np.dtype(np.float32), dtype_of(BFLOAT16)} or x.shape != y.shape:
-        return False
-    copies = (one.astype(dtype_of(BFLOAT16)) for one in (x, y))
-    return not different(*copies).any()
+    narrow = dtype_of(BFLOAT16)
+    are_both = {x.dtype, y.dtype} == {np.dtype(np.float32), narrow} and x.shape == y.shape
+    return are_both and not different(x.astype(narrow), y.astype(narrow)).any()
 
 
 def _fused(side: Side, other: Side) -> str:
@@ -141,9 +140,8 @@ def _origin(value: np.ndarray, side: Side) -> str:
         if late:
             return f"codes of {late}, but {_LATE}{of}"
     if value.dtype == dtype_of(BFLOAT16):
-        names = [name for name in known if casts[""].is_of_master(DIALECTS[name])]
-        if names:
-            return f"{names[0]}{OF_OTHER[1]}"
+        if name := next((name for name in known if casts[""].is_by(DIALECTS[name], of_master=True)), ""):
+            return name + OF_OTHER[1]
     return next((f"no dialect; {rule}{of}" for of, cast in casts.items() if (rule := cast.rule())), "no dialect")
 
 
@@ -154,8 +152,8 @@ class _Cast:
         self._value, self._side = value, side
         self._amaxes: dict[bool, np.ndarray] = {}
 
-    def is_by(self, dialect: Dialect, change: Change = np.asarray) -> bool:
-        """Whether the dialect gives every scale, after a change, and every code."""
+    def is_by(self, dialect: Dialect, change: Change = np.asarray, *, of_master: bool = False) -> bool:
+        """Whether the dialect gives every scale, after a change, and every code; or may, of a float32 master of it."""
         value, side, form = self._value, self._side, dialect.scale
         own = next((one for one in dialect.blocks if side.has_block(one)), None)
         if own is None or form is None or value.shape != side.codes.shape:
@@ -163,20 +161,14 @@ class _Cast:
         # scales, which are few, tell most dialects apart
         if form.ignores_nan not in self._amaxes:
             self._amaxes[form.ignores_nan] = arithmetic.block_amax(value, own, ignores_nan=form.ignores_nan)
+        if of_master:
+            amax = self._amaxes[form.ignores_nan]
+            return arithmetic.codes_of_other(value, amax, side.codes, side.factors, dialect, own) > value.size // 1000
         factors = arithmetic.factors_from_amax(self._amaxes[form.ignores_nan], dialect, value.dtype)
         decoding = factors.scale if dialect.stored.is_multiplier else factors.stored.astype(np.float32)
         if different(change(decoding), side.factors).any():
             return False
         return not different(arithmetic.encode(value, factors, dialect, own), side.codes).any()
-
-    def is_of_master(self, dialect: Dialect) -> bool:
-        """Whether float32 values of which this one is the bfloat16 copy may give every scale and code."""
-        value, side = self._value, self._side
-        own = next((one for one in dialect.blocks if side.has_block(one)), None)
-        if own is None or dialect.scale is None or value.shape != side.codes.shape:
-            return False
-        amax = arithmetic.block_amax(value, own)
-        return bool(arithmetic.codes_of_other(value, amax, side.codes, side.factors, dialect, own))
 
     def rule(self) -> str:
         """The formula of a combination of the vocabulary, without a floor or with the one that the scales show."""

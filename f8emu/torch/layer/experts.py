@@ -407,7 +407,7 @@ class Float8Experts(nn.Module):
         """Cast the weights once for all passes until they change, such as the microbatches of a step.
 
         Call it after every step of the optimizer. The codes take 2 bytes an element; a pass after a change of the
-        weights without this call raises UnsupportedError.
+        weights without this call raises UnsupportedError, unless torch does not count it (`weight.data.mul_`).
 
         Raises:
             UnsupportedError: sharded weights, or delayed scaling.
