@@ -122,7 +122,7 @@ def convert_to_float8_training(
             to; weights that are already sharded; weights that cannot be stored or gathered as float8.
     """
     # 1. What is done with each layer, and whether all of that is possible: nothing has changed before it is.
-    recipe = resolve_recipe(_CALL, _DEFAULT if config is None else config, cast_weight_from, takes_options=True)
+    recipe = resolve_recipe(_CALL, _DEFAULT if config is None else config, cast_weight_from)
     options = torchao_options(config)
     pad |= "pad_inner_dim" in options
     enable_fsdp_float8_all_gather |= "enable_fsdp_float8_all_gather" in options
@@ -221,7 +221,7 @@ def plan_conversion(
     Raises:
         SpecError: an unknown recipe.
     """
-    recipe = resolve_recipe("plan_conversion", _DEFAULT if config is None else config, takes_options=True)
+    recipe = resolve_recipe("plan_conversion", _DEFAULT if config is None else config)
     pad |= "pad_inner_dim" in torchao_options(config)
     return report_of(module, recipe, module_filter_fn, pad, subclasses, tokens_per_expert)
 

@@ -121,16 +121,12 @@ def routers(module: nn.Module) -> set[int]:
         count = next(iter(stacks.values())).shape[0] if stacks else 0
         if isinstance(part, nn.ModuleList | nn.ModuleDict) and fqn.endswith("experts"):
             count = len(part)
-        block, others = fqn, dict[str, nn.Module]()
+        block, others, own = fqn, dict[str, nn.Module](), set(part.modules())
         while count > 1 and block and not any(internals.own_parameters(one) for one in others.values()):
             block = block.rpartition(".")[0]
-            prefix = f"{block}." if block else ""
-            others = {
-                name.removeprefix(prefix): one
-                for name, one in modules.items()
-                if name.startswith(prefix) and name != fqn and not name.startswith(f"{fqn}.")
-            }
-        inside: set[nn.Module] = set()  # of routers of several layers
+            around = internals.named_modules(modules[block])
+            others = {name: one for name, one in around if one not in own and one is not modules[block]}
+        inside = set[nn.Module]()  # routers of several layers
         for name, one in others.items():
             parts = name.split(".")
             is_router = parts[-1].startswith("rout") and not parts[-1].startswith("routed")

@@ -45,20 +45,17 @@ RecipeLike = Recipe | str | Enum | TorchaoConfig
 
 
 def torchao_options(config: RecipeLike | None) -> set[str]:
-    """Which options torchao's configuration sets beyond a recipe; none of another recipe."""
+    """Which options of a conversion torchao's configuration sets beyond a recipe; none of another recipe."""
     return {name for name in _OPTIONS if type(config).__name__ == "Float8LinearConfig" and getattr(config, name, False)}
 
 
-def resolve_recipe(
-    call: str, config: RecipeLike, cast_weight_from: CastFrom | str | None = None, *, takes_options: bool = False
-) -> Recipe:
+def resolve_recipe(call: str, config: RecipeLike, cast_weight_from: CastFrom | str | None = None) -> Recipe:
     """The recipe itself, the one of that name, or the one that torchao's configuration or enum stands for.
 
     `cast_weight_from` takes the place of the recipe's own, unless it is None.
 
     Raises:
-        SpecError: no such recipe, not a recipe, or no such values of a weight; `torchao_options` where the caller does
-            not take them.
+        SpecError: no such recipe, not a recipe, or no such values of a weight.
         UnsupportedError: a recipe with formats of another chip that layers do not cast to.
     """
     # torchao's by the names of their classes: it need not be installed.
@@ -67,11 +64,6 @@ def resolve_recipe(
         config = str(config.value)
     if isinstance(config, str):
         config = recipe_by_name(config)
-    if (options := torchao_options(config)) and not takes_options:
-        raise SpecError(
-            f"{call}: Float8LinearConfig must be a recipe alone here; got {', '.join(options)}=True, which "
-            "convert_to_float8_training takes"
-        )
     recipe = _of_torchao(call, config) if kind == "Float8LinearConfig" else config
     if not isinstance(recipe, Recipe):
         raise SpecError(f"{call}: the recipe must be a Recipe or the name of one; got {kind}; see f8emu.RECIPES")
@@ -183,7 +175,7 @@ def filter_small_layers(
         SpecError: an unknown recipe.
     """
     table = SMALLEST_LAYERS_IN_CUDA_GRAPHS if in_cuda_graph else SMALLEST_LAYERS
-    recipe = resolve_recipe("filter_small_layers", config, takes_options=True)
+    recipe = resolve_recipe("filter_small_layers", config)
     # A string's letters would be names.
     names = [filter_fqns] if isinstance(filter_fqns, str) else filter_fqns
     is_wanted = filter_layers(names, pad or "pad_inner_dim" in torchao_options(config), table.get(recipe))
