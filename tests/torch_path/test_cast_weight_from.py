@@ -116,8 +116,15 @@ def test_every_module_casts_what_a_bfloat16_copy_holds(assert_same_bits: Any) ->
             assert_same_bits(trained(model, dtype, autocast)[0], wanted[0])
 
 
-@pytest.mark.parametrize("options", [{"enable_fsdp_float8_all_gather": True}, {"float8_primary_weights": True}])
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("tensorwise", {"enable_fsdp_float8_all_gather": True}),
+        ("rowwise", {"enable_fsdp_float8_all_gather": True}),
+        ("rowwise", {"float8_primary_weights": True}),
+        ("delayed", {"float8_primary_weights": True}),
+    ],
+)
 def test_what_fsdp_gathers_as_float8_is_what_it_gathers_in_bfloat16(
     name: str, options: Any, assert_same_bits: Any
 ) -> None:
