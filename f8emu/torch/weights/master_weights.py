@@ -1,5 +1,6 @@
 """An optimizer over the float32 masters of weights that their layers hold as float8."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
@@ -75,14 +76,30 @@ class MasterWeights(Optimizer):
             self._cast()
             for _, master in self._masters():
                 master.grad = None
-        self._share_state()
+        self._take_settings()
         return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the wrapped optimizer has, such as `train` and `eval` of a schedule-free one."""
+        if name.startswith("_") or "inner" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        found = getattr(self.inner, name)
+        return self._with_casts_after(found) if inspect.ismethod(found) else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """`Optimizer.load_state_dict`. The masters are loaded with the model."""
         self.inner.load_state_dict(state_dict)
-        _copy_settings(self.inner, self)
-        self._share_state()
+        self._take_settings()
+
+    def _with_casts_after(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            _copy_settings(self, self.inner)
+            found = method(*args, **options)
+            self._take_settings()
+            refill_all([weight for weight, _ in self._masters()])  # it may have written to any
+            return found
+
+        return call
 
     def _with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         calls = itertools.count()
@@ -119,8 +136,10 @@ class MasterWeights(Optimizer):
     def _cast(self) -> None:
         refill_all([weight for weight, master in self._masters() if master.grad is not None])
 
-    def _share_state(self) -> None:
-        # The state of each parameter is its master's: state dicts are those of the model's parameters.
+    def _take_settings(self) -> None:
+        # The state of each parameter is its master's: state dicts are those of the model's parameters. Some optimizers
+        # count in their groups.
+        _copy_settings(self.inner, self)
         self.state.clear()
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for mine, master in zip(own["params"], inner["params"], strict=True):
