@@ -6,7 +6,7 @@
 
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -202,6 +202,17 @@ def require_no_transform(call: str, module: nn.Module, input: Tensor) -> None:
                 "float8 layers, since a rounding has no derivative; got an input or a parameter with a tangent; "
                 "compute gradients with backward(), or convert the model back with dequantize_float8_training"
             )
+
+
+def require_known_class(call: str, weight: Tensor) -> None:
+    """Raise UnsupportedError for a weight whose operators another library computes: codes of its own, mostly."""
+    kind: Any = type(weight)
+    is_own = kind.__module__.partition(".")[0] in ("torch", "f8emu")
+    if kind.__torch_dispatch__ is not cast("Any", Tensor).__torch_dispatch__ and not is_own:
+        raise UnsupportedError(
+            f"{call}: the weight must be a tensor of torch or f8emu; got a {kind.__module__}.{kind.__name__}; quantize "
+            "the model after dequantize_float8_training(model), or leave float8 layers out of torchao's quantize_"
+        )
 
 
 def refuse_torchscript(call: str) -> NoReturn:

@@ -233,6 +233,17 @@ def wrapper_of(cls: Any, x: Tensor, dtype: torch.dtype | None = None) -> Any:
     )
 
 
+def is_described_to_a_tracer() -> bool:
+    """Whether the method that calls this was called by what makes fake tensors, one for each storage."""
+    frame = sys._getframe(2)
+    return frame.f_globals.get("__name__") == "torch._subclasses.meta_utils"
+
+
+def set_data(x: Tensor, new: Tensor) -> None:
+    """`x.data = new` for tensors of a wrapper subclass: the sizes, the dtype and the device alone."""
+    cast("Any", torch._C.TensorBase).data.__set__(x, new)
+
+
 def like_dtensor(x: Any, local: Tensor) -> Any:
     """A DTensor with the placements of `x` and another part of this rank; `local` itself if `x` is none."""
     if not is_dtensor(x):

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import f8emu.torch as f8
 from f8emu.spec import OperandError, Recipe, UnsupportedError
@@ -331,7 +332,8 @@ def test_what_would_leave_the_master_behind_is_refused(optimizer: Any) -> None:
     for call in (
         optimizer(model.parameters(), lr=0.1, weight_decay=0.1).step,
         lambda: weight.data.mul_(0.9),
-        lambda: weight.data.add_(torch.ones(48, 32)),  # as adapters are merged
+        torch.no_grad()(lambda: weight.mul_(0.9)),
+        torch.no_grad()(lambda: torch._foreach_mul_([weight], 0.9)),
         lambda: weight[:16].zero_(),
         torch.no_grad()(lambda: weight.split(16)[0].zero_()),
         lambda: weight + 1,
@@ -342,6 +344,86 @@ def test_what_would_leave_the_master_behind_is_refused(optimizer: Any) -> None:
             call()
     # The bias, which is no float8 weight, may have been stepped.
     assert all(torch.equal(model.state_dict()[key], before[key]) for key in before if key.endswith("weight"))
+
+
+def test_a_write_by_any_route_is_a_write_to_the_master() -> None:
+    """Without gradients: in place, through aliases, in lists, by assignment, by averages and by merged adapters."""
+    other = plain()
+
+    def halve(weight: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_([weight], 0.5)
+            weight.data.add_(weight.detach(), alpha=-0.5).mul_(2.0)
+
+    def assign(weight: Any) -> None:
+        weight.data = torch.ones(48, 32)
+
+    def merge(weight: Any) -> None:  # as PEFT does, and undoes
+        before = weight.data.clone()
+        weight.data += torch.ones(48, 32)
+        weight.data = before
+
+    def vector(weight: Any) -> None:
+        nn.utils.vector_to_parameters(torch.arange(48.0 * 32), [weight])
+
+    def average(weight: Any) -> None:
+        torch._foreach_lerp_([weight.detach()], [other[0].weight.detach()], 0.25)
+
+    for is_taken in (False, True):
+        for route in (halve, assign, merge, vector, average):
+            models = [primary("rowwise", torch.float32), plain()]
+            if is_taken:
+                f8.MasterWeights(models[0].parameters(), SGD, lr=0.1)
+            for model in models:
+                route(model[0].weight)
+            assert_same_state(models[0].state_dict(), models[1].state_dict())
+            assert torch.equal(models[0](batch(0)), convert(models[1], "rowwise")(batch(0))), route
+    # Averages of the model over steps; its copy has masters of its own.
+    pairs: list[Any] = []
+    for model in (primary("rowwise", torch.float32), convert(plain(), "rowwise")):
+        optimizer = f8.MasterWeights(model.parameters(), SGD, lr=0.1)
+        averages = [AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))]
+        for number in range(STEPS):
+            step(model, optimizer, number)
+            for average_model in averages:
+                average_model.update_parameters(model)
+        pairs.append(averages)
+    for ours, theirs in zip(*pairs, strict=True):
+        assert_same_state(ours.state_dict(), theirs.state_dict())
+        assert torch.equal(ours(batch(0)), theirs(batch(0)))
+
+
+class Counting(SGD):
+    """It keeps a count in its groups and other weights for evaluation, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(group["k"])
+
+
+def test_what_an_optimizer_has_besides_is_there() -> None:
+    """A method that writes to masters, and settings that a step changes."""
+    models = [primary("rowwise", torch.float32), convert(plain(), "rowwise")]
+    optimizers: list[Any] = [
+        f8.MasterWeights(models[0].parameters(), Counting, lr=0.1),
+        Counting(models[1].parameters(), lr=0.1),
+    ]
+    for number in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, optimizer, number)
+            optimizer.eval()
+        assert optimizers[0].param_groups[0]["k"] == number + 1
+        assert torch.equal(models[0](batch(0)), models[1](batch(0)))
+        assert_same_model(*models)
+    assert not hasattr(optimizers[0], "train") and not hasattr(optimizers[0], "_step_supports_amp_scaling")
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -5,9 +5,9 @@ Codes are cast for each gather, or rest between two steps (`float8_primary_weigh
 
 import copy
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -437,10 +437,10 @@ def what_was_not_gathered() -> None:
     with pytest.raises(UnsupportedError, match="before the first step"):
         model(batch(0, dist.get_rank())).sum().backward()
     model = shard(make("rowwise", True))
-    model(batch(0, dist.get_rank())).sum().backward()
+    output = model(batch(0, dist.get_rank()))
+    output.sum().backward()
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
-    with nullcontext() if _rests else pytest.raises(UnsupportedError, match="without assign=True"):
-        model(batch(0, dist.get_rank()))
+    assert_same([model(batch(0, dist.get_rank()))], [output], "output")
 
 
 def codes_are_no_values() -> None:
@@ -453,6 +453,47 @@ def codes_are_no_values() -> None:
     block = nn.Sequential(f8.Float8FeedForward(16, 32, recipe="delayed"))  # its layers are converted already
     f8.convert_to_float8_training(block, config="delayed", enable_fsdp_float8_all_gather=True)
     assert all(isinstance(parameter, ShardedWeight) for parameter in block.parameters())
+
+
+def by_accelerate(recipe: str, **settings: Any) -> None:
+    """accelerate knows the optimizer's parameters by their addresses: all train, with the losses of torch's FSDP2."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    found: list[Any] = []
+    for is_accelerated in (False, True):
+        model = make(recipe, True)
+        before = {name: plain(value).clone() for name, value in model.state_dict().items()}
+        if is_accelerated:
+            options = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1, "fsdp_version": 2, **settings}
+            names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+            names |= {"MASTER_ADDR": "none", "MASTER_PORT": 0, "ACCELERATE_USE_CPU": "true"}
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in names.items():
+                    patch.setenv(name, str(value))
+                AcceleratorState._reset_state(True)
+                accelerator = Accelerator(cpu=True)
+                # FSDP is for accelerators only: what Accelerator() would have set there.
+                accelerator.state.distributed_type = DistributedType.FSDP
+                accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**options)
+                model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=1e-2))
+        else:
+            for layer in model.modules():
+                if isinstance(layer, nn.Linear):
+                    fully_shard(layer)
+            fully_shard(model)
+            optimizer = AdamW(model.parameters(), lr=1e-2)
+        outputs: list[Tensor] = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            outputs.append(model(batch(step, dist.get_rank())))
+            outputs[-1].square().mean().backward()
+            optimizer.step()
+        after = {name: plain(value) for name, value in model.state_dict().items()}
+        assert not [name for name in after if torch.equal(after[name], before[name])]
+        found.append([*outputs, *after.values()])
+    assert_same(found[1], found[0], "output or weight")
 
 
 def offloaded_from_a_gpu() -> None:
@@ -504,6 +545,13 @@ _AT_REST = {
     *("hybrid", "compiled, delayed", "fused", "traffic, rowwise", "traffic, recomputed", "held", "skipped"),
     *("NaN, rowwise", "forgotten", "loaded", "not gathered", "rowwise", "unequal and empty shards, delayed"),
 }
+if importlib.util.find_spec("accelerate"):
+    _RAM = {"cpu_ram_efficient_loading": True}
+    CASES[2] |= {
+        "accelerate": case(by_accelerate, "delayed"),
+        "accelerate, meta": case(by_accelerate, "rowwise", **_RAM),
+    }
+    _AT_REST.add("accelerate, meta")
 for _cases in CASES.values():
     _cases |= {f"{name}, at rest": case(at_rest, _cases[name]) for name in sorted(_AT_REST & _cases.keys())}
 CASES[2] |= {

@@ -1,5 +1,6 @@
 """Hugging Face's models under every recipe: trained, saved, loaded and asked to generate. Tiny, and no network."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import f8emu.torch as f8
 from f8emu.spec import RECIPES
 from f8emu.torch import Outcome
 from f8emu.torch.conversion import first_step
+from tests.torch_path.states import assert_same_state
 
 transformers: Any = pytest.importorskip("transformers")
+safetensors_torch: Any = pytest.importorskip("safetensors.torch")
 
 # The emulated GEMMs below a Hugging Face model run in tests/test_examples.py.
 SIZE, HEADS, ROWS = 32, 2, 16
@@ -131,3 +134,17 @@ def test_layers_that_a_model_replaces_or_reads_are_told(
     assert told.splitlines()[1].startswith(what) and len(told.splitlines()) == 2
     reads = {entry.fqn for entry in f8.plan_conversion(build(), pad=True).entries if "reads its weight" in entry.reason}
     assert (build is mamba) == ("backbone.layers.0.mixer.dt_proj" in reads)
+
+
+@pytest.mark.parametrize("option", ["enable_fsdp_float8_all_gather", "float8_primary_weights"])
+def test_weights_that_are_no_plain_tensors_are_saved(option: str, tmp_path: Path) -> None:
+    """By `save_pretrained` and by safetensors' `save_model`: the same tensors, and the same that are shared."""
+    expected = model_of("LlamaForCausalLM", transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True))
+    model = copy.deepcopy(expected)
+    f8.convert_to_float8_training(model.model, config="rowwise", **{option: True})
+    for name, one in (("plain", expected), ("float8", model)):
+        one.save_pretrained(tmp_path / name)
+        safetensors_torch.save_model(one, str(tmp_path / name / "all.safetensors"))
+    for file in ("model.safetensors", "all.safetensors"):
+        ours, theirs = (safetensors_torch.load_file(tmp_path / name / file) for name in ("float8", "plain"))
+        assert_same_state(dict(sorted(ours.items())), dict(sorted(theirs.items())))

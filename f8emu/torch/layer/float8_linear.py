@@ -18,6 +18,7 @@ from f8emu.torch.float8_layer import (
     autocast_dtype,
     leaf_call,
     refuse_torchscript,
+    require_known_class,
     require_no_transform,
 )
 from f8emu.torch.gemm.engine import check_engine
@@ -37,8 +38,8 @@ from f8emu.torch.torch_internals import (
     own_parameters,
 )
 from f8emu.torch.weights.coded_weight import CodedWeight
-from f8emu.torch.weights.float8_weight import at_rest, refill, written_over
-from f8emu.torch.weights.sharded_weight import ShardedWeight
+from f8emu.torch.weights.float8_weight import Float8Weight, at_rest, refill, written_over
+from f8emu.torch.weights.sharded_weight import ShardedWeight, local_tensor
 
 
 class _Call(NamedTuple):
@@ -211,6 +212,8 @@ class Float8Linear(Float8Layer):
             refill(self.weight)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight" and param is not None:
+            require_known_class("Float8Linear", param)
         super().register_parameter(name, param)
         # Tensor parallelism distributes the weight.
         if name == "weight" and is_dtensor(param) and (delayed := self.__dict__.get("delayed")) is not None:
@@ -223,9 +226,10 @@ class Float8Linear(Float8Layer):
             destination[f"{prefix}weight"] = like_dtensor(weight, held.values())
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        old = own_parameters(self).get("weight")
+        old: Any = own_parameters(self).get("weight")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        if (held := at_rest(old)) is not None and self.weight is not old:
+        held: Any = local_tensor(old)
+        if isinstance(held, (Float8Weight, ShardedWeight)) and self.weight is not old:
             written_over(self, old, held)
         if self.delayed is None:
             return

@@ -6,16 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.layer.operands import Delayed, Operand
 from f8emu.torch.weights.codes import WeightCodes
+from f8emu.torch.weights.weight_tensor import WeightTensor
 
 # What operators of autograd, modules, FSDP2 and initializations make of a weight that is no plain tensor. Each class of
 # weights answers some of these kinds in its `__torch_dispatch__`, or in `result_of`; all other operators need values.
 _aten = torch.ops.aten
-ALIASES = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default, _aten.view.default}
+ALIASES = {getattr(_aten, name).default for name in ("alias", "as_strided", "detach", "expand", "view")}
 PARTS = {_aten.slice.Tensor, _aten.split.Tensor}
 MOVES = {_aten._to_copy.default, _aten._pin_memory.default}
 COPIES = {_aten.clone.default}
@@ -28,9 +30,24 @@ _OF_IDLE_OPERAND = (
 )
 
 
-class CodedWeight(Tensor):
+def is_view(func: Any) -> bool:
+    """Whether the operator's result is a view of an argument."""
+    return any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors to which the operator writes."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
+    return found
+
+
+class CodedWeight(WeightTensor):
     """[N, K], or experts [E, N, K], in the dtype of the gradient. Only float8 layers can compute with it."""
 
+    template = "_rows"
     cols: Tensor | None
     row_scale: Tensor
     col_scale: Tensor
@@ -59,6 +76,12 @@ class CodedWeight(Tensor):
     def held(self) -> WeightCodes:
         """What the weight holds now, of which FSDP2 may have freed the memory."""
         return WeightCodes(self._rows, self.row_scale, self.col_scale, self.cols, self.master_amax)
+
+    def parts(self) -> Iterator[Tensor]:
+        raise UnsupportedError(f"share_memory_: {self.refusal}")
+
+    def become(self, value: Tensor) -> None:
+        raise UnsupportedError(f"weight.data = ...: {self.refusal}")
 
     def of_output(self) -> Operand:
         return Operand(self.rows, self.row_scale)
@@ -98,20 +121,20 @@ class CodedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        x, result = args[0] if args else None, None
+        x, kwargs = args[0] if args else None, kwargs or {}
         if isinstance(x, CodedWeight):
             if func in ALIASES and (len(args) < 2 or tuple(args[1]) == tuple(x.shape)):
-                return internals.with_aliases(func, args, kwargs or {}, x.alias())
+                return internals.with_aliases(func, args, kwargs, x.alias())
             if func is _aten.unbind.int and x.ndim == 3 and args[1:] in ((), (0,)):
-                return internals.with_aliases(func, args, kwargs or {}, x.experts())
-            result = x.result_of(func, args, kwargs or {})
-        if result is None:
+                return internals.with_aliases(func, args, kwargs, x.experts())
+        weights = [one for one in tree_leaves((args, kwargs)) if isinstance(one, CodedWeight)]
+        if (result := weights[0].result_of(func, args, kwargs)) is NotImplemented:
             raise UnsupportedError(f"{func}: {cls.refusal}")
         return result
 
     def result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator other than `ALIASES` makes of this weight, its first argument; None if it needs values."""
-        return None
+        """What an operator other than `ALIASES` makes of this weight; NotImplemented if only values would do."""
+        return NotImplemented
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         scale = f"scale {list(self.row_scale.shape)}"

@@ -10,20 +10,22 @@ Exactness: codes and scales are those that a `Float8Linear` casts in its forward
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
+from f8emu.torch import torch_internals as internals
 from f8emu.torch.layer.delayed_state import DelayedBuffers
-from f8emu.torch.torch_internals import like_dtensor, no_torch_function
-from f8emu.torch.weights.coded_weight import COPIES, EMPTIES, FILLED, NEW, CodedWeight
+from f8emu.torch.weights.coded_weight import COPIES, EMPTIES, FILLED, NEW, CodedWeight, is_view, written
 from f8emu.torch.weights.codes import LocalWeight, OwnRows, WeightCodes, WeightScales, cast_master, global_scales
 from f8emu.torch.weights.sharded_weight import GatherState, Resting, ShardedWeight, local_tensor
+from f8emu.torch.weights.weight_tensor import WeightTensor
 
 _aten = torch.ops.aten
 
@@ -42,15 +44,16 @@ class Float8Weight(CodedWeight):
     """[N, K] in the dtype of its gradient."""
 
     origin: MasterOf | None  # None in compiled code, which reads only the codes
+    parameter: Tensor | None = None  # of which this is `.data` or another alias
     refusal = (
         "the weight holds only float8 codes (float8_primary_weights=True), and only Float8Linear computes "
         "with them; step and decay it with MasterWeights(params, torch.optim.AdamW, ...); read weight.master, in "
-        "high precision, or weight.dequantize(); write with weight.copy_(values) or load_state_dict; under DDP "
-        "pass init_sync=False; to merge adapters into it, convert without float8_primary_weights"
+        "high precision, or weight.dequantize(); write with weight.copy_(values), load_state_dict, or in place after "
+        "optimizer.zero_grad(), to all of it; under DDP pass init_sync=False"
     )
 
     # Results are plain tensors: torch would make each a tensor of this class.
-    __torch_function__ = no_torch_function
+    __torch_function__ = internals.no_torch_function
 
     def __init__(self, codes: WeightCodes, dtype: torch.dtype, origin: MasterOf | None = None) -> None:
         super().__init__(codes, dtype)
@@ -84,16 +87,29 @@ class Float8Weight(CodedWeight):
         return self.origin
 
     @property
-    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The weight without its gradient history, like `detach`. It cannot be assigned."""
-        return self.detach()
+    def addressed(self) -> Tensor | None:
+        return None if self.origin is None else self.origin.master
 
-    @data.setter
-    def data(self, value: Any) -> None:
-        raise UnsupportedError(
-            "Float8Weight: weight.data cannot be assigned, since the weight is float8 codes with a master; write "
-            "values with weight.copy_(values) under torch.no_grad()"
-        )
+    def parts(self) -> Iterator[Tensor]:
+        yield from WeightTensor.parts(self)
+        if self.origin is not None:
+            yield self.origin.master
+
+    def become(self, value: Tensor) -> None:
+        """Write the values; the weight takes their dtype and device too, unless an optimizer has its master."""
+        if (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device):
+            with torch.no_grad():
+                self.copy_(value)
+            return
+        if self._origin.is_taken or value.shape != self.shape:
+            raise UnsupportedError(
+                "Float8Weight: weight.data takes values of the weight's shape, dtype and device, since the weight is "
+                f"float8 codes: {list(self.shape)}, {self.dtype} on {self.device}; got {list(value.shape)}, "
+                f"{value.dtype} on {value.device}; change dtype and device before MasterWeights is made"
+            )
+        new = value if isinstance(value, Float8Weight) else Float8Weight.of(value, self.recipe, self._origin.delayed)
+        internals.set_data(self, new)
+        Float8Weight.__init__(self, new.held, new.dtype, new.origin)
 
     def dequantize(self) -> Tensor:
         """The values of the codes that the GEMM `output` multiplies, float32 [N, K]."""
@@ -131,33 +147,39 @@ class Float8Weight(CodedWeight):
         return origin.master
 
     def alias(self) -> "Float8Weight":
-        return Float8Weight(self.held, self.dtype, self.origin)
+        same = Float8Weight(self.held, self.dtype, self.origin)
+        same.parameter = self if isinstance(self, nn.Parameter) else self.parameter
+        return same
 
     def result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of copies and initializations; None for operators that need values."""
-        if func is _aten.split.Tensor or (func is _aten.new_zeros.default and len(args[1]) == 2):  # for FSDP2, DTensor
-            return func(self._sharded(is_split=func is _aten.split.Tensor), *args[1:], **kwargs)
-        if func in FILLED:
-            one = self.held.rows.new_empty((1, 1), dtype=self.dtype).expand(self.shape)
-            return func(one, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
-        if func in NEW:
-            return func(self.held.rows.new_empty((0,), dtype=self.dtype), *args[1:], **kwargs)
-        if func in COPIES:
-            return self._copied({})
-        if func in EMPTIES:
-            return self._emptied(kwargs.get("device") or self.device)
-        if func is _aten._to_copy.default:
-            return self._moved(kwargs.get("device") or self.device, kwargs.get("dtype") or self.dtype, kwargs)
-        if func is _aten.copy_.default or self._is_initialized_by(func):
-            return self._with_master(func, args[1:], kwargs)
-        return None
+        """The result of copies, of reads and of in-place operations; what is left, only float8 layers compute."""
+        if args and args[0] is self:
+            if func is _aten.split.Tensor or (func is _aten.new_zeros.default and len(args[1]) == 2):  # FSDP2, DTensor
+                return func(self._sharded(is_split=func is _aten.split.Tensor), *args[1:], **kwargs)
+            if func in FILLED:
+                one = self.held.rows.new_empty((1, 1), dtype=self.dtype).expand(self.shape)
+                return func(one, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
+            if func in NEW:
+                return func(self.held.rows.new_empty((0,), dtype=self.dtype), *args[1:], **kwargs)
+            if func in COPIES:
+                return Float8Weight(self.held.map(Tensor.clone), self.dtype, copy.deepcopy(self.origin))
+            if func in EMPTIES:
+                return self._emptied(kwargs.get("device") or self.device)
+            if func is _aten._to_copy.default:
+                return self._moved(kwargs.get("device") or self.device, kwargs.get("dtype") or self.dtype, kwargs)
+            if func is _aten._pin_memory.default:
+                return Float8Weight(self.held.map(Tensor.pin_memory), self.dtype, self.origin)
+            if func is _aten.is_pinned.default:
+                return self.held.rows.is_pinned()
+        return _by_masters(func, args, kwargs)
 
     def _sharded(self, *, is_split: bool) -> ShardedWeight:
         origin = self._origin
         if origin.is_taken:
             raise UnsupportedError(
                 "Float8Weight: the weight is float8 codes, and an optimizer has its whole master; make MasterWeights "
-                "after fully_shard and parallelize_module, and write whole values with weight.copy_(values)"
+                "after fully_shard and parallelize_module, and write whole values with weight.copy_(values); where "
+                "accelerate prepares model and optimizer together, give it torch.optim.AdamW(model.parameters(), ...)"
             )
         master = origin.master.detach().to(self.device, torch.float32)
         return ShardedWeight(master, origin.recipe, GatherState(resting=Resting(origin.delayed, is_split)), self.dtype)
@@ -180,56 +202,37 @@ class Float8Weight(CodedWeight):
         codes = self.held.map(lambda x: torch.empty_like(x, device=device))
         return Float8Weight(codes, self.dtype, MasterOf(old.recipe, old.delayed, master))
 
-    def _is_initialized_by(self, func: Any) -> bool:
-        # Initializations run outside of autograd, before gradients and an optimizer. A view may be written to later,
-        # unseen, so none is given away.
-        is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
-        return not (is_view or self._origin.is_taken or self.grad is not None or torch.is_grad_enabled())
 
-    def _with_master(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # Apply an operator to the master, where the weight is: random numbers are those of any weight there.
-        origin = self._origin
-        args = [x.master if isinstance(x, Float8Weight) else x for x in args]
-        if func is _aten.copy_.default and torch.promote_types(args[0].dtype, self.master.dtype) != self.master.dtype:
-            origin.master = origin.master.float()  # float32 masters are loaded, and no optimizer is made yet
-        value = self.master.to(self.device)
-        out = func(value, *args, **kwargs)
-        if not func._schema.is_mutable:
-            return out
-        if value is not self.master:
-            self.master.copy_(value)
-        self.refill(by_own_amax=True)  # values that were written need not fit the scale of earlier passes
-        return self
+def _by_masters(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operator of the masters, where the weights are: random numbers are those of any weight there.
 
-    def _copied(self, memo: dict[int, Any]) -> "Float8Weight":
-        return Float8Weight(self.held.map(Tensor.clone), self.dtype, copy.deepcopy(self.origin, memo))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            with torch.no_grad():
-                new = self._copied(memo)
-                new = nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
-            new.grad = copy.deepcopy(self.grad, memo)
-            memo[id(self)] = new
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # As bytes: torch pickles float8, but does not load it again outside of torch.save.
-        codes = self.held.map(lambda x: x if x.dtype is torch.float32 else x.view(torch.uint8))
-        kind = (isinstance(self, nn.Parameter), self.requires_grad)
-        return _unpickled, (codes, self.rows.dtype, self.dtype, self.origin, *kind)
-
-
-def _unpickled(
-    codes: WeightCodes,
-    format: torch.dtype,
-    dtype: torch.dtype,
-    origin: MasterOf | None,
-    is_parameter: bool,
-    requires_grad: bool,
-) -> Tensor:
-    new = Float8Weight(codes.map(lambda x: x if x.dtype is torch.float32 else x.view(format)), dtype, origin)
-    return nn.Parameter(new, requires_grad) if is_parameter else new
+    Whoever writes by whatever route writes to the master, from which the codes are cast again.
+    """
+    # 1. Refused: a view, to which somebody may write later, unseen; a write where a gradient waits for an optimizer.
+    changed = [x for x in written(func, args, kwargs) if isinstance(x, Float8Weight)]
+    is_copy = func is _aten.copy_.default
+    is_due = any((x if x.parameter is None else x.parameter).grad is not None for x in changed)
+    if func.namespace != "aten" or is_view(func) or (is_due and not is_copy):
+        return NotImplemented
+    if is_copy and changed and torch.promote_types(args[1].dtype, args[0].master.dtype) != args[0].master.dtype:
+        args[0]._origin.master = args[0].master.float()  # float32 masters are loaded, and no optimizer is made yet
+    # 2. Read and write.
+    weights = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Float8Weight)]
+    dtype = changed[0].master.dtype if changed else None
+    values = {id(x): x.master.to(x.device, x.dtype if dtype is None else dtype) for x in weights}
+    values |= {id(x): x.master.to(x.device) for x in changed}
+    plain_args, plain_kwargs = tree_map_only(Float8Weight, lambda x: values[id(x)], (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    for x in changed:
+        if values[id(x)] is not x.master:
+            x.master.copy_(values[id(x)])
+        x.refill(by_own_amax=True)  # values that were written need not fit the scale of earlier passes
+    if func._schema.is_mutable:
+        return internals.with_aliases(func, args, kwargs, out)
+    # 3. Refused too: float8 would be left out of what autograd differentiates.
+    is_in_graph = torch.is_grad_enabled() and any(isinstance(x, nn.Parameter) for x in weights)
+    found = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
+    return NotImplemented if is_in_graph and found else out
 
 
 def _cast(x: Tensor, origin: MasterOf, *, by_own_amax: bool = False, scales: WeightScales | None = None) -> WeightCodes:
@@ -266,7 +269,10 @@ def refill(weight: Tensor | None) -> None:
 
 
 def written_over(layer: nn.Linear, old: Any, held: Float8Weight | ShardedWeight) -> None:
-    """After `load_state_dict(assign=True)` has replaced the parameter `old` of a layer: its values go into `old`."""
+    """After `load_state_dict(assign=True)` has replaced the parameter `old` of a layer: its values go into `old`.
+
+    A parameter without memory becomes one of the same class.
+    """
     value = layer.weight.detach()
     if not old.is_meta or value.is_meta:
         with torch.no_grad():
@@ -276,6 +282,7 @@ def written_over(layer: nn.Linear, old: Any, held: Float8Weight | ShardedWeight)
     if isinstance(held, Float8Weight):
         new: Tensor = Float8Weight.of(value, held.recipe, None if held.origin is None else held.origin.delayed)
     else:
-        part = local_tensor(value).to(torch.float32)
-        new = like_dtensor(value, ShardedWeight(part, held.recipe, held.state, held.dtype))
+        part: Tensor = getattr(local_tensor(value), "plain", local_tensor(value))
+        dtype = part.dtype if held.state.resting is None else held.dtype
+        new = internals.like_dtensor(value, held.with_values(part, dtype))
     layer.weight = nn.Parameter(new, old.requires_grad)

@@ -28,6 +28,8 @@ from f8emu.torch.weights.coded_weight import (
     NEW,
     CodedWeight,
     GatherMemory,
+    is_view,
+    written,
 )
 from f8emu.torch.weights.codes import (
     LocalWeight,
@@ -42,6 +44,7 @@ from f8emu.torch.weights.codes import (
     global_scales,
     has_one_scale,
 )
+from f8emu.torch.weights.weight_tensor import WeightTensor
 
 # Weights with values of their own. Tensor parallelism pads unequal parts.
 _OTHERS = COPIES | EMPTIES | NEW | {torch.ops.aten.constant_pad_nd.default}
@@ -90,12 +93,13 @@ class Sent(NamedTuple):
     master_amax: Tensor | None = None  # as in `WeightCodes`
 
 
-class ShardedWeight(Tensor):
+class ShardedWeight(WeightTensor):
     """A wrapper around a plain tensor, with the hooks of FSDP2; every operation is that of the tensor inside.
 
     Its dtype is that of the gradient; at rest the tensor inside, the master, is float32.
     """
 
+    template = "plain"
     plain: Tensor
     recipe: Recipe
     state: GatherState
@@ -121,24 +125,25 @@ class ShardedWeight(Tensor):
                 if isinstance(x, ShardedWeight) and not (x.state.resting and x.state.resting.is_split):
                     x.forget()
         if is_write:
-            for x in _written(func, args, kwargs):
-                x._require_own_step(func, args)
-                x.forget()
+            for x in written(func, args, kwargs):
+                if isinstance(x, ShardedWeight):
+                    x._require_own_step(func, args)
+                    x.forget()
         if func in FILLED and kwargs.get("dtype") is None:
             kwargs = {**kwargs, "dtype": args[0].dtype}
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda x: x.plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if is_write:
             return internals.with_aliases(func, args, kwargs, out)
-        if func in MOVES or func in _OTHERS or (_is_view(func) and func is not torch.ops.aten.view.dtype):
+        # A write to any view of a weight is a write to the weight.
+        if func in MOVES or func in _OTHERS or (is_view(func) and func is not torch.ops.aten.view.dtype):
             first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
+            if func in NEW and out.ndim != first.ndim:  # a number or a buffer
+                return out
             dtype = kwargs.get("dtype") or first.dtype
-            state = first.state
-            if func in _OTHERS:
+            state = first._state_as(dtype)
+            if func in _OTHERS and dtype == first.dtype:
                 state = state.of_padded() if func in NEW else state.of_another()
-            if dtype != first.dtype:
-                state = first.state.of_another()
-                state.was = None if first.state.own is None else first.dtype
             if state.resting is not None:  # another dtype rounds the values of the master, which stays float32
                 out = tree_map_only(Tensor, lambda x: x.to(first.plain.dtype), out)
             out = tree_map_only(Tensor, lambda x: ShardedWeight(x, first.recipe, state, dtype), out)
@@ -146,6 +151,29 @@ class ShardedWeight(Tensor):
                 out.is_moved = first.is_moved or out.device != first.device
             return internals.with_aliases(func, args, kwargs, out)
         return out
+
+    @property
+    def addressed(self) -> Tensor:
+        return self.plain
+
+    def become(self, value: Tensor) -> None:
+        self.forget()
+        new = value if isinstance(value, ShardedWeight) else self.with_values(value.detach(), value.dtype)
+        internals.set_data(self, new)
+        self.plain, self.state = new.plain, new.state
+
+    def with_values(self, values: Tensor, dtype: torch.dtype) -> "ShardedWeight":
+        """A weight in the place of this one."""
+        inner = values if self.state.resting is None else values.to(self.plain.dtype)
+        return ShardedWeight(inner, self.recipe, self._state_as(dtype), dtype)
+
+    def _state_as(self, dtype: torch.dtype) -> GatherState:
+        """The state of the same values, or of these rounded to another dtype."""
+        if dtype == self.dtype:
+            return self.state
+        state = self.state.of_another()
+        state.was = None if self.state.own is None else self.dtype
+        return state
 
     def _require_own_step(self, func: Any, args: Any) -> None:
         # An optimizer over the weight itself would step the float32 master by gradients and moments of another dtype.
@@ -231,7 +259,7 @@ class ShardedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The shard of a checkpoint is a plain tensor, which any program can load, on any number of ranks.
         is_shard = not isinstance(self, nn.Parameter)
-        return internals.pickled_as(self.plain, protocol) if is_shard else internals.pickled_as(super(), protocol)
+        return internals.pickled_as(self.plain, protocol) if is_shard else super().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedWeight({self.plain!r}, recipe={self.recipe.label})"
@@ -348,23 +376,9 @@ class ShardedWeight(Tensor):
         return weight, memory
 
 
-def _is_view(func: Any) -> bool:
-    # A write to any view of a weight is a write to the weight.
-    return any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
-
-
 def local_tensor(x: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds; any other tensor is itself."""
     return getattr(x, "_local_tensor", x)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[ShardedWeight]:
-    found: list[ShardedWeight] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, ShardedWeight)]
-    return found
 
 
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:

@@ -1,0 +1,78 @@
+"""What libraries ask of a parameter beside its operators: address, storage, `.data`, copies, pickles, sharing.
+
+torch answers for a tensor that has memory. A weight of this package is a wrapper around other tensors. Without these
+answers every one of them lies at address 0, and a library that knows parameters by their address takes one for another.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from f8emu.torch import torch_internals as internals
+from f8emu.torch.chip import FLOAT8_DTYPES
+
+
+class WeightTensor(Tensor):
+    """A weight that consists of other tensors, its attributes; `template` names the one that has its sizes."""
+
+    template: str
+
+    @property
+    def addressed(self) -> Tensor | None:
+        """The tensor at whose address the weight is, if it has one."""
+        return None
+
+    def parts(self) -> Iterator[Tensor]:
+        """All tensors of which the weight consists."""
+        yield from (x for x in vars(self).values() if isinstance(x, Tensor))
+
+    def become(self, value: Tensor) -> None:
+        """Take the values of another tensor, and its dtype and device."""
+        raise NotImplementedError
+
+    def data_ptr(self) -> int:
+        return 0 if (addressed := self.addressed) is None else addressed.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        addressed = None if internals.is_described_to_a_tracer() else self.addressed
+        return super().untyped_storage() if addressed is None else addressed.untyped_storage()
+
+    def share_memory_(self) -> Self:
+        for part in self.parts():
+            part.share_memory_()
+        return self
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The weight without its gradient history, like `detach`; what is assigned becomes the weight's values."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.become(value)
+
+    def _state_of_copy(self) -> tuple[Any, ...]:
+        # As bytes: torch pickles float8, but does not load it again outside of torch.save.
+        kinds = {name: x.dtype for name, x in vars(self).items() if isinstance(x, Tensor) and x.dtype in FLOAT8_DTYPES}
+        attributes = {name: x.view(torch.uint8) if name in kinds else x for name, x in vars(self).items()}
+        return type(self), attributes, kinds, self.dtype, self.requires_grad
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            new = memo[id(self)] = _rebuilt(*copy.deepcopy(self._state_of_copy(), memo))
+            new.grad = copy.deepcopy(self.grad, memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, self._state_of_copy()
+
+
+def _rebuilt(cls: Any, attributes: dict[str, Any], kinds: Any, dtype: torch.dtype, requires_grad: bool) -> Tensor:
+    # Also what users have set on it, and that it is an nn.Parameter, are attributes.
+    attributes = {name: x.view(kinds[name]) if name in kinds else x for name, x in attributes.items()}
+    new = internals.wrapper_of(cls, attributes[cls.template], dtype)
+    vars(new).update(attributes)
+    return new.requires_grad_(requires_grad)
