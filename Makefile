@@ -11,6 +11,8 @@ STAMP := $(VENV)/.f8emu-installed
 # The packages that tests/dialects compares with. They lie apart, where only that test looks: transformers, peft and
 # accelerate change what they do where they can import torchao. What they need of others is in .venv.
 STACKS := $(VENV)/stacks
+# The newest torch, in an environment of its own.
+NEWEST := $(VENV)/newest
 # Touched where no compiler is found too: f8emu then works without its engine.
 ENGINE := $(VENV)/.f8emu-engine
 
@@ -22,11 +24,12 @@ QUICK := tests/spec tests/architecture/test_contracts.py tests/architecture/test
 	$(addprefix tests/test_examples.py::test_,gemm_bits train_tiny own_kernel)
 
 .DEFAULT_GOAL := help
-.PHONY: help verify test quick check lint types contracts docs format exhaustive engine install clean
+.PHONY: help verify test newest quick check lint types contracts docs format exhaustive engine install clean
 
 help:
 	@echo 'make verify      prove that numpy, JAX and torch give the recorded bits of a Hopper GPU (ARGS=... is passed on)'
 	@echo 'make test        the tests (ARGS=... is passed to pytest)'
+	@echo 'make newest      the tests of torch and of the engine, with the newest torch instead of the pinned one'
 	@echo 'make quick       a part of the tests that touches every room; under a minute on two cores'
 	@echo 'make check       ruff, pyright, import-linter (lint, types, contracts)'
 	@echo 'make docs        the documentation, from docs/ and the docstrings, into site/'
@@ -42,6 +45,9 @@ verify: $(ENGINE)
 
 test: $(ENGINE)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+newest: $(ENGINE) $(NEWEST)/.f8emu-installed
+	PYTHONPATH=$(CURDIR):$(CURDIR)/reference $(NEWEST)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal tests/torch_path tests/native $(ARGS)
 
 quick: $(ENGINE)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(QUICK) $(ARGS)
@@ -79,6 +85,13 @@ $(STAMP): pyproject.toml constraints/cpu.txt constraints/stacks.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints/cpu.txt -e '.[all]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps --upgrade --target $(STACKS) -r constraints/stacks.txt
+	@touch $@
+
+# pip takes the variable instead of the constraints of its configuration, which on some machines cap torch.
+$(NEWEST)/.f8emu-installed: constraints/newest.txt
+	@echo 'Installing the newest torch into $(NEWEST); once, a few minutes'
+	$(PYTHON) -m venv $(NEWEST)
+	PIP_CONSTRAINT=constraints/newest.txt $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r constraints/newest.txt
 	@touch $@
 
 $(ENGINE): $(STAMP) setup.py $(wildcard f8emu/native/src/*.[ch])

@@ -15,6 +15,9 @@ from pathlib import Path
 
 from f8emu import __version__
 
+TESTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "jax": ("0.10",)}
+"""The releases that the tests ran with, from the oldest that f8emu takes; torch 2.11 on a GPU, the others on a CPU."""
+
 
 def versions() -> dict[str, str | None]:
     """Versions of f8emu, Python, the array packages and the NVIDIA driver; None for what is not installed."""
@@ -35,6 +38,11 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def tested() -> str:
+    """The releases of torch and JAX that f8emu was tested with, in words."""
+    return "; ".join(f"{package} {', '.join(releases)}" for package, releases in TESTED.items())
 
 
 def devices() -> dict[str, list[str]]:

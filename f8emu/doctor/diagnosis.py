@@ -15,7 +15,7 @@ from typing import TextIO, TypeVar
 
 from f8emu import interop
 from f8emu.doctor.probes import Probe, probe_jax, probe_torch
-from f8emu.environment import versions
+from f8emu.environment import tested, versions
 from f8emu.native.library import unavailable, widths
 from f8emu.spec import CHIPS, HOPPER, MissingExtraError
 
@@ -157,6 +157,7 @@ def _write(diagnosis: Diagnosis, stream: TextIO) -> None:
 def _heading(diagnosis: Diagnosis) -> Iterator[str]:
     yield diagnosis.system
     yield ", ".join(f"{package} {found}" for package, found in diagnosis.versions.items())
+    yield f"tested with {tested()}"
     for device in diagnosis.devices:
         float8 = f", compute capability {device.capability}, {'' if device.has_float8 else 'no '}float8 hardware"
         yield f"{device.library} {device.kind}: {device.name}{float8 if device.capability else ''}"

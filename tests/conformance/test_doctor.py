@@ -2,14 +2,17 @@
 
 import io
 import json
+import re
 import sys
+import tomllib
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
 
-from f8emu import doctor
+from f8emu import doctor, environment
 from f8emu.doctor import diagnosis as measured
 from f8emu.doctor.diagnosis import next_steps
 from f8emu.doctor.probes import probe_torch
@@ -48,6 +51,20 @@ def test_engine_and_devices(diagnosis: doctor.Diagnosis) -> None:
     for device in diagnosis.devices:
         if device.has_float8:
             assert diagnosis.engines["cuda"].startswith("hardware")
+
+
+def test_the_tested_versions_are_those_of_the_project(diagnosis: doctor.Diagnosis) -> None:
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pins = [(root / "constraints" / name).read_text() for name in ("cpu.txt", "newest.txt")]
+    for package, releases in environment.TESTED.items():
+        assert extras[package][0] == f"{package}>={releases[0]}", "the oldest"
+        pinned = [re.search(rf"^{package}==(\d+\.\d+)", text, re.MULTILINE) for text in pins]
+        assert all(pin and pin[1] in releases for pin in pinned)
+    newest = max(environment.TESTED["torch"], key=lambda release: [int(part) for part in release.split(".")])
+    assert newest == environment.TESTED["torch"][-1] and f"\ntorch=={newest}." in pins[1]
+    assert f"with {environment.tested()}." in (root / "docs" / "start" / "install.md").read_text()
+    assert f"tested with {environment.tested()}" in list(measured._heading(diagnosis))
 
 
 def test_a_probe_measures_and_a_fault_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

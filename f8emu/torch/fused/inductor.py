@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from f8emu.environment import tested
+
 _lowerings: dict[torch._ops.OpOverload, Any] = {}
 
 
@@ -71,7 +73,7 @@ def _register_lowerings() -> None:
 def _tell(part: str, instead: str) -> None:
     warnings.warn(
         f"f8emu.torch: the compiler of torch {torch.__version__} lacks what f8emu uses ({part}), so {instead}: the "
-        "same bits, with more time or memory; install a torch that f8emu was tested with, or a newer f8emu",
+        f"same bits, with more time or memory; install what f8emu was tested with ({tested()}), or a newer f8emu",
         RuntimeWarning,
         stacklevel=2,
     )
