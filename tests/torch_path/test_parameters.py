@@ -85,6 +85,7 @@ OF_PARAMETER: dict[str, Question] = {
     "accumulation": lambda w, m: w.expand_as(w).grad_fn.next_functions[0][0].variable is w,
     "swapped": lambda w, m: torch.utils.swap_tensors(w, copy.deepcopy(w)),
     "memory": lambda w, m: (m.share_memory() is m, w.is_shared(), m(torch.ones(16, 32)).shape),
+    "shared": lambda w, m: same(next(m.parameters()), pickle.loads(pickle.dumps(next(m.parameters())))),
     "loaded": lambda w, m: (
         m.load_state_dict(model_of("plain").state_dict(), assign=True),
         type(m[0].weight) is type(w),

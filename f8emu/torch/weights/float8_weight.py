@@ -44,7 +44,6 @@ class Float8Weight(CodedWeight):
     """[N, K] in the dtype of its gradient."""
 
     origin: MasterOf | None  # None in compiled code, which reads only the codes
-    parameter: Tensor | None = None  # of which this is `.data` or another alias
     refusal = (
         "the weight holds only float8 codes (float8_primary_weights=True), and only Float8Linear computes "
         "with them; step and decay it with MasterWeights(params, torch.optim.AdamW, ...); read weight.master, in "
@@ -211,7 +210,8 @@ def _by_masters(func: Any, args: Any, kwargs: Any) -> Any:
     # 1. Refused: a view, to which somebody may write later, unseen; a write where a gradient waits for an optimizer.
     changed = [x for x in written(func, args, kwargs) if isinstance(x, Float8Weight)]
     is_copy = func is _aten.copy_.default
-    is_due = any((x if x.parameter is None else x.parameter).grad is not None for x in changed)
+    parameters = [x if x.parameter is None or isinstance(x, nn.Parameter) else x.parameter for x in changed]
+    is_due = any(x.grad is not None for x in parameters)
     if func.namespace != "aten" or is_view(func) or (is_due and not is_copy):
         return NotImplemented
     if is_copy and changed and torch.promote_types(args[1].dtype, args[0].master.dtype) != args[0].master.dtype:

@@ -19,6 +19,7 @@ class WeightTensor(Tensor):
     """A weight that consists of other tensors, its attributes; `template` names the one that has its sizes."""
 
     template: str
+    parameter: Tensor | None = None  # of which this is `.data` or another alias
 
     @property
     def addressed(self) -> Tensor | None:
@@ -27,7 +28,7 @@ class WeightTensor(Tensor):
 
     def parts(self) -> Iterator[Tensor]:
         """All tensors of which the weight consists."""
-        yield from (x for x in vars(self).values() if isinstance(x, Tensor))
+        yield from (x for x in vars(self).values() if isinstance(x, Tensor) and not isinstance(x, WeightTensor))
 
     def become(self, value: Tensor) -> None:
         """Take the values of another tensor, and its dtype and device."""
@@ -57,7 +58,8 @@ class WeightTensor(Tensor):
     def _state_of_copy(self) -> tuple[Any, ...]:
         # As bytes: torch pickles float8, but does not load it again outside of torch.save.
         kinds = {name: x.dtype for name, x in vars(self).items() if isinstance(x, Tensor) and x.dtype in FLOAT8_DTYPES}
-        attributes = {name: x.view(torch.uint8) if name in kinds else x for name, x in vars(self).items()}
+        own = {name: x for name, x in vars(self).items() if name != "parameter"}
+        attributes = {name: x.view(torch.uint8) if name in kinds else x for name, x in own.items()}
         return type(self), attributes, kinds, self.dtype, self.requires_grad
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
