@@ -13,7 +13,6 @@ mode that reads a stand-in reads its operand.
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.chip import has_float8_hardware
-from f8emu.torch.torch_internals import has_keeping_mode
+from f8emu.torch.torch_internals import has_keeping_mode, is_batched
 
 _LIBRARY = torch.library.Library("f8emu", "FRAGMENT")  # the operators are registered as long as this object lives
 
@@ -81,11 +80,6 @@ def is_exporting() -> bool:
         return dynamo is not None and bool(dynamo.InstructionTranslator.current_tx().export)
     except AttributeError:  # Dynamo does not trace
         return False
-
-
-def no_gradients() -> Any:
-    """A context of casts and products; none in an export, since torch's decompositions lose modes of gradients."""
-    return nullcontext() if is_exporting() else torch.no_grad()
 
 
 class Operator:
@@ -178,6 +172,11 @@ def differentiable_once(backward: Implementation) -> Implementation:
 
     @wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
+        if not torch.compiler.is_compiling() and any(map(is_batched, grads)):
+            raise UnsupportedError(
+                "f8emu.torch: batched gradients (is_grads_batched=True, vectorize=True) are not supported for float8 "
+                "layers; compute them one after the other, or convert the model back with dequantize_float8_training"
+            )
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():

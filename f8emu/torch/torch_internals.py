@@ -144,6 +144,12 @@ def has_keeping_mode() -> bool:
     return any(isinstance(mode, _KEEPING_MODES) for mode in _get_current_dispatch_mode_stack())
 
 
+def is_batched(x: Any) -> bool:
+    """Whether `x` is a batch of tensors under vmap, also that of `is_grads_batched`."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return isinstance(x, Tensor) and (functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x))
+
+
 _TRACING_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
 
 
@@ -168,6 +174,14 @@ def with_known_signature(method: _Method) -> _Method:
     return method
 
 
+def compiles_backward() -> bool:
+    """Whether torch.compile takes backward passes along (`torch._dynamo.config.compiled_autograd`)."""
+    config = sys.modules.get("torch._dynamo.config")
+    return config is not None and config.compiled_autograd
+
+
+setattr(compiles_backward, "_dynamo_marked_constant", True)  # noqa: B010
+
 # For a subclass of Tensor: the results of its operators are what `__torch_dispatch__` returns.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
@@ -189,6 +203,8 @@ def release(tensors: Sequence[Tensor]) -> None:
 
 def call_at_end_of_backward(function: Callable[[], None]) -> None:
     """Have autograd call `function` at the end of the backward pass that runs on this thread, if no error ends it."""
+    if compiles_backward():  # Dynamo would trace the function
+        function = not_compiled(function)
     torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
 
 

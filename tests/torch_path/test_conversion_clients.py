@@ -326,6 +326,23 @@ def test_transforms_of_torch_func_and_forward_mode_are_refused_in_one_sentence()
             call()
 
 
+def test_batched_gradients_and_other_layouts() -> None:
+    """Jagged tensors are computed by their values; the rest is one sentence."""
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16)))
+    x = torch.randn(16, 32, requires_grad=True)
+    with pytest.raises(UnsupportedError, match=r"batched gradients \(is_grads_batched=True, .*dequantize"):
+        torch.autograd.grad(model(x), x, torch.randn(3, 16, 16), is_grads_batched=True)
+    expected = model(x)
+    expected.sum().backward()
+    parts = torch.nested.nested_tensor_from_jagged(x.detach().requires_grad_(), torch.tensor([0, 3, 3, 16]))
+    found = model(parts)
+    grads = torch.autograd.grad(found.values().sum(), [*model.parameters()])
+    assert torch.equal(found.values(), expected) and (found + found).shape == found.shape
+    assert all(p.grad is not None and torch.equal(g, p.grad) for g, p in zip(grads, model.parameters(), strict=True))
+    with pytest.raises(OperandError, match=r"must be a dense tensor, or a nested one of layout torch\.jagged"):
+        model(x.detach().to_sparse())
+
+
 def test_torchscript_is_refused_in_one_sentence() -> None:
     layer, x = f8.convert_to_float8_training(nn.Linear(32, 32), config="delayed"), torch.randn(16, 32)
     said = r"^Float8\w+: torch.jit.trace and torch.jit.script are not supported .* torch.export.export, .*dequantize"

@@ -318,6 +318,24 @@ def test_compiled_autograd_updates_at_the_begin_of_the_next_pass() -> None:
     assert_same(model, twin)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_autograd_takes_both_passes() -> None:
+    """As torch's tutorial has it: the backward pass is called inside of compiled code."""
+    model, twin = make(32, 16), make(32, 16)
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        model(x).float().square().mean().backward()
+
+    compiled = torch.compile(step, backend="aot_eager")
+    for i in range(2):
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            compiled(model, batch(i))
+        step(twin, batch(i))
+        for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+            assert mine.grad is not None and its.grad is not None and torch.equal(mine.grad, its.grad), i
+            mine.grad = its.grad = None
+
+
 @pytest.mark.parametrize("kind", ["frozen", "no_grad", "checkpointed", "a copy of other weights", "now frozen"])
 def test_a_pass_without_gradients_scales_by_its_own_amaxes(kind: str) -> None:
     """It has the bits of a layer that was never trained, and no scale of another day."""

@@ -132,6 +132,36 @@ def test_traced_programs_train(tracer: str) -> None:
         assert found == stepped_losses(model, model, x), recipe
 
 
+class Experts(nn.Module):
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.experts = nn.Linear(64, 64), f8.Float8Experts(3, 64, 32, recipe=recipe)
+        self.weight = nn.Parameter(draw(3, 16, 64, seed=1, dtype=torch.float32) / 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        offs = torch.tensor([4, 4, 12], dtype=torch.int32)
+        return f8.grouped_linear(self.experts(self.before(x), offs), self.weight, offs, recipe="rowwise")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_traced_experts_train(dtype: torch.dtype) -> None:
+    x = draw(16, 64, seed=2, dtype=dtype)
+    model = Experts("rowwise").to(dtype)
+    expected = stepped_losses(model, model, x)
+    for strict in (False, True):
+        model = Experts("rowwise").to(dtype)
+        assert stepped_losses(exported(model, x, strict=strict), model, x) == expected
+    with pytest.raises(UnsupportedError, match="delayed scaling has a state"):
+        exported(Experts("delayed").bfloat16(), x.bfloat16())
+
+
+def test_onnx_has_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)  # torch.onnx.export needs onnxscript
+    with pytest.raises(UnsupportedError, match=r"ONNX has no operator.*dequantize_float8_training"):
+        exported(converted("rowwise"), draw(16, 144, seed=2))
+
+
 def stepped_losses(forward: Any, model: nn.Module, x: Tensor, steps: int = 10) -> list[float]:
     """Of so many steps of SGD, and the norms of what it has made of the parameters."""
     holder = forward if isinstance(forward, nn.Module) else model

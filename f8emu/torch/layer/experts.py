@@ -45,7 +45,8 @@ from f8emu.torch.layer.grouped_linear import (
     weight_of_saved,
 )
 from f8emu.torch.layer.operands import DelayedStates, Operand
-from f8emu.torch.library import differentiable_once, no_gradients
+from f8emu.torch.layer.traced import recipe_text, stateless
+from f8emu.torch.library import differentiable_once, is_exporting, operator
 from f8emu.torch.parallel.placements import own_experts, own_groups
 from f8emu.torch.torch_internals import (
     Function,
@@ -129,8 +130,35 @@ def experts_of(
             f"{call}: gate_up must be [G, 2H, D] or a pair of [G, H, D], and down [G, D, H]; got "
             f"{[list(weight.shape) for weight in ups]} and {list(down.shape)}"
         )
+    if is_exporting():  # `kept` has the bits of the weights
+        return traced_experts.overload(input, list(ups), down, offs, recipe_text(recipe), engine)
+    return _of_experts(input, ups, down, offs, recipe, engine, delayed, kept)
+
+
+@operator(opaque=False, differentiable=True)
+def traced_experts(
+    input: Tensor, ups: Sequence[Tensor], down: Tensor, offs: Tensor, recipe: str, engine: str
+) -> Tensor:
+    """`float8_experts` in a graph, as `traced.linear`."""
+
+    def run(chosen: Recipe) -> Tensor:
+        return _of_experts(input, tuple(ups), down, offs, chosen, engine, None, None)
+
+    return stateless(recipe, run, input, down, *ups)
+
+
+def _of_experts(
+    input: Tensor,
+    ups: tuple[Tensor, ...],
+    down: Tensor,
+    offs: Tensor,
+    recipe: Recipe,
+    engine: str,
+    delayed: States | None,
+    kept: tuple[WeightOperands, ...] | None,
+) -> Tensor:
+    call, needs_grad = "float8_experts", torch.is_grad_enabled()
     groups = Groups(grouped.group_tiles(offs, input.shape[0]), offs.shape[0])
-    needs_grad = torch.is_grad_enabled()
     plan = GroupedPlan(recipe, engine, needs_grad and any([weight.requires_grad for weight in ups]))
     if can_fuse(input, recipe):
         return FusedExperts.apply(input, groups.tiles, ExpertsPlan(plan, delayed, kept), down, *ups)
@@ -164,7 +192,7 @@ class FusedExperts(Function):
         rule, number = recipe.scale_rule, groups.number
         of_ups, of_down = ([_DYNAMIC] * len(ups), _DYNAMIC) if states is None else (states[:-1], states[-1])
         needs_input, needs_down = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-        with no_gradients():
+        with torch.no_grad():
             # 1. The products of gate and up. Under delayed scaling each weight has a scale of the input.
             products: list[Tensor] = []
             kept: list[Operand | None] = []

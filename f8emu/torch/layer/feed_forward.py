@@ -32,7 +32,7 @@ from f8emu.torch.layer.operands import (
     weight_to_cast,
 )
 from f8emu.torch.library import differentiable_once, is_exporting
-from f8emu.torch.torch_internals import Function, copied_attributes, has_hooks
+from f8emu.torch.torch_internals import Function, compiles_backward, copied_attributes, has_hooks
 
 LLAMA_NAMES = ("w1", "w2", "w3")
 """The layers of Llama's and torchtitan's block. Hugging Face calls them gate_proj, down_proj, up_proj."""
@@ -130,7 +130,7 @@ class Float8FeedForward(nn.Module):
         require_no_transform("Float8FeedForward", self, input)
         w1, w2, w3 = (getattr(self, name) for name in self.names)
         dtype = autocast_dtype(input)
-        if is_exporting() or not _can_fuse(input, dtype, w1, w2, w3):
+        if is_exporting() or compiles_backward() or not _can_fuse(input, dtype, w1, w2, w3):
             return w2(silu(w1(input)) * w3(input))
         if input.ndim == 0 or input.shape[-1] != w1.in_features:
             raise OperandError(

@@ -29,7 +29,7 @@ from f8emu.torch.layer.matmul import add_bias, float8_matmul
 from f8emu.torch.layer.observers import begin_call, show_tensor
 from f8emu.torch.layer.operands import DelayedStates
 from f8emu.torch.layer.traced import linear, recipe_text
-from f8emu.torch.library import constant_in_traces, is_exporting
+from f8emu.torch.library import is_exporting
 from f8emu.torch.parallel.placements import LocalCall, local_call
 from f8emu.torch.torch_internals import (
     copied_attributes,
@@ -135,14 +135,26 @@ class Float8Linear(Float8Layer):
         """`input @ weight^T + bias` under the recipe."""
         if (leaf := leaf_call(self, input)) is not None:
             return leaf
+        if input.is_nested or input.layout is not torch.strided:
+            return self._of_values(input)
         call = self._prepared(input)
         if is_exporting() and call.parts is None:
             output = linear.overload(
-                call.x, call.weight, call.bias, self._recipe_text(), self.engine, self.recompute_casts
+                call.x, call.weight, call.bias, recipe_text(self.recipe), self.engine, self.recompute_casts
             )
         else:
             output = self._multiplied(call)
         return self._finished(output, call)
+
+    def _of_values(self, input: Any) -> Tensor:
+        if input.layout is not torch.jagged or input.lengths() is not None:
+            kind = "a nested one of " if input.is_nested else ""
+            raise OperandError(
+                "Float8Linear: input must be a dense tensor, or a nested one of layout torch.jagged without holes; got "
+                f"{kind}layout {input.layout}; call to_dense(), or contiguous() of a nested one"
+            )
+        ragged = next(i for i, size in enumerate(input.shape) if not isinstance(size, int))
+        return torch.nested.nested_tensor_from_jagged(self.forward(input.values()), input.offsets(), jagged_dim=ragged)
 
     def _prepared(self, input: Tensor) -> "_Call":
         require_no_transform("Float8Linear", self, input)
@@ -188,10 +200,6 @@ class Float8Linear(Float8Layer):
         output = float8_matmul(place, call.weight, operands, plan, delayed, tap)
         # 3. The bias.
         return output if call.bias is None else add_bias(output, call.bias)
-
-    @constant_in_traces
-    def _recipe_text(self) -> str:
-        return recipe_text(self.recipe)
 
     def _finished(self, output: Tensor, call: "_Call") -> Tensor:
         if call.parts is not None:

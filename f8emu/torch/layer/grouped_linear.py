@@ -23,7 +23,8 @@ from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm import operators
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.layer.operands import Both, Delayed, Operand, format_name, weight_to_cast
-from f8emu.torch.library import differentiable_once, fake, no_gradients, operator
+from f8emu.torch.layer.traced import recipe_text, stateless
+from f8emu.torch.library import differentiable_once, fake, is_exporting, operator
 from f8emu.torch.torch_internals import Function
 from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
 
@@ -105,9 +106,21 @@ def grouped_linear(
             f"{call}: delayed scaling has a state, which belongs to a module; use Float8Experts, or another recipe"
         )
     check_grouped(call, input, weight, offs)
+    if is_exporting():
+        return traced_groups.overload(input, weight, offs, recipe_text(chosen), engine)
+    return _of_groups(input, weight, offs, chosen, engine)
+
+
+def _of_groups(input: Tensor, weight: Tensor, offs: Tensor, recipe: Recipe, engine: str) -> Tensor:
     groups = Groups(grouped.group_tiles(offs, input.shape[0]), offs.shape[0])
-    plan = GroupedPlan(chosen, engine, torch.is_grad_enabled() and weight.requires_grad)
+    plan = GroupedPlan(recipe, engine, torch.is_grad_enabled() and weight.requires_grad)
     return GroupedLinear.apply(input, weight, groups.tiles, plan)
+
+
+@operator(opaque=False, differentiable=True)
+def traced_groups(input: Tensor, weight: Tensor, offs: Tensor, recipe: str, engine: str) -> Tensor:
+    """`grouped_linear` in a graph, as `traced.linear`."""
+    return stateless(recipe, lambda chosen: _of_groups(input, weight, offs, chosen, engine), input, weight)
 
 
 def grouped_recipe(call: str, recipe: RecipeLike, engine: str) -> Recipe:
@@ -373,7 +386,7 @@ class GroupedLinear(Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, tiles: Tensor, plan: GroupedPlan) -> Tensor:
         groups, recipe = Groups(tiles, weight.shape[0]), plan.recipe
-        with no_gradients():
+        with torch.no_grad():
             cols = recipe.grad_weight.b if plan.keeps_input else None
             x, kept = cast_tokens(input.detach(), groups, recipe.output.a, cols, recipe.scale_rule)
             w = cast_weight(weight.detach(), recipe, ctx.needs_input_grad[0])

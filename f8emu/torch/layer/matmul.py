@@ -34,7 +34,7 @@ from f8emu.torch.layer.observers import Tap, show_gemm, show_tensor
 from f8emu.torch.layer.operands import Delayed, DelayedStates, Operand, rounded
 from f8emu.torch.library import differentiable_once, fake, is_known, operator
 from f8emu.torch.parallel.sharding import sum_products
-from f8emu.torch.torch_internals import Function
+from f8emu.torch.torch_internals import Function, compiles_backward
 
 
 def gemm(
@@ -243,10 +243,16 @@ class Float8Backward(Function):
         tap: Tap | None,
     ) -> Tensor:
         own = weight if w_codes is None else None
-        ctx.save_for_backward(kept, kept_scale, own, w_amax, w_inv_scale, w_scale, w_codes)
-        # Amaxes are written in the backward pass, so they are not saved tensors. Nor is the id of the call: a
-        # checkpoint that runs the forward pass again would save another.
-        ctx.plan, ctx.dtype, ctx.of_weight, ctx.of_grad_output = plan, input.dtype, of_weight, of_grad_output
+        # Amaxes are written in the backward pass, so they are not saved tensors, but where a compiler takes the pass
+        # along: there torch (2.13 to 2.15) loses all others. Nor is the id of the call: a checkpoint that runs the
+        # forward pass again would save another.
+        states: tuple[Any, ...] = of_weight, of_grad_output
+        of_states: list[Tensor] = []
+        if torch.compiler.is_compiling() and compiles_backward():
+            of_states = [x for state in states if state is not None for x in state[:2]]
+            states = tuple([state and state[2:] for state in states])
+        ctx.save_for_backward(kept, kept_scale, own, w_amax, w_inv_scale, w_scale, w_codes, *of_states)
+        ctx.plan, ctx.dtype, ctx.states = plan, input.dtype, states
         ctx.weight_dtype, ctx.tap = weight.dtype, tap
         if product is not None:
             return product.detach()  # not a view, so it can be modified in place
@@ -257,16 +263,20 @@ class Float8Backward(Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad_output,), (kept, kept_scale, weight, *source) = grads, ctx.saved_tensors
+        (of_weight, of_grad_output), source, of_states = ctx.states, source[:4], source[4:]
+        if of_states:
+            of_weight = of_weight and Delayed(*of_states[:2], *of_weight)
+            of_grad_output = of_grad_output and Delayed(*of_states[-2:], *of_grad_output)
         plan, tap, dtype = ctx.plan, ctx.tap, ctx.dtype
         recipe, engine, chip = plan.recipe, plan.engine, plan.recipe.chip
         # 1. Both operands of grad_output.
         show_tensor(tap, "grad_output", grad_output, is_delayed=True)
         wanted = ctx.needs_input_grad[0], kept is not None
-        g, g_transposed = cast_grad_output(grad_output, plan, ctx.of_grad_output, *wanted)
+        g, g_transposed = cast_grad_output(grad_output, plan, of_grad_output, *wanted)
         d_input = d_weight = None
         # 2. grad_input.
         if g is not None:
-            w = cast_weight_again(weight, WeightSource(*source), plan, ctx.of_weight, grad_output)
+            w = cast_weight_again(weight, WeightSource(*source), plan, of_weight, grad_output)
             d_input = gemm(g, w, recipe.grad_input, dtype, engine, chip)
             show_gemm(tap, "grad_input", g, w, d_input)
             g = w = None  # frees their memory for the other product

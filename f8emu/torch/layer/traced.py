@@ -5,6 +5,7 @@ program trains; where a graph is decomposed, for inference, they leave the casts
 can be written to a file: a process that imports `f8emu.torch` runs it.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,10 +18,11 @@ from f8emu.spec.serialize import recipe_from_json
 from f8emu.torch.float8_layer import autocast_dtype
 from f8emu.torch.layer.casts import LayerPlan, cast_input
 from f8emu.torch.layer.matmul import add_bias, float8_matmul
-from f8emu.torch.library import operator
+from f8emu.torch.library import constant_in_traces, operator
 from f8emu.torch.torch_internals import Function
 
 
+@constant_in_traces
 def recipe_text(recipe: Recipe) -> str:
     """The recipe as an argument of an operator: its name, or its JSON if it is none of the named ones."""
     return recipe.name if RECIPES.get(recipe.name) == recipe else recipe.to_json()
@@ -41,16 +43,29 @@ def linear(
     Shapes:
         input [M, K], weight [N, K], bias [N] -> [M, N] in the dtype of input.
     """
-    chosen = recipe_of_text(recipe)
-    has_gradients = torch.is_grad_enabled()
-    if has_gradients and chosen.delayed is not None:
-        with torch.no_grad():
-            product = linear.function(input, weight, bias, recipe, engine, recompute_casts)
-        return ForwardOnly.apply(product, input, weight, bias)
-    x = input.to(autocast_dtype(input))
-    plan = LayerPlan(chosen, engine, has_gradients and weight.requires_grad, recompute_casts)
-    product = float8_matmul(x, weight, cast_input(x, x, plan, None, None), plan, (None, None, None), None)
-    return product if bias is None else add_bias(product, bias)
+
+    def run(chosen: Recipe) -> Tensor:
+        x = input.to(autocast_dtype(input))
+        plan = LayerPlan(chosen, engine, torch.is_grad_enabled() and weight.requires_grad, recompute_casts)
+        product = float8_matmul(x, weight, cast_input(x, x, plan, None, None), plan, (None, None, None), None)
+        return product if bias is None else add_bias(product, bias)
+
+    return stateless(recipe, run, input, weight, bias)
+
+
+def stateless(text: str, run: Callable[[Recipe], Tensor], *tensors: Tensor | None) -> Tensor:
+    """`run(recipe)` of a program, whose gradients for `tensors` raise UnsupportedError where the recipe has a state."""
+    if torch.onnx.is_in_onnx_export():
+        raise UnsupportedError(
+            "f8emu.torch: ONNX has no operator for a float8 layer; convert the model back with "
+            "dequantize_float8_training, then export it"
+        )
+    recipe = recipe_of_text(text)
+    if recipe.delayed is None or not torch.is_grad_enabled():
+        return run(recipe)
+    with torch.no_grad():
+        found = run(recipe)
+    return ForwardOnly.apply(found, *tensors)
 
 
 class ForwardOnly(Function):
