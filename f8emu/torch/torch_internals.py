@@ -194,9 +194,26 @@ def is_in_backward_pass() -> bool:
     return backward_pass() != -1
 
 
+# Whether the backward pass that autograd runs on this thread may run again: `retain_graph=True`.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def gradients_asked_for(ctx: Any) -> tuple[bool, ...]:
+    """`ctx.needs_input_grad`, without what the backward pass that runs leaves out, as `torch.autograd.grad` may."""
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # of the inputs that need a gradient
+    return tuple([is_needed and _is_executed(next(nodes)) for is_needed in ctx.needs_input_grad])
+
+
+def _is_executed(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns
+        return True
+
+
 def release(tensors: Sequence[Tensor]) -> None:
     """Free the memory of tensors that a backward pass saved and has read; not where it may run again."""
-    if not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
+    if not torch.compiler.is_compiling() and not keeps_graph():
         for x in tensors:
             x.untyped_storage().resize_(0)
 
@@ -219,6 +236,34 @@ def is_in_autograd_function() -> bool:
                 return True
         frame = frame.f_back
     return False
+
+
+def pipeline_stage() -> tuple[Any, bool] | None:
+    """The stage of a pipeline of torch whose forward pass calls, and whether it is a trial; None without a stage.
+
+    Before its first step a stage runs forward and backward on empty memory, to learn shapes (torch 2.13 to 2.15).
+    """
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    frame = None if module is None else inspect.currentframe()
+    while frame is not None and frame.f_globals is not vars(module):
+        frame = frame.f_back
+    names, stage = set[str](), None
+    while frame is not None and frame.f_globals is vars(module):
+        names.add(frame.f_code.co_name)
+        stage, frame = frame.f_locals.get("self"), frame.f_back
+    return None if stage is None else (stage, "forward_one_chunk" not in names)
+
+
+def meshes_of_fsdp2(module: nn.Module) -> dict[int, Any]:
+    """The id of each module in it whose weight FSDP2 shards, now gathered or not -> the mesh of its ranks."""
+    fsdp, found = sys.modules.get("torch.distributed.fsdp"), dict[int, Any]()
+    parts: list[Any] = [x for x in modules_of(module) if fsdp is not None and isinstance(x, fsdp.FSDPModule)]
+    for state in [x._get_fsdp_state() for x in parts]:
+        groups = getattr(state, "_fsdp_param_groups", None)  # one before torch 2.13
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            for parameter in [] if group is None else group.fsdp_params:
+                found[id(parameter._module_info.module)] = parameter.sharded_param.device_mesh
+    return found
 
 
 def base_of(view: Tensor) -> Tensor:
@@ -306,6 +351,11 @@ def set_local(x: Any, local: Tensor) -> None:
 def pickled_as(x: Tensor, protocol: Any) -> Any:
     """`x.__reduce_ex__(protocol)`."""
     return x.__reduce_ex__(protocol)
+
+
+def store_of(group: Any) -> Any:
+    """The key-value store of the ranks of a process group; None in a dry run, where there are no other ranks."""
+    return None if dist.get_backend(group) == "fake" else dist.distributed_c10d._get_default_store()
 
 
 # Collectives over the ranks of process groups: functional ones, which a compiler traces, and one into given memory.

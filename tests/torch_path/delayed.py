@@ -13,6 +13,7 @@ from f8emu.spec import DELAYED, Recipe
 from f8emu.spec.scaling import DelayedState
 from f8emu.torch.float8_layer import Scaled
 from f8emu.torch.layer.delayed_state import DelayedBuffers
+from f8emu.torch.layer.delayed_update import UpdateGroup
 from tests.torch_path.states import assert_same_state, state_of
 
 BF16 = torch.bfloat16
@@ -81,12 +82,8 @@ def updates_of(model: nn.Module) -> list[list[int]]:
     return [(value > 0).sum(1).tolist() for key, value in states.items() if key.endswith("amax_history")]
 
 
-class NoUpdates:
+class NoUpdates(UpdateGroup):
     """A group that leaves every update to explicit calls."""
-
-    def __init__(self, ranks: Any) -> None:
-        self.layers: dict[int, nn.Module] = {}
-        self.ranks = ranks
 
     def add(self, layer: Any) -> None:
         layer.delayed.belong_to(0)  # nobody is told of its casts
@@ -99,7 +96,7 @@ def by_calls_alone(model: Model, ranks: Any = None) -> Model:
     """The model, which updates nothing by itself from now on."""
     for layer in model.modules():
         if isinstance(layer, Scaled) and layer.delayed is not None:
-            layer.update_with(NoUpdates(ranks))  # type: ignore[arg-type]
+            layer.update_with(NoUpdates(ranks))
     return model
 
 

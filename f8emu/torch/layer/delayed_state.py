@@ -27,6 +27,7 @@ class HostNotes:
 
     def __init__(self) -> None:
         self.name = ""  # the layer's in its model; empty if it is not known
+        self.mesh: Any = None  # of FSDP2 in a pipeline, where weights stay gathered between the passes
         self.is_sharded = False  # whether tensor parallelism distributed the weight, so that `are_set` is asked
         self.are_set: tuple[bool, bool, bool] = (False, False, False)  # see `DelayedBuffers.are_set`
         self.reported: set[str] = set()  # the tensors whose first infinity or NaN was reported

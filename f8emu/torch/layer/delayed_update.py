@@ -10,12 +10,10 @@ import itertools
 import threading
 import warnings
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError
@@ -23,7 +21,8 @@ from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.float8_layer import Scaled
 from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
-from f8emu.torch.layer.delayed_state import DelayedBuffers, DelayedScalingError, Report, report_of, stacked
+from f8emu.torch.layer.delayed_ranks import Ranks, Told, note_stage, ranks_of, reduce_max, tell
+from f8emu.torch.layer.delayed_state import DelayedBuffers, Report, report_of, stacked
 from f8emu.torch.weights.float8_weight import refill
 
 
@@ -41,6 +40,11 @@ class UpdateGroup:
         self.is_pending = False  # whether a gradient was cast since the last update
         self.is_captured = False  # whether the CUDA graph that is captured has an update already
         self.end = -1  # the backward pass at whose end the group is updated; -1 while there is none
+        self.is_begun = False  # whether a forward pass began since the last update
+        self.replicas: Ranks | None = None  # of a pipeline's stage: see `note_stage`
+        self.before_trial: list[Tensor] | None = None  # during a stage's trial: the amaxes, of which it changes nothing
+        self.is_told = False  # whether other ranks know the layers
+        self.told: Told | None = None  # until the first collective
 
     def add(self, layer: Scaled) -> None:
         assert layer.delayed is not None
@@ -53,6 +57,14 @@ class UpdateGroup:
             self._update_at_end()
             return
         self.end = -1  # a pass that an error ended has no end
+        if self.replicas is not None or not self.is_begun:
+            stage, is_trial = internals.pipeline_stage() or (None, False)
+            if stage is not None and self.replicas is None:
+                return self._apart(stage).begin_pass(is_cuda)
+            if is_trial:
+                self.before_trial = self.before_trial or [amax.clone() for amax in self._amaxes()]
+                return
+        self._end_trial()
         if is_cuda and torch.cuda.is_current_stream_capturing():
             if not self.is_captured:
                 self.is_captured = True
@@ -61,15 +73,48 @@ class UpdateGroup:
             self.is_captured = False
             if self.is_pending:
                 _Groups([self]).update()
+            if not self.is_told:
+                self.is_told, self.told = True, tell([*self.layers.values()], self.ranks)
+        self.is_begun = True
 
     def note_gradient(self) -> None:
         """Update at the end of the backward pass that runs now."""
+        if self.before_trial is not None:
+            internals.call_at_end_of_backward(self._end_trial)
+            return
         self.is_pending, self.is_captured = True, False
         self._update_at_end()
 
+    def require_same_layers(self, groups: Ranks) -> None:
+        """Of all ranks over which amaxes are reduced, before the first collective."""
+        if self.told is not None and self.told.group in groups:
+            self.told.require_same()
+            self.told = None
+
+    def _apart(self, stage: Any) -> "UpdateGroup":
+        # The group of a pipeline's stage: the backward passes of others end apart, on this rank as on others.
+        group = UpdateGroup(self.ranks)
+        group.is_pending = self.is_pending
+        for layer in internals.modules_of(stage.submod):
+            if isinstance(layer, Scaled) and layer.update_group is self:
+                layer.update_with(group)
+        group.replicas = note_stage(stage, [*group.layers.values()], self.ranks is not None)
+        return group
+
+    def _end_trial(self) -> None:
+        # At the end of its backward pass, since compiled code writes the amaxes of a forward pass at its end; a first
+        # stage has none: its trial reads the first batch.
+        if self.before_trial is not None:
+            with torch.no_grad():
+                internals.foreach_copy(self._amaxes(), self.before_trial)
+            self.before_trial = None
+
+    def _amaxes(self) -> list[Tensor]:
+        return [x for layer in self.layers.values() if layer.delayed is not None for x in layer.delayed.amaxes]
+
     def _update_at_end(self) -> None:
         # At the end of the outer pass, where reentrant checkpointing runs one within another.
-        if self.end != -1 or (number := internals.backward_pass()) == -1:
+        if self.end != -1 or self.before_trial is not None or (number := internals.backward_pass()) == -1:
             return
         self.end = number
         with _lock:  # several GPUs have a thread each
@@ -93,7 +138,7 @@ class _Groups(list[UpdateGroup]):
 
     def update(self) -> None:
         for group in self:
-            group.is_pending, group.end = False, -1
+            group.is_pending, group.is_begun, group.end = False, False, -1
         groups = {group.number: group for group in self}
         update_states([layer for number in sorted(groups) for layer in groups[number].layers.values()])
 
@@ -110,10 +155,11 @@ def update_states(layers: Sequence[Scaled]) -> None:
     # 1. Layers of one device, recipe and process groups are updated by one launch. Tensors and process groups are
     #    looked up anew: to make sure that nothing has changed takes as long.
     alike: dict[tuple[Any, ...], list[DelayedBuffers]] = {}
-    of_meshes: dict[int, tuple[Any, ...]] = {}
+    of_meshes: dict[int, Ranks] = {}
     for layer in layers:
-        groups, buffers = _ranks_of(layer, of_meshes), layer.delayed
-        assert buffers is not None, "only such a layer has a state"
+        groups, buffers = ranks_of(layer, of_meshes), layer.delayed
+        assert buffers is not None and layer.update_group is not None, "only such a layer has a state"
+        layer.update_group.require_same_layers(groups)
         key = internals.own_buffers(buffers)["amax_input"].device, groups, id(buffers.recipe)
         alike.setdefault(key, []).append(buffers)
         buffers.notes.is_loaded = False
@@ -123,8 +169,7 @@ def update_states(layers: Sequence[Scaled]) -> None:
         states = [x for buffers in found for x in buffers.parts()]
         taken = amaxes_of([amax for buffers in found for amax in buffers.amaxes])
         for group in groups:
-            _require_same_layers(tuple([buffers.notes.name for buffers in found]), group, device)
-            _reduce_max(taken, group)
+            reduce_max(taken, group)
         # 3. The update, which tells the host in the report when the device gets there.
         report = report_of(found, device)
         numbers = taken.new_empty(taken.numel() // 3, 3) if report is None else report.numbers
@@ -140,49 +185,6 @@ def update_states(layers: Sequence[Scaled]) -> None:
             layer.delayed.are_set()
     for report, found in reports:
         report.read(found)
-
-
-def _reduce_max(x: Tensor, group: Any) -> None:
-    dist.all_reduce(x, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _ranks_of(layer: Scaled, of_meshes: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
-    # The process groups whose ranks share its scales: chosen, of the weight's mesh, or all ranks.
-    assert layer.update_group is not None, "it has a state"
-    if (chosen := layer.update_group.ranks) is not None:
-        return () if chosen is False else (chosen,)
-    if not (dist.is_available() and dist.is_initialized()):
-        return ()
-    # Or the first parameter from which the weight is computed; there is none where FSDP1 holds the parameters.
-    others = (x for name, x in layer.named_parameters() if name != "bias")
-    weight: Any = internals.own_parameters(layer).get("weight")
-    if not internals.is_dtensor(weight := next(others, None) if weight is None else weight):
-        return (dist.group.WORLD,) if dist.get_world_size() > 1 else ()
-    mesh = weight.device_mesh
-    if id(mesh) not in of_meshes:  # to ask for groups takes long
-        of_meshes[id(mesh)] = tuple([group for i, group in enumerate(mesh.get_all_groups()) if mesh.size(i) > 1])
-    return of_meshes[id(mesh)]
-
-
-_checked: weakref.WeakKeyDictionary[Any, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
-
-
-def _require_same_layers(names: tuple[str, ...], group: Any, device: torch.device) -> None:
-    # Once for the same names: all ranks of the group must have the same layers, or the all-reduce would mix them.
-    known = _checked.setdefault(group, set())
-    if names in known or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return
-    own = torch.tensor([zlib.crc32("\n".join(names).encode())])
-    both = torch.cat([own, -own]).to(device)
-    _reduce_max(both, group)
-    largest, smallest = internals.to_list(both)
-    if largest != -smallest:
-        raise DelayedScalingError(
-            "delayed scaling: the ranks of a process group must have the same delayed layers, by the same names; this "
-            f"rank has {len(names)}, beginning with {names[0]!r}; name the ranks that train the same layers with "
-            "f8emu.torch.set_amax_reduction_group(model, group)"
-        )
-    known.add(names)
 
 
 def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:

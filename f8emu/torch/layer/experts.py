@@ -45,6 +45,7 @@ from f8emu.torch.layer.grouped_linear import (
     weight_of_saved,
 )
 from f8emu.torch.layer.operands import DelayedStates, Operand
+from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.layer.traced import recipe_text, stateless
 from f8emu.torch.library import differentiable_once, is_exporting, operator
 from f8emu.torch.parallel.placements import own_experts, own_groups
@@ -249,11 +250,13 @@ class FusedExperts(Function):
         (down, w_down), *ups = [weight_of_saved(part) for part in parts]
         saved = parts = None
         of_ups, of_down = ([_DYNAMIC] * n, _DYNAMIC) if states is None else (states[:-1], states[-1])
-        needs_input, needs_down, needs_ups = ctx.needs_input_grad[0], ctx.needs_input_grad[3], ctx.needs_input_grad[4:]
+        (needs_input, _, _, needs_down, *needs_ups), of_grads = part_of_backward(
+            ctx, grads, tuple([state[2] for state in (*of_ups, of_down)])
+        )
         # 2. The gradient of hidden.
         cols = recipe.grad_weight.a if needs_down else None
         rule, fmt = recipe.scale_rule, _name(recipe.grad_input.a)
-        g, g_transposed = cast_tokens(grads[0].contiguous(), groups, recipe.grad_input.a, cols, rule, of_down[2])
+        g, g_transposed = cast_tokens(grads[0].contiguous(), groups, recipe.grad_input.a, cols, rule, of_grads[-1])
         assert g is not None, "it was requested"
         operand = cast_weight_again(down, w_down, recipe, g.codes)
         grad_hidden = multiply_rows(g, operand, recipe.grad_input, groups, settings, dtype)
@@ -261,11 +264,11 @@ class FusedExperts(Function):
             release([w_down.grad_input.codes])
         g = operand = w_down = None
         # 3. The operands of the gradients of gate and up, and of hidden^T.
-        sources = _sources_of_gradients(grad_hidden, gate, up, groups, recipe, [state[2] for state in of_ups])
+        sources = _sources_of_gradients(grad_hidden, gate, up, groups, recipe, of_grads[:-1])
         by_group = sources[0].inv_scale is not None
         of_gate, of_up = (*[source.inv_scale if by_group else source.rows for source in sources], None)[:2]
         of_hidden = hidden.inv_scale if by_group else hidden.cols
-        amaxes = [None if grad is None else grad.amax for _, _, grad in of_ups]
+        amaxes = [None if grad is None else grad.amax for grad in of_grads[:-1]]
         gate_amax, up_amax = (*amaxes, None)[:2]
         wanted = needs_input, any(needs_ups), needs_down
         names = fmt, _name(recipe.grad_weight.b)

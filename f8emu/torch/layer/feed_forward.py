@@ -31,6 +31,7 @@ from f8emu.torch.layer.operands import (
     format_name,
     weight_to_cast,
 )
+from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.library import differentiable_once, is_exporting
 from f8emu.torch.torch_internals import Function, compiles_backward, copied_attributes, has_hooks
 
@@ -250,9 +251,10 @@ class _FeedForwardBackward(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         w1, w2, w3, gate, up, *flat = ctx.saved_tensors
         kept1, kept3, of_w1, of_w2, of_w3, of_hidden = tuple(zip(flat[::2], flat[1::2], strict=True))
-        settings: _Settings = ctx.settings
+        asked, of_gradients = part_of_backward(ctx, grads, ctx.settings.of_gradients)
+        settings: _Settings = ctx.settings._replace(of_gradients=of_gradients)
         recipe = settings.recipe
-        wants1, wants3, wants_w1, wants_w2, wants_w3 = ctx.needs_input_grad[:5]
+        wants1, wants3, wants_w1, wants_w2, wants_w3 = asked[:5]
         # 1. grad_hidden, and the operands of all other products.
         cols = recipe.grad_weight.a if wants_w2 else None
         g, g_transposed, _ = _cast(grads[0], recipe.grad_input.a, cols, settings.of_gradients[1], recipe)

@@ -23,6 +23,7 @@ from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm import operators
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.layer.operands import Both, Delayed, Operand, format_name, weight_to_cast
+from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.layer.traced import recipe_text, stateless
 from f8emu.torch.library import differentiable_once, fake, is_exporting, operator
 from f8emu.torch.torch_internals import Function
@@ -402,8 +403,9 @@ class GroupedLinear(Function):
         kept, kept_scale, tiles, *of_weight = ctx.saved_tensors
         weight, w = weight_of_saved(of_weight)
         plan, recipe, groups = ctx.plan, ctx.plan.recipe, Groups(tiles, weight.shape[0])
-        rows = recipe.grad_input.a if ctx.needs_input_grad[0] else None
-        cols = recipe.grad_weight.a if kept is not None else None
+        (for_input, for_weight, *_), _ = part_of_backward(ctx, grads, ())
+        rows = recipe.grad_input.a if for_input else None
+        cols = recipe.grad_weight.a if for_weight and kept is not None else None
         g, g_transposed = cast_tokens(grads[0].contiguous(), groups, rows, cols, recipe.scale_rule)
         d_input = d_weight = None
         if g is not None:

@@ -32,6 +32,7 @@ from f8emu.torch.layer.casts import (
 )
 from f8emu.torch.layer.observers import Tap, show_gemm, show_tensor
 from f8emu.torch.layer.operands import Delayed, DelayedStates, Operand, rounded
+from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.library import differentiable_once, fake, is_known, operator
 from f8emu.torch.parallel.sharding import sum_products
 from f8emu.torch.torch_internals import Function, compiles_backward
@@ -271,17 +272,17 @@ class Float8Backward(Function):
         recipe, engine, chip = plan.recipe, plan.engine, plan.recipe.chip
         # 1. Both operands of grad_output.
         show_tensor(tap, "grad_output", grad_output, is_delayed=True)
-        wanted = ctx.needs_input_grad[0], kept is not None
-        g, g_transposed = cast_grad_output(grad_output, plan, of_grad_output, *wanted)
+        (for_input, for_weight, *_), states = part_of_backward(ctx, grads, (of_weight, of_grad_output))
+        g, g_transposed = cast_grad_output(grad_output, plan, states[1], for_input, for_weight and kept is not None)
         d_input = d_weight = None
         # 2. grad_input.
         if g is not None:
-            w = cast_weight_again(weight, WeightSource(*source), plan, of_weight, grad_output)
+            w = cast_weight_again(weight, WeightSource(*source), plan, states[0], grad_output)
             d_input = gemm(g, w, recipe.grad_input, dtype, engine, chip)
             show_gemm(tap, "grad_input", g, w, d_input)
             g = w = None  # frees their memory for the other product
         # 3. grad_weight.
-        if g_transposed is not None:
+        if g_transposed is not None and kept is not None:
             x = Operand(kept, kept_scale)
             d_weight = gemm(g_transposed, x, recipe.grad_weight, dtype, engine, chip)
             show_gemm(tap, "grad_weight", g_transposed, x, d_weight)
