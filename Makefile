@@ -92,6 +92,7 @@ $(NEWEST)/.f8emu-installed: constraints/newest.txt
 	@echo 'Installing the newest torch into $(NEWEST); once, a few minutes'
 	$(PYTHON) -m venv $(NEWEST)
 	PIP_CONSTRAINT=constraints/newest.txt $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r constraints/newest.txt
+	ln -sfn ../stacks $(NEWEST)/stacks
 	@touch $@
 
 $(ENGINE): $(STAMP) setup.py $(wildcard f8emu/native/src/*.[ch])

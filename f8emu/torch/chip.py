@@ -11,6 +11,7 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import FLOAT8, Format, format_by_name
+from f8emu.torch.torch_internals import torchscript_trace
 
 CHIP = HOPPER  # the chip whose GEMMs run or are emulated where no other is named
 
@@ -69,7 +70,7 @@ def require_tensor(call: str, name: str, value: Any) -> None:
             f"{call}: {name} must be a torch.Tensor; got {value if is_number else type(value).__name__}; "
             + (f"pass torch.tensor({float(value)})" if is_number else remedy)
         )
-    if torch._C._get_tracing_state():
+    if torchscript_trace():
         raise UnsupportedError(
             f"{call}: torch.jit.trace is not supported, since it records no views as another dtype; trace with "
             "torch.export.export or torch.compile"

@@ -15,7 +15,13 @@ from torch.autograd import forward_ad
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.library import constant_in_traces, is_exporting
-from f8emu.torch.torch_internals import has_tracing_mode, is_in_autograd_function, named_modules
+from f8emu.torch.torch_internals import (
+    has_functorch,
+    has_tracing_mode,
+    is_in_autograd_function,
+    named_modules,
+    torchscript_trace,
+)
 
 if TYPE_CHECKING:
     from f8emu.torch.layer.delayed_state import DelayedBuffers
@@ -187,13 +193,13 @@ def require_no_transform(call: str, module: nn.Module, input: Tensor) -> None:
         UnsupportedError: inside of torch.func.grad, vjp, jvp, vmap or what is made of them; in torch.jit.trace; with an
             input or a parameter that has a tangent.
     """
-    if torch._C._are_functorch_transforms_active():
+    if has_functorch():
         raise UnsupportedError(
             f"{call}: torch.func's transforms (grad, vjp, jvp, vmap, jacrev, ...) are not supported for float8 layers; "
             "compute gradients with backward() or torch.autograd.grad, and batches as more rows, or convert the model "
             "back with dequantize_float8_training"
         )
-    if torch._C._get_tracing_state():
+    if torchscript_trace():
         refuse_torchscript(call)
     if forward_ad._current_level >= 0:
         if any(forward_ad.unpack_dual(x).tangent is not None for x in (input, *module.parameters())):

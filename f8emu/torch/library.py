@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.chip import has_float8_hardware
-from f8emu.torch.torch_internals import has_keeping_mode, is_batched
+from f8emu.torch.torch_internals import dispatch_modes, functorch_transform, has_keeping_mode, is_batched
 
 _LIBRARY = torch.library.Library("f8emu", "FRAGMENT")  # the operators are registered as long as this object lives
 
@@ -34,20 +34,17 @@ _Function = TypeVar("_Function", bound=Implementation)
 _Run = Callable[[], Tensor]
 _PLAIN = (Tensor, nn.Parameter)
 
-_modes = torch._C._len_torch_dispatch_stack
-_functorch = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-
 
 def is_watched(x: Tensor) -> bool:
     """Whether an operator called on `x` must go through the dispatcher."""
     if torch.compiler.is_compiling():
         return True
-    return _modes() > 0 or type(x) not in _PLAIN or x.is_meta or _functorch() is not None
+    return dispatch_modes() > 0 or type(x) not in _PLAIN or x.is_meta or functorch_transform() is not None
 
 
 def has_dispatch_mode() -> bool:
     """Whether a `TorchDispatchMode` is active: a user's, a checkpoint's, or that of a compiler that traces."""
-    return _modes() > 0
+    return dispatch_modes() > 0
 
 
 def is_known(condition: bool) -> bool:

@@ -1,9 +1,16 @@
-"""Parts of torch that are private or have no annotations, with the types that they have."""
+"""Parts of torch that are private or have no annotations, with the types that they have.
+
+A release may drop one. `part` says what f8emu does then: the same bits, slower. What is used without it has no other
+way, and its absence is an error when f8emu.torch is imported or where it is used.
+"""
 # pyright: reportPrivateUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import copy
+import importlib
 import inspect
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -25,15 +32,45 @@ if TYPE_CHECKING:
 else:
     Function = torch.autograd.Function
 
+
+def part(module: str, path: str, otherwise: Any) -> Any:
+    """What `path` names in a module of torch; `otherwise` where this torch has none."""
+    try:
+        return operator.attrgetter(path)(importlib.import_module(module))
+    except (AttributeError, ImportError):
+        return otherwise
+
+
 ConvNd = nn.modules.conv._ConvNd  # the base class of all convolutions
 
-# The innermost hooks for saved tensors, or None; the argument: none while a compiler traces.
+# The innermost hooks for saved tensors, or None; the argument: none while a compiler traces. Otherwise: others always.
 top_saved_tensors_hooks: Callable[[bool], tuple[Any, Any] | None]
-top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+top_saved_tensors_hooks = part("torch._C", "_autograd._top_saved_tensors_default_hooks", lambda _: (lambda x: x, None))
+
+
+def _copy_each(into: list[Tensor], new: list[Tensor]) -> None:
+    for x, y in zip(into, new, strict=True):
+        x.copy_(y)
+
 
 # Copies the tensors of the second list into those of the first, by few launches.
-foreach_copy: Callable[[list[Tensor], list[Tensor]], None]
-foreach_copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage, reportAssignmentType]
+foreach_copy: Callable[[list[Tensor], list[Tensor]], None] = part("torch", "_foreach_copy_", _copy_each)
+
+# How many dispatch modes are active. Otherwise one, so that every call goes through the dispatcher.
+dispatch_modes: Callable[[], int] = part("torch._C", "_len_torch_dispatch_stack", lambda: 1)
+
+# The innermost transform of torch.func, or None; whether there is any; what torch.jit.trace records to, or None.
+functorch_transform: Callable[[], Any] = part("torch._C", "_functorch.peek_interpreter_stack", lambda: None)
+has_functorch: Callable[[], bool] = part(
+    "torch._C", "_are_functorch_transforms_active", lambda: functorch_transform() is not None
+)
+torchscript_trace: Callable[[], Any] = part("torch._C", "_get_tracing_state", lambda: torch.jit.is_tracing())  # pyright: ignore[reportPrivateImportUsage]
+
+# Torch's launcher of compiled kernels, or None: Triton's then. The stream of a device, by its number, as an address.
+launch_kernel: Any = part("torch._C", "_StaticCudaLauncher._launch_kernel", None)
+current_stream: Callable[[int], int] = part(
+    "torch._C", "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 # The elements of a tensor with dimensions.
 to_list: Callable[[Tensor], list[Any]] = Tensor.tolist
@@ -194,8 +231,11 @@ def is_in_backward_pass() -> bool:
     return backward_pass() != -1
 
 
-# Whether the backward pass that autograd runs on this thread may run again: `retain_graph=True`.
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
+# Whether the backward pass of this thread may run again: `retain_graph=True`. Otherwise: always, and nothing is freed.
+keeps_graph: Callable[[], bool] = part("torch._C", "_autograd._get_current_graph_task_keep_graph", lambda: True)
+
+# Whether the backward pass of this thread computes a node of its graph. Otherwise: every one.
+_will_run: Callable[[Any], bool] = part("torch._C", "_will_engine_execute_node", lambda node: True)
 
 
 def gradients_asked_for(ctx: Any) -> tuple[bool, ...]:
@@ -206,7 +246,7 @@ def gradients_asked_for(ctx: Any) -> tuple[bool, ...]:
 
 def _is_executed(node: Any) -> bool:
     try:
-        return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
+        return _will_run(node)
     except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns
         return True
 
@@ -223,6 +263,18 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
     if compiles_backward():  # Dynamo would trace the function
         function = not_compiled(function)
     torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_tracing_context: Any = part("torch._guards", "TracingContext.try_get", None)
+_unknown_traces = itertools.count(1)
+
+
+def trace_number() -> int:
+    """The number of the trace that a compiler is making; 0 outside of a trace. Otherwise a new one each time."""
+    if _tracing_context is None:
+        return next(_unknown_traces)
+    found: object = _tracing_context()
+    return 0 if found is None else id(found)
 
 
 def is_in_autograd_function() -> bool:
@@ -273,11 +325,15 @@ def base_of(view: Tensor) -> Tensor:
     return base
 
 
+# Otherwise: more than anybody expects.
+_uses_of_storage: Callable[[int], int] = part("torch._C", "_storage_Use_Count", lambda _: sys.maxsize)
+_uses_of_tensor: Callable[[Tensor], int] = part("torch", "Tensor._use_count", lambda _: sys.maxsize)
+
+
 def references(x: Tensor) -> int:
     """How many tensors lie in the storage of `x`, and how many references to `x` itself there are outside of Python."""
     storage = x.untyped_storage()  # one more tensor's worth, while it lives
-    of_storage = torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportAttributeAccessIssue]
-    return of_storage + x._use_count()  # pyright: ignore[reportAttributeAccessIssue]
+    return _uses_of_storage(storage._cdata) - 1 + _uses_of_tensor(x)
 
 
 def wrapper_of(cls: Any, x: Tensor, dtype: torch.dtype | None = None) -> Any:

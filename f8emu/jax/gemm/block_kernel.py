@@ -264,17 +264,19 @@ def _is_lowered_by_pallas() -> bool:
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith
         from jaxlib.triton import dialect
-    except ImportError:
+
+        register = lowering.register_lowering
+    except (AttributeError, ImportError):
         return False
-    given: tuple[Any, ...] = (ir, arith, dialect, lowering)
-    ir, arith, dialect, lowering = given
+    given: tuple[Any, ...] = (ir, arith, dialect, register)
+    ir, arith, dialect, register = given
 
     def lower(ctx: Any, left: Any, right: Any) -> Any:
         kind = ir.RankedTensorType.get(ctx.avals_out[0].shape, ir.F32Type.get())
         zero = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get_f32(0.0)))
         return dialect.dot(left, dialect.trans(right, (1, 0)), zero, max_num_imprecise_acc=_NEVER_PROMOTED)
 
-    lowering.register_lowering(_dot)(lower)
+    register(_dot)(lower)
     return True
 
 

@@ -25,6 +25,7 @@ from f8emu.torch.fused.fused_cast import FusedCast, Output, check_one_float, nam
 from f8emu.torch.fused.operators import given_outputs
 from f8emu.torch.library import fake, kernels_for, launch_plans, operator
 from f8emu.torch.scale import reciprocal, scale_from_amax
+from f8emu.torch.torch_internals import foreach_copy
 
 UNSET = 0.0  # an inv_scale before the first usable amax; others are positive
 UNCALLED = -1.0  # an amax without a cast since the last update; others are at least 0, or NaN
@@ -203,7 +204,7 @@ def update_delayed(
     singles = [x for new in (inv_scale, amaxes) for x in new.view(-1, 1, 1).unbind()]
     floats = [*histories, *inv_scales, *_of_tensors(states, AMAXES[0])]
     for buffers, new in ((floats, [*history.unbind(), *singles]), (counts, [*count.unbind()])):
-        torch._foreach_copy_(buffers, new)  # pyright: ignore[reportPrivateImportUsage]
+        foreach_copy(buffers, new)
     report.copy_(2 * count[:, 2] + (inv_scale > UNSET), non_blocking=True)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
+from f8emu.torch.torch_internals import current_stream, launch_kernel
 
 GROUP_TILE = 64  # rows of a tile of a matrix whose groups of rows are cast apart (`grouped`)
 GROUP_PLANES = 5  # of a table of such tiles, see `grouped_kernels`
@@ -80,7 +81,9 @@ class LaunchPlan:
         key = (index, *[x.dtype for x in tensors], *[pointer & 15 == 0 for pointer in pointers])
         launch = self._launches.get(key)
         if launch is None:
-            self._launches[key] = _launch_of(self._first_launch(tensors), self)
+            launch = _launch_of(self._first_launch(tensors), self)
+            if launch is not None:
+                self._launches[key] = launch
         else:
             launch(index, pointers)
 
@@ -89,15 +92,23 @@ class LaunchPlan:
         return self.kernel[(self.programs,)](*tensors, *self.sizes, **self.constants, **options)
 
 
-def _launch_of(compiled: Any, plan: LaunchPlan) -> _Launch:
-    # Torch's launcher for Inductor's kernels, or else Triton's, launches a compiled kernel on pointers. Torch's takes
-    # the kernel's arguments without its constants, with one letter per argument for its type. It does not call the
-    # hooks that Triton calls around a launch.
+def _launch_of(compiled: Any, plan: LaunchPlan) -> _Launch | None:
+    # Torch's launcher for Inductor's kernels, or else Triton's, launches a compiled kernel on pointers. None where
+    # Triton tells of a kernel in other words than those of 3.6 to 3.9: each launch is then like the first.
+    try:
+        return _launch_on_pointers(compiled, plan)
+    except (AttributeError, KeyError):
+        return None
+
+
+def _launch_on_pointers(compiled: Any, plan: LaunchPlan) -> _Launch:
+    # Torch's launcher takes the kernel's arguments without its constants, with one letter per argument for its type. It
+    # does not call the hooks that Triton calls around a launch.
     metadata, programs = compiled.metadata, plan.programs
-    scratch = [getattr(metadata, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    fast = getattr(getattr(torch._C, "_StaticCudaLauncher", None), "_launch_kernel", None)
+    found = [getattr(metadata, name) for name in metadata._fields if name.endswith("_scratch_size")]
+    scratch = [size for size in found if size is not None]
     is_special = metadata.num_ctas != 1 or any(scratch) or getattr(metadata, "launch_cooperative_grid", False)
-    if fast is None or is_special or getattr(metadata, "launch_pdl", False):
+    if launch_kernel is None or is_special or getattr(metadata, "launch_pdl", False):
         runner = compiled[(programs, 1, 1)]
         rest = (*plan.sizes, *plan.constants.values())
         return lambda index, pointers: runner(*pointers, *rest)
@@ -105,14 +116,13 @@ def _launch_of(compiled: Any, plan: LaunchPlan) -> _Launch:
     kinds = list(compiled.src.signature.values())[count:]
     letters = {"i32": "i", "i64": "l"}  # Triton makes an integer that is 1 a constant, like those that follow
     taken = [(size, letters[kind]) for size, kind in zip(plan.sizes, kinds, strict=False) if kind != "constexpr"]
-    nones = (None,) * sum(size is not None for size in scratch)
+    nones = (None,) * len(scratch)
     sizes = (*[size for size, _ in taken], *nones)
     types = "O" * count + "".join(letter for _, letter in taken) + "O" * len(nones)
     function, warps, shared = compiled.function, metadata.num_warps, metadata.shared
-    stream_of = torch._C._cuda_getCurrentRawStream
 
     def launch(index: int, pointers: list[int]) -> None:
-        fast(function, programs, 1, 1, warps, shared, types, (*pointers, *sizes), stream_of(index))
+        launch_kernel(function, programs, 1, 1, warps, shared, types, (*pointers, *sizes), current_stream(index))
 
     return launch
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
 from f8emu.spec.recipe import Cast, Recipe
 from f8emu.spec.scaling import Granularity, Scales
@@ -39,7 +38,7 @@ from f8emu.torch.layer.operands import (
     weight_to_cast,
 )
 from f8emu.torch.parallel.sharding import Gathered, Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
-from f8emu.torch.torch_internals import memory_of, top_saved_tensors_hooks
+from f8emu.torch.torch_internals import memory_of, top_saved_tensors_hooks, trace_number
 from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
 from f8emu.torch.weights.codes import OwnRows
 from f8emu.torch.weights.sharded_weight import ShardedWeight
@@ -84,14 +83,14 @@ class TracedInput:
     """
 
     def __init__(self) -> None:
-        torch.compiler.assume_constant_result(_trace_number)  # pyright: ignore[reportUnknownMemberType]
+        torch.compiler.assume_constant_result(trace_number)  # pyright: ignore[reportUnknownMemberType]
         self.trace = 0
         self.input: Tensor | None = None
         self.key: Any = None
         self.operands: InputOperands | None = None
 
     def begin(self, *_: Any) -> None:  # a forward pre-hook
-        self.trace = _trace_number() if torch.compiler.is_compiling() else 0
+        self.trace = trace_number() if torch.compiler.is_compiling() else 0
 
     def end(self, *_: Any) -> None:  # a forward hook
         self.trace = 0
@@ -102,7 +101,7 @@ class TracedInput:
         return self.operands if self.input is input and self.key == key else None
 
     def keep(self, input: Tensor, key: Any, operands: InputOperands) -> None:
-        if self.trace == _trace_number():
+        if self.trace == trace_number():
             self.input, self.key, self.operands = input, key, operands
 
 
@@ -143,12 +142,6 @@ def checkpointed_region() -> Any:
     # A checkpointed region is recomputed as a whole, so it must not share casts with code outside of it.
     hooks = top_saved_tensors_hooks(True)
     return None if hooks is None else hooks[0]
-
-
-def _trace_number() -> int:
-    # The number of the trace that a compiler is making; 0 outside of a trace.
-    found: object = TracingContext.try_get()
-    return 0 if found is None else id(found)
 
 
 def cast_input(
