@@ -70,6 +70,8 @@ def granularity_by_name(call: str, granularity: Granularity | str) -> Granularit
     Raises:
         SpecError: an unknown granularity; the message lists the known ones.
     """
+    if isinstance(granularity, Granularity):  # Dynamo 2.11 cannot trace the call of an enum with one of its members
+        return granularity
     try:
         return Granularity(granularity)
     except ValueError:

@@ -68,15 +68,13 @@ def constant_in_traces(function: _Function) -> _Function:
 def is_exporting() -> bool:
     """Whether torch.export, or Dynamo for another exporter, traces the call."""
     # Not `torch.compiler.is_exporting()`, which in torch 2.11 is true of everything that torch.compile traces.
-    if not torch.compiler.is_compiling():
-        return False
     if torch.compiler._is_exporting_flag:  # pyright: ignore[reportPrivateUsage]
         return True
     dynamo: Any = sys.modules.get("torch._dynamo.symbolic_convert")
-    try:
-        return dynamo is not None and bool(dynamo.InstructionTranslator.current_tx().export)
-    except AttributeError:  # Dynamo does not trace
+    if dynamo is None or (tracer := getattr(dynamo.tls, "current_tx", None)) is None:
         return False
+    # `dynamo_graph_capture_for_export` of torch 2.11 shows in this alone: no side effect is replayed.
+    return bool(tracer.export) or not dynamo.config.replay_side_effects
 
 
 class Operator:

@@ -17,8 +17,12 @@ from f8emu.spec import RECIPES
 from f8emu.spec.errors import UnsupportedError
 from tests.torch_path.layers import draw
 
-# Dynamo itself instantiates every autograd function that it traces.
-pytestmark = [pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")]
+pytestmark = [
+    # Dynamo itself instantiates every autograd function that it traces.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    # torch 2.11 itself, once a process, where it loads a program.
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
+]
 
 SIZES = ((1, 1), (3, 5), (3, 43))
 """Leading dimensions: a row, which torch likes to take for a constant; an odd number; more than a block of 128."""

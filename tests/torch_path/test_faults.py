@@ -327,10 +327,10 @@ def test_doctor_says_which_chip_the_gpu_is(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_model_on_another_gpu_is_refused_at_conversion(
     config: str, capability: tuple[int, int], remedy: Any, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = pretend_a_gpu(monkeypatch, capability)
     model = nn.Sequential(nn.Linear(32, 32, device="meta"))
     with FakeTensorMode():  # without gradient: autograd would look for the device
-        model[0].weight = nn.Parameter(torch.empty(32, 32, device=gpu), requires_grad=False)
+        model[0].weight = nn.Parameter(torch.empty(32, 32, device="cuda:0"), requires_grad=False)
+        pretend_a_gpu(monkeypatch, capability)  # only now: torch 2.11 would initialize it
         with pytest.raises(UnsupportedError, match=wanted):
             f8.convert_to_float8_training(model, config=config, engine="hardware")
         assert type(model[0]) is nn.Linear, "nothing has changed"
