@@ -3,7 +3,8 @@
     nnx.Linear(64, 64, rngs=rngs, dot_general=f8emu.jax.dot_general("rowwise"))           # no state, nothing from here
     nnx.Linear(64, 64, rngs=rngs, dot_general=Float8DotGeneral("delayed"))
 
-In a step, gradients are taken of both kinds of variables, and split:
+In a step, gradients are taken of both kinds of variables (of parameters alone, nnx's default, they are refused), and
+split:
 
     wrt = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient))
     grads, states = nnx.grad(loss, argnums=wrt)(model).split(nnx.Param, OverwriteWithGradient)
