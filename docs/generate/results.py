@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # benchmarks.kernel_kinds
 
+import results_clients
 import results_experts
 import results_jax
 import results_proofs
@@ -27,7 +28,7 @@ import results_torch
 from results_index import index
 from results_records import RESULTS, ROOT, names
 
-PAGES = ("index", "gemms", "torch", "jax", "distributed", "proofs")
+PAGES = ("index", "gemms", "torch", "jax", "distributed", "proofs", "clients")
 TEMPLATES = ROOT / "docs" / "results"
 PLOT = ROOT / "docs" / "figures" / "speed.svg"
 README = ROOT / "README.md"
@@ -37,6 +38,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **results_experts.BLOCKS,
     **results_jax.BLOCKS,
     **results_proofs.BLOCKS,
+    **results_clients.BLOCKS,
 }
 MARKER = re.compile(r"^<!-- result: ([a-z0-9-]+) -->$", re.MULTILINE)
 _README_BLOCK = re.compile(r"(<!-- speed -->\n)(.*?)(<!-- /?speed -->)", re.DOTALL)

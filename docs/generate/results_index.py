@@ -10,6 +10,7 @@ HELD = {
     "captures-h200": "Training steps captured on an H200 and computed again on a CPU",
     "cast-order-h200": "The feed-forward block with casts in ascending order, and from the end of the L2 cache",
     "casts-h200": "Every fused cast beside the compiler's, for two widths and two dtypes",
+    "clients-cpu": "Libraries that trained converted models: versions, what ran, and what was checked",
     "deepgemm-h100": "The verdict of `f8emu verify` on DeepGEMM's kernels on an H100, with the diagnosis",
     "dialects_on_gpu-h100": "The kernels of other stacks on an H100 beside `f8emu.dialects`: codes and scales",
     "distributed_bits-h200x2": "Every number of layers on two GPUs against one GPU: FSDP2 and tensor parallelism",

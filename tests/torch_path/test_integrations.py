@@ -142,7 +142,7 @@ def test_peft(tmp_path: Path) -> None:
         if not is_before:
             f8.convert_to_float8_training(model, config="delayed")
             padded = f8.plan_conversion(model, config="delayed", pad=True)
-            assert padded.names(Outcome.CONVERTED) == tuple(entry.fqn for entry in adapters)
+            assert padded.names(Outcome.ADAPTER) == tuple(entry.fqn for entry in adapters)
         return model
 
     before, after = build(True), build(False)

@@ -87,8 +87,8 @@ def convert_to_float8_training(
             lack, such as in_features, it is asked for each of their matrices as a layer.
         engine: as for `scaled_mm`. "hardware" is checked at once if the model is on an accelerator, else at the first
             call, so that a model can be converted before it moves.
-        pad: also convert layers whose sizes are not multiples of 16. Their GEMMs are zero-padded: the results are
-            bit-identical, the copies cost time.
+        pad: also convert layers whose sizes are not multiples of 16, except adapters (`Outcome.ADAPTER`). Their GEMMs
+            are zero-padded: the results are bit-identical, the copies cost time.
         recompute_casts: let compiled code repeat tensorwise and rowwise casts of a layer's input in the backward pass
             if that input is saved anyway or cheap to recompute: less memory, more time. The codes are those of the
             input as the backward pass computes it.

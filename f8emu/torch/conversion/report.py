@@ -35,7 +35,7 @@ class Outcome(Enum):
     SIZE = "size"
     """in_features or out_features is not a multiple of 16 and `pad` is off: the conversion raises an error."""
     ADAPTER = "adapter"
-    """Left alone: a low-rank layer (LoRA) whose rank is not a multiple of 16, and `pad` is off."""
+    """Left alone: a low-rank layer (LoRA) whose rank is not a multiple of 16, with `pad` too."""
     TYPE = "type"
     """Left alone: a subclass of nn.Linear, a replaced `forward`, a weight not in float32, bfloat16 or float16, or
     experts that the recipe or the sizes exclude."""
@@ -172,11 +172,12 @@ def report_of(
             return Outcome.FILTER, ""
         if is_sharded:
             return Outcome.SHARDED, "convert the model first, then shard it"
-        if pad or not (layer.in_features % CHIP.size_multiple or layer.out_features % CHIP.size_multiple):
-            return Outcome.CONVERTED, readers.get(id(layer), "")
-        if any(part.lower().startswith("lora_") for part in fqn.split(".")):
+        is_odd = bool(layer.in_features % CHIP.size_multiple or layer.out_features % CHIP.size_multiple)
+        if is_odd and any(part.lower().startswith("lora_") for part in fqn.split(".")):
             return Outcome.ADAPTER, f"its rank is not a multiple of {CHIP.size_multiple}"
-        return Outcome.SIZE, f"not multiples of {CHIP.size_multiple}"
+        if is_odd and not pad:
+            return Outcome.SIZE, f"not multiples of {CHIP.size_multiple}"
+        return Outcome.CONVERTED, readers.get(id(layer), "")
 
     def outcome_of_experts(fqn: str, part: nn.Module, experts: Experts) -> tuple[Outcome, str]:
         if isinstance(part, ConvertedExperts):
