@@ -53,8 +53,9 @@ class Fused(nn.Module):
 def make(recipe: str, stages: int, block: Callable[[], nn.Module] = Block) -> list[nn.Module]:
     """A converted model, cut into stages."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(block() for _ in range(stages))).bfloat16()
-    return list(f8.convert_to_float8_training(model, config=recipe))
+    model: Any = nn.Sequential(*(block() for _ in range(stages))).bfloat16()
+    f8.convert_to_float8_training(model, config=recipe)
+    return list(model)
 
 
 def batch(step: int, part: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +99,7 @@ def watch(stage: Any, done: list[tuple[int, int, bool]]) -> None:
 def one_process(stages: Parts, orders: list[Any], x: Tensor, y: Tensor) -> list[Tensor]:
     """The passes of all ranks, each in its order; backward passes are whole."""
     xs, ys, last = x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), len(stages) - 1
-    inputs, outputs, grads = dict[Any, Tensor](), dict[Any, Tensor](), dict[Any, Tensor]()
+    inputs, outputs, grads = dict[Any, Any](), dict[Any, Any](), dict[Any, Any]()
 
     def run(stage: int, index: int, is_forward: bool) -> bool:
         key, before, after = (stage, index), (stage - 1, index), (stage + 1, index)
@@ -118,6 +119,7 @@ def one_process(stages: Parts, orders: list[Any], x: Tensor, y: Tensor) -> list[
             while order and run(*order[0]):
                 order.pop(0)
     for parameter in itertools.chain(*(stage.parameters() for stage in stages)):
+        assert parameter.grad is not None
         parameter.grad /= MICROBATCHES
     return [outputs[last, i].detach() for i in range(MICROBATCHES)]
 
@@ -213,8 +215,9 @@ def hand_written(is_cut_first: bool) -> None:
     """Without torch's stages, and alike but for the weights where each rank converts its part alone."""
     torch.manual_seed(dist.get_rank() if is_cut_first else 0)
     model = nn.Sequential(*(Block() for _ in range(1 if is_cut_first else 2)))
-    stage = f8.convert_to_float8_training(model, config="delayed")[0 if is_cut_first else dist.get_rank()]
-    del model
+    f8.convert_to_float8_training(model, config="delayed")
+    stage: Any = model[0 if is_cut_first else dist.get_rank()]
+    del model  # the layers of the other part
     x = torch.randn(16, 32, requires_grad=True)
     if dist.get_rank() == 0:
         output = stage(x)
