@@ -120,6 +120,8 @@ def experts_of(
     engine: str,
     delayed: States | None,
     kept: tuple[WeightOperands, ...] | None,
+    *,
+    in_graph: bool = False,
 ) -> Tensor:
     """`float8_experts` under a recipe that groups have; `kept` are operands that were cast before."""
     call = "float8_experts"
@@ -131,35 +133,10 @@ def experts_of(
             f"{call}: gate_up must be [G, 2H, D] or a pair of [G, H, D], and down [G, D, H]; got "
             f"{[list(weight.shape) for weight in ups]} and {list(down.shape)}"
         )
-    if is_exporting():  # `kept` has the bits of the weights
+    if is_exporting() and not in_graph:  # `kept` has the bits of the weights
         return traced_experts.overload(input, list(ups), down, offs, recipe_text(recipe), engine)
-    return _of_experts(input, ups, down, offs, recipe, engine, delayed, kept)
-
-
-@operator(opaque=False, differentiable=True)
-def traced_experts(
-    input: Tensor, ups: Sequence[Tensor], down: Tensor, offs: Tensor, recipe: str, engine: str
-) -> Tensor:
-    """`float8_experts` in a graph, as `traced.linear`."""
-
-    def run(chosen: Recipe) -> Tensor:
-        return _of_experts(input, tuple(ups), down, offs, chosen, engine, None, None)
-
-    return stateless(recipe, run, input, down, *ups)
-
-
-def _of_experts(
-    input: Tensor,
-    ups: tuple[Tensor, ...],
-    down: Tensor,
-    offs: Tensor,
-    recipe: Recipe,
-    engine: str,
-    delayed: States | None,
-    kept: tuple[WeightOperands, ...] | None,
-) -> Tensor:
-    call, needs_grad = "float8_experts", torch.is_grad_enabled()
     groups = Groups(grouped.group_tiles(offs, input.shape[0]), offs.shape[0])
+    needs_grad = torch.is_grad_enabled()
     plan = GroupedPlan(recipe, engine, needs_grad and any([weight.requires_grad for weight in ups]))
     if can_fuse(input, recipe):
         return FusedExperts.apply(input, groups.tiles, ExpertsPlan(plan, delayed, kept), down, *ups)
@@ -172,6 +149,18 @@ def _of_experts(
     gate, up = products if len(products) == 2 else products[0].chunk(2, dim=1)
     plan = plan._replace(keeps_input=needs_grad and down.requires_grad)
     return GroupedLinear.apply(silu(gate) * up, down, groups.tiles, plan)
+
+
+@operator(opaque=False, differentiable=True)
+def traced_experts(
+    input: Tensor, ups: Sequence[Tensor], down: Tensor, offs: Tensor, recipe: str, engine: str
+) -> Tensor:
+    """`float8_experts` in a graph, as `traced.linear`."""
+
+    def run(chosen: Recipe) -> Tensor:
+        return experts_of(input, tuple(ups), down, offs, chosen, engine, None, None, in_graph=True)
+
+    return stateless(recipe, run, input, down, *ups)
 
 
 def can_fuse(input: Tensor, recipe: Recipe) -> bool:
