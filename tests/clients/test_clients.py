@@ -11,8 +11,9 @@ from tests.clients.clients import CLIENTS, RECIPES, ROOT, errors_of, is_installe
 from tests.clients.models import mlp, rows
 from tests.clients.watch import Watch
 
-ELSEWHERE = {"accelerate", "lightning", "peft", "transformers"}
-"""What `make install` brings: tests/test_examples.py, test_integrations.py and test_huggingface.py test them."""
+ELSEWHERE = {"accelerate", "lightning", "peft", "transformers", "equinox", "flax", "optax", "orbax", "qwix"}
+"""What `make install` brings: tests/test_examples.py, test_integrations.py, test_huggingface.py, jax_path/test_hosts.py
+and jax_path/test_interop_checkpoints.py test them."""
 
 
 @pytest.mark.parametrize("client", [name for name in CLIENTS if name not in ELSEWHERE])

@@ -113,6 +113,7 @@ def nnx(watch: JaxWatch, folder: Path) -> None:
     watch.losses.append(float(step(model, optimizer)))
     step(copy, of_copy)
     watch.resumed(nnx.to_pure_dict(nnx.state((model, optimizer))), nnx.to_pure_dict(nnx.state((copy, of_copy))))
+    watch.resumes = None  # a clone is no checkpoint
     states = []
     if watch.is_delayed:
         stacked = model.blocks.dense.dot_general.state.get_value()
