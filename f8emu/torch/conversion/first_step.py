@@ -1,8 +1,8 @@
 """What a conversion came to, known after the first step: which of its layers compute nothing in float8.
 
 The first step is over when an optimizer of torch has stepped and a layer of the conversion was called before. Nothing
-is attached to the model: until then layers note their calls in a set. Compiled code notes no calls; there the gradient
-of a weight shows that its layer was called.
+is attached to the model: until then a set holds the layers that were called. Compiled code notes no calls; there the
+gradient of a weight shows that its layer was called.
 """
 
 import logging
@@ -21,7 +21,7 @@ from f8emu.torch.torch_internals import is_in_backward_pass, named_modules, own_
 
 _log = logging.getLogger("f8emu")
 _waiting: list["FirstStep"] = []
-_called: set[int] = set()  # the ids of layers that were called while a conversion waits
+_called: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers that were called while a conversion waits
 _is_traced = False  # whether a compiler traced a layer: code that it made then runs layers of other models too
 
 
@@ -30,7 +30,7 @@ def note_call(layer: nn.Module) -> None:
     if torch.compiler.is_compiling():
         _note_trace()
     elif _waiting:
-        _called.add(id(layer))
+        _called.add(layer)
 
 
 @constant_in_traces  # Dynamo calls it while it traces
@@ -67,7 +67,7 @@ class FirstStep:
         layers = {name: layer for name, layer in self.layers.items() if layer in inside}
         weights = {name: own_parameters(layer).get("weight") for name, layer in layers.items()}
         trained = {name for name, weight in weights.items() if weight is not None and weight.grad is not None}
-        called = {name for name, layer in layers.items() if id(layer) in _called or (_is_traced and name in trained)}
+        called = {name for name, layer in layers.items() if layer in _called or (_is_traced and name in trained)}
         if not called:
             return None
         # 2. Those that were not. Where others of their kind were, they are idle in this step, as experts may be. Of

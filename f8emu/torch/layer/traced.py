@@ -22,10 +22,15 @@ from f8emu.torch.library import constant_in_traces, operator
 from f8emu.torch.torch_internals import Function
 
 
-@constant_in_traces
 def recipe_text(recipe: Recipe) -> str:
     """The recipe as an argument of an operator: its name, or its JSON if it is none of the named ones."""
-    return recipe.name if RECIPES.get(recipe.name) == recipe else recipe.to_json()
+    # Traced but for the JSON: Dynamo 2.11 hands no dataclass to a function that it calls while it traces.
+    return recipe.name if RECIPES.get(recipe.name) == recipe else _json_of(recipe)
+
+
+@constant_in_traces
+def _json_of(recipe: Recipe) -> str:
+    return recipe.to_json()
 
 
 @cache
