@@ -87,6 +87,12 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
             patched.add(function.fn.__module__)
         return function.rewrite()(*args, **options)
 
+    def patch_tensor(tensor: Any, scope: Any) -> None:  # Triton 3.6: int() of an array of rank 1, an error in numpy 2.4
+        patch_of_triton(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    patch_of_triton = interpreter._patch_lang_tensor
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(interpreter, "_get_np_dtype", dtype_of)
     monkeypatch.setattr(tl.block_type, "__init__", block_of)
