@@ -296,11 +296,11 @@ def pipeline_stage() -> tuple[Any, bool] | None:
     Before its first step a stage runs forward and backward on empty memory, to learn shapes (torch 2.13 to 2.15).
     """
     module = sys.modules.get("torch.distributed.pipelining.stage")
-    frame = None if module is None else inspect.currentframe()
-    while frame is not None and frame.f_globals is not vars(module):
+    frame, own = None if module is None else inspect.currentframe(), getattr(module, "__dict__", None)
+    while frame is not None and frame.f_globals is not own:
         frame = frame.f_back
     names, stage = set[str](), None
-    while frame is not None and frame.f_globals is vars(module):
+    while frame is not None and frame.f_globals is own:
         names.add(frame.f_code.co_name)
         stage, frame = frame.f_locals.get("self"), frame.f_back
     return None if stage is None else (stage, "forward_one_chunk" not in names)

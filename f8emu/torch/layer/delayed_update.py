@@ -57,7 +57,7 @@ class UpdateGroup:
             self._update_at_end()
             return
         self.end = -1  # a pass that an error ended has no end
-        if self.replicas is not None or not self.is_begun:
+        if not self.is_begun:  # no trial comes between a step's passes
             stage, is_trial = internals.pipeline_stage() or (None, False)
             if stage is not None and self.replicas is None:
                 return self._apart(stage).begin_pass(is_cuda)
