@@ -17,6 +17,7 @@ import f8emu.torch as f8
 from tests.torch_path.delayed import STEPS, make
 from tests.torch_path.ranks import run_cases
 from tests.torch_path.states import assert_same_state, assert_updated, state_of
+from tests.torch_path.test_pipelines import trains
 
 LOUDER = 64.0
 """Rank 1's inputs are as many times rank 0's."""
@@ -159,6 +160,7 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "stages of a pipeline": stages_of_a_pipeline,
         "ddp, eager": case(ddp, False),
         "ddp, compiled": case(ddp, True),
+        "a pipeline, compiled": case(trains, "GPipe", "delayed", kind="compiled"),
         "a layer that one rank does not call": a_layer_that_one_rank_does_not_call,
         "no group": no_group,
         "fsdp2": case(steps_follow, shard, AdamW),

@@ -244,7 +244,6 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "Interleaved1F1B, delayed": case(trains, "Interleaved1F1B", "delayed"),
         **{f"ZBVZeroBubble, {name}": case(trains, "ZBVZeroBubble", name) for name in RECIPES},
         "ZBVZeroBubble, fused": case(trains, "ZBVZeroBubble", "delayed", Fused),
-        "GPipe, compiled": case(trains, "GPipe", "delayed", kind="compiled"),
     },
     4: {
         "1F1B": case(trains, "1F1B", "delayed"),
