@@ -279,7 +279,7 @@ def seen_as_mm(a: Tensor, b: Tensor, dtype: torch.dtype, run: _Run, read_a: _Run
 
 def seen_as_max(x: Tensor, run: _Run) -> Tensor:
     """`run()`, the amaxes of x, which dispatch modes see as `aten.max`."""
-    if not has_dispatch_mode():
+    if not has_dispatch_mode() or x.numel() == 0:  # aten's has no maximum of nothing
         return run()
     call = _SeenCall(torch.ops.aten.max.default, run)
     found = torch.max(_StandIn(x, x.dtype, lambda: x, call))
