@@ -87,7 +87,7 @@ with_aliases: Callable[[Any, Any, Any, Any], Any] = return_and_correct_aliasing
 
 def memory_of(x: Tensor) -> tuple[int, int]:
     """Which memory a tensor has: its storage and its place there. Also of fake tensors, which have no address."""
-    return x.untyped_storage()._cdata, x.storage_offset()
+    return x.untyped_storage()._cdata, x.storage_offset()  # pyright: ignore
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

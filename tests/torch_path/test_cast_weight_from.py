@@ -61,10 +61,10 @@ def copied(model: nn.Module) -> nn.Module:
     other = copy.deepcopy(model)
     for part in other.modules():
         if hasattr(part, "recipe"):
-            setattr(part, "recipe", replace(part.recipe, cast_weight_from=CastFrom.PARAMETER))  # noqa: B010
+            setattr(part, "recipe", replace(part.recipe, cast_weight_from=CastFrom.PARAMETER))  # noqa: B010  # pyright: ignore
         weight = getattr(part, "weight", None)
         if getattr(weight, "origin", None) is not None:
-            weight.origin.recipe = part.recipe
+            weight.origin.recipe = part.recipe  # pyright: ignore
     with torch.no_grad():
         for name, parameter in other.named_parameters():
             if "bias" not in name:
@@ -109,10 +109,10 @@ def test_every_module_casts_what_a_bfloat16_copy_holds(assert_same_bits: Any) ->
                 assert_same_bits(found, expected)
         if make is linear:
             other = copy.deepcopy(model)
-            other.recipe = recipe_by_name(name)
+            other.recipe = recipe_by_name(name)  # pyright: ignore
             assert not torch.equal(trained(other, dtype, autocast)[0], wanted[0]), name
         if make is experts and name != "delayed":
-            model.precompute_weights()
+            model.precompute_weights()  # pyright: ignore
             assert_same_bits(trained(model, dtype, autocast)[0], wanted[0])
 
 
@@ -129,7 +129,7 @@ def test_what_fsdp_gathers_as_float8_is_what_it_gathers_in_bfloat16(
     name: str, options: Any, assert_same_bits: Any
 ) -> None:
     """Under `param_dtype=bfloat16`: outputs and gradients of float8 all-gather are those without; not by default."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
     try:
 
         def run(**given: Any) -> list[Tensor]:
@@ -142,7 +142,7 @@ def test_what_fsdp_gathers_as_float8_is_what_it_gathers_in_bfloat16(
             for step in range(3):
                 output = model(draw(T, K, seed=step, dtype=torch.float32))
                 output.float().square().mean().backward()
-                found += [output.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+                found += [output.detach(), *(p.grad.full_tensor() for p in model.parameters())]  # pyright: ignore
                 optimizer.step()
                 optimizer.zero_grad()
                 f8.precompute_float8_dynamic_scale_for_fsdp(model)
@@ -186,10 +186,10 @@ def test_an_export_and_two_captures(tmp_path: Path) -> None:
     steps = {name: read_capture(tmp_path / name) for name in models}
     # 1. The export, of the model and of its checkpoint.
     f8.export_float8(models["bfloat16"], tmp_path / "served", format="block")
-    save_file({"0.weight": plain[0].weight.detach()}, _directory(tmp_path / "source") / "model.safetensors")
+    save_file({"0.weight": plain[0].weight.detach()}, _directory(tmp_path / "source") / "model.safetensors")  # pyright: ignore
     options: dict[str, Any] = {"format": "block", "config": "blockwise", "cast_weight_from": "bfloat16"}
     export_checkpoint(tmp_path / "source", tmp_path / "again", **options)
-    wanted = quantize(plain[0].weight.detach().bfloat16(), "torchao_blockwise", block=(128, 128))
+    wanted = quantize(plain[0].weight.detach().bfloat16(), "torchao_blockwise", block=(128, 128))  # pyright: ignore
     for name in ("served", "again"):
         stored = load_file(tmp_path / name / "model.safetensors")
         assert torch.equal(stored["0.weight"].view(torch.uint8), wanted.codes.view(torch.uint8))

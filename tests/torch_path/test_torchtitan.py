@@ -99,7 +99,7 @@ def test_model_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         model = Model()
         precomputed.clear()
         converter.convert(model)
-        assert converted(model) == {"last"} and model.last.recipe.cast_weight_from is CastFrom.BFLOAT16
+        assert converted(model) == {"last"} and model.last.recipe.cast_weight_from is CastFrom.BFLOAT16  # pyright: ignore
         gathers = bool(keys) and is_sharded
         assert (type(model.last.weight.data) is not torch.Tensor) == gathers
         converter.post_optimizer_hook([model, model])

@@ -61,5 +61,5 @@ def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, *, out_dtype: Any, use
     out = a.new_empty((m, n), dtype=out_dtype)
     constants: Any = {"use_fast_accum": use_fast_accum, "block_m": _BLOCK_M, "block_n": _BLOCK_N, "block_k": _BLOCK_K}
     grid = triton.cdiv(m, _BLOCK_M), triton.cdiv(n, _BLOCK_N)
-    _kernel[grid](a, b, scale_a, scale_b, out, m, n, k, **constants, enable_fp_fusion=True)
+    _kernel[grid](a, b, scale_a, scale_b, out, m, n, k, **constants, enable_fp_fusion=True)  # pyright: ignore
     return out
