@@ -25,7 +25,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.chip import has_float8_hardware
-from f8emu.torch.torch_internals import dispatch_modes, functorch_transform, has_keeping_mode, is_batched
+from f8emu.torch.torch_internals import (
+    dispatch_modes,
+    functorch_transform,
+    has_giving_mode,
+    has_keeping_mode,
+    is_batched,
+)
 
 _LIBRARY = torch.library.Library("f8emu", "FRAGMENT")  # the operators are registered as long as this object lives
 
@@ -228,7 +234,17 @@ class _SeenCall:
     def __init__(self, seen: OpOverload, run: _Run) -> None:
         self.seen, self.run = seen, run
         self.result: Tensor | None = None
-        self.is_kept = has_keeping_mode()
+        self.is_given = has_giving_mode()
+        self.is_kept = self.is_given or has_keeping_mode()
+
+    def seen_by_modes(self, found: Tensor) -> Tensor:
+        """`found`, which the modes gave; what a checkpoint keeps is the result of this call, never another."""
+        if self.result is None and not self.is_given:
+            raise UnsupportedError(
+                f"f8emu.torch: within a selective checkpoint a dispatch mode gave {self.seen} other tensors than the "
+                "layer did; let the mode read its arguments, or leave the float8 layers out of the checkpoint"
+            )
+        return found
 
     def __call__(self) -> Tensor:
         if self.result is None:
@@ -274,7 +290,9 @@ def seen_as_mm(a: Tensor, b: Tensor, dtype: torch.dtype, run: _Run, read_a: _Run
     call = _SeenCall(torch.ops.aten.mm.default, run)
     with torch.autocast(a.device.type, enabled=False):  # it would cast the stand-ins
         found = torch.mm(_StandIn(a, dtype, read_a, call), _StandIn(b, dtype, read_b, call))
-    return found if call.is_kept or call.result is not None else call()  # a mode has multiplied other operands
+    if call.is_kept:
+        return call.seen_by_modes(found)
+    return found if call.result is not None else call()  # a mode has multiplied other operands
 
 
 def seen_as_max(x: Tensor, run: _Run) -> Tensor:
@@ -283,7 +301,9 @@ def seen_as_max(x: Tensor, run: _Run) -> Tensor:
         return run()
     call = _SeenCall(torch.ops.aten.max.default, run)
     found = torch.max(_StandIn(x, x.dtype, lambda: x, call))
-    return found if call.is_kept else call()  # else `max` of a stand-in is the maximum of x, which a mode may read
+    if call.is_kept:
+        return call.seen_by_modes(found)
+    return call()  # `max` of a stand-in is the maximum of x, which a mode may read
 
 
 def saved_ops() -> tuple[OpOverload, ...]:

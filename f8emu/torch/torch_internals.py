@@ -85,9 +85,9 @@ keeping_version: Callable[[Tensor], Any] = torch.autograd._unsafe_preserve_versi
 with_aliases: Callable[[Any, Any, Any, Any], Any] = return_and_correct_aliasing
 
 
-def memory_of(x: Tensor) -> tuple[int, int]:
+def memory_of(x: Any) -> tuple[int, int]:
     """Which memory a tensor has: its storage and its place there. Also of fake tensors, which have no address."""
-    return x.untyped_storage()._cdata, x.storage_offset()  # pyright: ignore
+    return x.untyped_storage()._cdata, x.storage_offset()
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -173,12 +173,14 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-_KEEPING_MODES = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode)
-
-
 def has_keeping_mode() -> bool:
-    """Whether a dispatch mode is active that keeps results of operators, or gives what it has kept: a checkpoint's."""
-    return any(isinstance(mode, _KEEPING_MODES) for mode in _get_current_dispatch_mode_stack())
+    """Whether the dispatch mode of a checkpoint is active that keeps results of operators."""
+    return any(isinstance(mode, _checkpoint._CachingTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def has_giving_mode() -> bool:
+    """Whether the dispatch mode of a checkpoint is active that gives the results which it has kept."""
+    return any(isinstance(mode, _checkpoint._CachedTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def is_batched(x: Any) -> bool:

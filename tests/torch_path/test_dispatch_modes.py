@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import f8emu.torch as f8
 from benchmarks.models import FeedForward
-from f8emu.spec import RECIPES
+from f8emu.spec import RECIPES, UnsupportedError
 from f8emu.torch.gemm import emulation
 
 ATEN = torch.ops.aten
@@ -148,6 +148,23 @@ def test_a_mode_that_reads(name: str) -> None:
         output.backward(grad)
     found = [output.detach(), x.grad, *(p.grad for p in model.parameters())]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None)
+
+
+class Replacer(TorchDispatchMode):
+    """It gives every product operands of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*[x + 0 for x in args] if func is ATEN.mm.default else args, **(kwargs or {}))
+
+
+def test_a_mode_that_replaces_operands() -> None:
+    """The layer multiplies its own; a selective checkpoint would keep the other product."""
+    model = converted("rowwise")
+    expected = step(model, model)
+    with Replacer():
+        assert all(torch.equal(a, b) for a, b in zip(step(model, model), expected, strict=True))
+        with pytest.raises(UnsupportedError, match=r"a dispatch mode gave aten\.mm\.default other tensors"):
+            checkpoint(model, inputs()[0], use_reentrant=False, context_fn=partial(every_second_mm, []))
 
 
 def test_autocast_leaves_what_modes_see_alone() -> None:
