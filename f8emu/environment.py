@@ -56,11 +56,7 @@ def devices() -> dict[str, list[str]]:
 
 
 def open_regular(path: Path, *, follows_links: bool = True) -> BufferedReader:
-    """A regular file, to read: a pipe is not waited for, a device not read without end.
-
-    Raises:
-        OSError: missing or not readable; a directory, a pipe, a device; a link where none is followed.
-    """
+    """A regular file, to read: a pipe is not waited for, a device not read without end."""
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -70,11 +66,7 @@ def open_regular(path: Path, *, follows_links: bool = True) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """A whole regular file of at most `most` bytes.
-
-    Raises:
-        OSError: as `open_regular`, or a larger file, of which nothing is read.
-    """
+    """A whole regular file of at most `most` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:

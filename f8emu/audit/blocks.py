@@ -174,11 +174,7 @@ def shapes_of(codes: tuple[int, ...], block: Block, *, has_ones: bool = False) -
 
 
 def measured(weight: Weight, elements: int = BAND) -> Blocks:
-    """The largest code of every block, beside its scale; `elements` are read at a time, or a row.
-
-    Raises:
-        CheckpointError: a file has changed.
-    """
+    """The largest code of every block, beside its scale; `elements` are read at a time, or a row."""
     assert weight.scale is not None
     k, (height, width) = weight.codes.shape[-1], weight.extent
     largest = np.zeros((math.prod(weight.grid[:-1]), weight.grid[-1]), np.uint8)

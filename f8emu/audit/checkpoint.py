@@ -70,11 +70,7 @@ class Stored:
         return found.hexdigest()
 
     def read(self, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Its elements from `begin` to `end`, flat.
-
-        Raises:
-            CheckpointError: the file has changed.
-        """
+        """Its elements from `begin` to `end`, flat."""
         dtype = DTYPES[self.dtype]
         found = np.empty(((self.size if end is None else end) - begin) * dtype.itemsize, np.uint8)
         with _told(self.file), open_regular(self.file) as file:
@@ -113,11 +109,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """A .safetensors file, or a directory of such with its index and configuration.
-
-    Raises:
-        CheckpointError: missing, cut short, foreign, an index that leads elsewhere or does not fit the shards.
-    """
+    """A .safetensors file, or a directory of such with its index and configuration."""
     path = Path(path)
     if not path.is_dir():
         return Checkpoint(tensors=_shard(path))

@@ -70,11 +70,7 @@ _STRATEGIES = {"tensor": TENSOR, "channel": ROW}
 
 
 def format_of(checkpoint: Checkpoint) -> Format:
-    """The format that the configuration declares, or else the names.
-
-    Raises:
-        SpecError: a block size that is none.
-    """
+    """The format that the configuration declares, or else the names."""
     said, names = checkpoint.quantization, checkpoint.tensors
     method = said.get("quant_method", "")
     ignored = next((said[key] for key in _IGNORED if isinstance(said.get(key), list)), ())
@@ -177,11 +173,7 @@ _CHIPS = {
 
 
 def consumers_of(text: str) -> list[str]:
-    """The keys of CONSUMERS that STACK or STACK:CHIP names; all chips of the stack where none is named.
-
-    Raises:
-        SpecError: an unknown stack or chip.
-    """
+    """The keys of CONSUMERS that STACK or STACK:CHIP names; all chips of the stack where none is named."""
     stack, separator, chip = text.lower().replace("-", "_").replace("deepgemm", "deep_gemm").partition(":")
     wanted = f"{stack}:{_CHIPS.get(chip, '?')}" if separator else f"{stack}:"
     found = [key for key in CONSUMERS if key.startswith(wanted)]

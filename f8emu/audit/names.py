@@ -22,11 +22,7 @@ _KV = re.compile(r"(^|[._])(k|v|kv|q|prob)_scale$|(^|\.)(k|v)_proj\.output_scale
 
 
 def named(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> Iterator[Finding]:
-    """What names, shapes and dtypes show, and the few scales that no float8 weight has.
-
-    Raises:
-        CheckpointError: a file has changed.
-    """
+    """What names, shapes and dtypes show, and the few scales that no float8 weight has."""
     # 1. The configurations.
     if weights and checkpoint.has_config and not checkpoint.quantization:
         yield weights[0].finding("config-missing", "a quantization_config", "none", blocks=len(weights))
@@ -70,11 +66,7 @@ def named(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> It
 
 
 def changed(checkpoint: Checkpoint, name: str) -> list[Finding]:
-    """Whether a tensor is not the one that the manifest has.
-
-    Raises:
-        CheckpointError: a file has changed.
-    """
+    """Whether a tensor is not the one that the manifest has."""
     known, there = checkpoint.manifest.get(name), checkpoint.tensors.get(name)
     hashes = known.get("sha256") if isinstance(known, dict) else None, there and there.sha256
     texts = (f"SHA-256 {one!s:.16}..." if one else "no tensor" for one in hashes)

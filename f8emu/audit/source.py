@@ -30,11 +30,7 @@ class _Candidate:
 
 
 def compare(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: bool = False) -> None:
-    """The dialects of a weight, if any has its blocks. `is_power_of_two`: the configuration says so.
-
-    Raises:
-        CheckpointError: a file has changed.
-    """
+    """The dialects of a weight, if any has its blocks. `is_power_of_two`: the configuration says so."""
     rows, k = weight.codes.shape[-2:]
     raw = blocks.raw.reshape(-1, weight.grid[-1])
     # 1. The scales, for which the largest magnitudes are enough.

@@ -112,10 +112,6 @@ def diff_captures(
         errors: mismatches to keep of each divergence.
         names: pairs `REGEX=REPLACEMENT` that make the names of A's layers those of B's, as `re.sub` does.
         progress: receives the progress.
-
-    Raises:
-        SpecError: the captures have no step in common; or one of `names` is not of that form.
-        CaptureError: no two records could be read.
     """
     found = CaptureDiff()
 

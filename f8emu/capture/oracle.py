@@ -39,11 +39,7 @@ class Expected(NamedTuple):
 
 
 def require_of_recipe(record: GemmRecord, recipe: Recipe) -> None:
-    """Refuse a record that is not as its recipe has it: it would be judged by the wrong rule.
-
-    Raises:
-        CaptureError: another format, granularity, accumulation or chip.
-    """
+    """Refuse a record that is not as its recipe has it: it would be judged by the wrong rule."""
     gemm = recipe.gemms[record.gemm]
     expected = {
         "a_format": (gemm.a.format or BFLOAT16).name,
@@ -200,12 +196,7 @@ def _rows(units: np.ndarray, unit: int, size: int) -> np.ndarray:
 
 
 def product_of(part: Sampled, judge: Subject, split_k: int) -> np.ndarray:
-    """What the captured operands give.
-
-    Raises:
-        NotOffered: a chip that this version does not know.
-        F8Error: operands that the chip does not multiply.
-    """
+    """What the captured operands give."""
     # 1. The chip and the output type that the record names.
     record, captured = part.record, part.product
     chip = CHIPS.get(record.chip)

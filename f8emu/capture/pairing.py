@@ -26,11 +26,7 @@ Key = tuple[str, str, int]
 
 
 def renamed(step: CapturedStep, names: Sequence[str]) -> CapturedStep:
-    """The step with other names of layers: each of `names` is `REGEX=REPLACEMENT`, as `re.sub` takes them.
-
-    Raises:
-        SpecError: of another form.
-    """
+    """The step with other names of layers: each of `names` is `REGEX=REPLACEMENT`, as `re.sub` takes them."""
     layers, fault = [one.record.layer for one in step.records], ""
     for name in names:
         pattern, equals, replacement = name.rpartition("=")

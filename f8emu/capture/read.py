@@ -61,9 +61,6 @@ class CapturedRecord:
 
         Of a GEMM a.codes, a.scale, b.codes, b.scale and product, no scales in high precision, of another stack's layer
         what it shows; of a tensor its value.
-
-        Raises:
-            CaptureError: the file is missing, cut short, foreign, or holds something else.
         """
         tensors, _ = _decoded(self.path, self.size)
         return _typed(self.record, tensors, self.path)
@@ -74,11 +71,7 @@ class CapturedRecord:
         return f"{self.path}: {self.record.place}"
 
     def is_intact(self) -> bool:
-        """Whether the file is what was written, by its SHA-256; true where that is not known.
-
-        Raises:
-            CaptureError: the file cannot be read.
-        """
+        """Whether the file is what was written, by its SHA-256; true where that is not known."""
         if not self.sha256:
             return True
         with _opened(self.path, self.size) as file:
@@ -107,12 +100,7 @@ class CapturedStep:
 
 
 def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
-    """The steps of a capture, by step and rank. The arrays stay on the disk.
-
-    Raises:
-        CaptureError: missing, empty, foreign, an index that is missing or inconsistent, or of another version; the
-            message says where. What is wrong with the file of one record, `CapturedRecord.load` says.
-    """
+    """The steps of a capture, by step and rank. The arrays stay on the disk."""
     path = Path(path)
     try:
         # 1. The path of one step, or a directory of steps.

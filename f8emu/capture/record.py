@@ -37,11 +37,7 @@ class CaptureError(F8Error, ValueError):
 
 
 def require_types(entry: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
-    """Strict: an index may come from anywhere, and a bool is no int here.
-
-    Raises:
-        SpecError: a key that is missing, or a value of another type.
-    """
+    """Strict: an index may come from anywhere, and a bool is no int here."""
     for name, kind in kinds.items():
         if type(entry.get(name)) is not kind:
             found = repr(entry[name])[:60] if name in entry else "no such key"
@@ -212,11 +208,7 @@ _KINDS: dict[type, str] = {GemmRecord: "gemm", ForeignRecord: "foreign gemm", Te
 
 
 def record_from_json(entry: object) -> Record:
-    """A record of any kind.
-
-    Raises:
-        SpecError: an invalid record.
-    """
+    """A record of any kind."""
     if not isinstance(entry, dict):
         raise SpecError(f"a record must be an object; found {repr(entry)[:60]}")
     for kind, name in _KINDS.items():

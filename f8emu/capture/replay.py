@@ -92,11 +92,6 @@ def replay(
         outputs: the most outputs of each product to compute, rows and columns drawn at random; None: all.
         errors: mismatches to keep of each finding.
         progress: receives the progress.
-
-    Raises:
-        SpecError: an unknown oracle.
-        CaptureError: no GEMM could be read.
-        MissingExtraError: the named oracle needs JAX, which is not installed.
     """
     if oracle is not None and oracle not in ORACLES:
         raise SpecError(f"replay: oracle must be one of {', '.join(ORACLES)}; got {oracle!r}")

@@ -113,11 +113,7 @@ class Report:
 
 @contextmanager
 def opened(command: str, path: Path | None) -> Iterator[Report | None]:
-    """The file to write.
-
-    Raises:
-        SpecError: it cannot be written.
-    """
+    """The file to write."""
     if path is None:
         yield None
         return

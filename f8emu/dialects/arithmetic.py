@@ -65,11 +65,7 @@ def block_amax(x: Array, block: Block, *, ignores_nan: bool = False) -> Float32:
 
 
 def factors_from_amax(amax: Float32, dialect: Dialect, dtype: np.dtype[Any]) -> Factors:
-    """The factors of blocks with these amaxes in a matrix of `dtype`; any shape.
-
-    Raises:
-        OperandError: the dialect's scales are given, not computed.
-    """
+    """The factors of blocks with these amaxes in a matrix of `dtype`; any shape."""
     if dialect.scale is None:
         raise OperandError(
             f"factors_from_amax: {dialect.name} must have a rule for its scales; they are given there, by a "

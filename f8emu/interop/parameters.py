@@ -108,11 +108,7 @@ class ParameterRule:
 
 
 def renamed(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> tuple[str, ParameterRule]:
-    """The name on side `to` (torch or flax), and the rule that gives it: the first that fits name and axes.
-
-    Raises:
-        OperandError: no rule fits, or the rules lead back to another name.
-    """
+    """The name on side `to` (torch or flax), and the rule that gives it: the first that fits name and axes."""
     back = "torch" if to == "flax" else "flax"
     found = _first(rules, name, ndim, to=to)
     if found is None:
@@ -271,11 +267,7 @@ def _convert(
 
 
 def nested(call: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts of values whose names have dots.
-
-    Raises:
-        OperandError: a name below another.
-    """
+    """Nested dicts of values whose names have dots."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *above, last = name.split(".")

@@ -179,13 +179,7 @@ def estimated(a: jax.Array, b: jax.Array, unit: jax.Array) -> jax.Array:
 def checked_scales(
     call: str, x: Any, x_name: str, scale: Any, name: str, granularity: Granularity | str
 ) -> tuple[Granularity, jax.Array, jax.Array]:
-    """The granularity, the array `x` [..., K] as a matrix and its scales as an array of the granularity's shape.
-
-    Raises:
-        OperandError: not the float32 scales of such an array.
-        SpecError: unknown granularity.
-        UnsupportedError: a derivative.
-    """
+    """The granularity, the array `x` [..., K] as a matrix and its scales as an array of the granularity's shape."""
     granularity = granularity_by_name(call, granularity)
     rows, k = rows_of(call, x, name=x_name)
     if isinstance(scale, int | float):

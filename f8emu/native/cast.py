@@ -94,9 +94,6 @@ def run(
 
     Shapes: x and codes [rows, K], `grid` `granularity.scale_shape(rows, K)`.
     Exactness: the three functions of `f8ref.numpy`, every bit, at every width.
-
-    Raises:
-        MemoryError: memory is short.
     """
     found = library.library()
     assert found is not None, library.unavailable()

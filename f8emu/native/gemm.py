@@ -173,9 +173,6 @@ def run(gemm: Gemm, *, threads: int, width: str | None = None) -> None:
     """The described GEMM on at most so many threads, with vectors of one of `library.widths()`, None: the fastest.
 
     Exactness: `f8ref.numpy`, every bit, at every width.
-
-    Raises:
-        MemoryError: memory is short.
     """
     gemm.threads = threads
     found = library.library()

@@ -94,11 +94,7 @@ def widths() -> tuple[str, ...]:
 
 
 def width_number(width: str | None) -> int:
-    """The number of a width in the library; None is the fastest.
-
-    Raises:
-        ValueError: this machine has no such width.
-    """
+    """The number of a width in the library; None is the fastest."""
     numbers = width_numbers()
     if width is None:
         return next(iter(numbers.values()))

@@ -71,11 +71,7 @@ def array_of(call: str, name: str, x: ArrayLike) -> Array:
 
 
 def typed(call: str, name: str, x: ArrayLike, format: Format = FLOAT32) -> Array:
-    """`x` as an array. Float64, integers and bools, as lists and numbers give them, become `format`.
-
-    Raises:
-        OperandError: a value that `format` does not hold.
-    """
+    """`x` as an array. Float64, integers and bools, as lists and numbers give them, become `format`."""
     array = array_of(call, name, x)
     if array.dtype != np.float64 and array.dtype.kind not in "iub":
         return array

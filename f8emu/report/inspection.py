@@ -76,11 +76,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a file, line by line.
-
-    Raises:
-        SpecError: a file that cannot be read, is no inspection, or was written by a newer f8emu.
-    """
+    """Read a file, line by line."""
     run = Run()
     places: dict[tuple[str, ...], Place] = {}
     for number, record in _records(path, run):

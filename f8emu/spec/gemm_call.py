@@ -108,13 +108,7 @@ def scaled_mm_call(
     split_k: int | None = None,
     chip: Chip = HOPPER,
 ) -> GemmCall:
-    """A `scaled_mm`; granularities that are None follow from the shapes of the scales.
-
-    Raises:
-        OperandError: a wrong dtype or shape.
-        SpecError: an unknown granularity or `out_dtype`, or a `split_k` below 1.
-        UnsupportedError: a combination that the chip has no GEMM for, or an `out_dtype` that no GEMM gives.
-    """
+    """A `scaled_mm`; granularities that are None follow from the shapes of the scales."""
     # The order is the one in which a caller mends a call: dtypes, shapes, scales, then what the chip pairs.
     call = "scaled_mm"
     formats = _format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats)
@@ -218,13 +212,7 @@ def mm_call(
 
 
 def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
-    """What the GPU's library refuses besides: sizes that are not padded, most biases, most formats of grouped GEMMs.
-
-    Raises:
-        OperandError: an empty operand, or a size that is no multiple; a bias of another dtype than the output's; a
-            grouped operand of another format than the library's.
-        UnsupportedError: a bias that the library does not add; a grouped output that is not bfloat16.
-    """
+    """What the GPU's library refuses besides: sizes that are not padded, most biases, most formats of grouped GEMMs."""
     call, chip, (m, n, k) = gemm.call, gemm.chip, gemm.sizes
     # 1. Groups.
     if gemm.groups:
@@ -265,11 +253,7 @@ def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
 
 
 def group_parts(gemm: GemmCall, ends: Sequence[int] | None) -> list[GroupPart]:
-    """The groups of a `scaled_grouped_mm`, each as a GEMM of its own.
-
-    Raises:
-        OperandError: `ends` fall, or pass the size that is divided. What lies beyond the last end is in no group.
-    """
+    """The groups of a `scaled_grouped_mm`, each as a GEMM of its own."""
     # 1. Which of M, N and K each group has, from where to where; a batch divides none.
     kind = gemm.group_kind
     assert kind is not None, "only such a GEMM has groups"

@@ -80,11 +80,7 @@ def granularity_by_name(call: str, granularity: Granularity | str) -> Granularit
 
 
 def scale_number(call: str, name: str, value: float) -> float:
-    """A scale that is given as a number of Python's and is a float32.
-
-    Raises:
-        OperandError: float32 does not hold it.
-    """
+    """A scale that is given as a number of Python's and is a float32."""
     try:
         (rounded,) = struct.unpack("f", struct.pack("f", value))
     except (OverflowError, struct.error):  # the latter of an integer beyond float64

@@ -63,11 +63,7 @@ def question(gemm: PlannedGemm) -> Question:
 
 
 class CublasLt:
-    """The cublasLt at a path, asked about the process's current GPU.
-
-    Raises:
-        UnsupportedError: it cannot be used, or has no answer.
-    """
+    """The cublasLt at a path, asked about the process's current GPU."""
 
     def __init__(self, path: str) -> None:
         self.lt = ctypes.CDLL(path)

@@ -67,9 +67,6 @@ def invariance(recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: in
        bfloat16.
 
     Exactness: as good as the plan, `reference/NUMERICS.md` 10. `f8emu fit KERNEL --m 1 --m 64` measures a kernel.
-
-    Raises:
-        SpecError: a GEMM whose rows are not tokens, or a size below 1.
     """
     if gemm not in GEMMS:
         raise SpecError(f"invariance: gemm must be {' or '.join(GEMMS)}, whose rows are tokens; got {gemm!r}")

@@ -40,9 +40,6 @@ def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> S
     """The number of slices S into which `library` cuts K on `chip`, and how well S is known.
 
     Exactness: recorded shapes as measured; the others as accurate as `reference/NUMERICS.md` 10 says.
-
-    Raises:
-        SpecError: the plan file of this installation is damaged.
     """
     return shipped_plan(chip).split_k(gemm) if library == LIBRARY and chip in PLANS else UNKNOWN
 
@@ -71,11 +68,7 @@ def warn_without_plan(caller: str, chip: str) -> None:
 
 @cache
 def shipped_plan(chip: str = CHIP) -> Plan:
-    """The plan for a chip that f8emu comes with, read once.
-
-    Raises:
-        SpecError: a chip without one, or the file is damaged.
-    """
+    """The plan for a chip that f8emu comes with, read once."""
     one_of("chip", chip, tuple(PLANS))
     return replace(_read(PLANS[chip]), more_rules=lambda: _read(f"{PLANS[chip]}_mm").rules)
 
@@ -95,9 +88,6 @@ def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedG
 
     `accumulation` is left out, "" or null for bfloat16 and may be for block scales, which have one only; `layout` for
     float8, whose only one is tn.
-
-    Raises:
-        SpecError: no list of objects, an unknown or missing key, or an unknown value; the message has the index.
     """
     data = _parsed(text, name)
     if not isinstance(data, list):
@@ -106,11 +96,7 @@ def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedG
 
 
 def weights_from_json(text: str, name: str) -> list[tuple[int, int]]:
-    """(n, k) of each object of a list; other keys, such as `m`, are the objects' own.
-
-    Raises:
-        SpecError: no list of objects with integers n and k of at least 1.
-    """
+    """(n, k) of each object of a list; other keys, such as `m`, are the objects' own."""
     data = _parsed(text, name)
     found: list[tuple[int, int]] = []
     for index, entry in enumerate(data if isinstance(data, list) else [None]):
@@ -151,11 +137,7 @@ def with_splits(items: list[tuple[dict[str, Any], PlannedGemm]], splits: list[Sp
 
 
 def plan_from_json(text: str, name: str) -> Plan:
-    """A plan file.
-
-    Raises:
-        SpecError: not such a file; the message says where.
-    """
+    """A plan file."""
     data = _parsed(text, name)
     # The schema first: another layout may mean something else by the same key.
     schema = data.get("schema") if isinstance(data, dict) else None

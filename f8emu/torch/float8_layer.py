@@ -122,21 +122,12 @@ def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.t
 
     Names are those of the model before torch.compile, DistributedDataParallel, FSDP or activation checkpointing wrapped
     it. A layer with two names has the first. None: all.
-
-    Raises:
-        SpecError: no regular expression.
-        OperandError: no such layer.
     """
     return chosen_layers(all_float8_layers(model), pattern, call=call)
 
 
 def chosen_layers(found: dict[str, _Layer], pattern: str | None, *, call: str) -> dict[str, _Layer]:
-    """Those of `found` whose names match `pattern`, as `float8_layers` has it.
-
-    Raises:
-        SpecError: no regular expression.
-        OperandError: no such layer.
-    """
+    """Those of `found` whose names match `pattern`, as `float8_layers` has it."""
     try:
         chosen = {name: layer for name, layer in found.items() if pattern is None or re.search(pattern, name)}
     except (re.error, TypeError) as error:
@@ -187,12 +178,7 @@ def leaf_call(module: nn.Module, *inputs: Any) -> Any:
 
 
 def require_no_transform(call: str, module: nn.Module, input: Tensor) -> None:
-    """Refuse a call of `module` that torch transforms or traces: there are no rules for it.
-
-    Raises:
-        UnsupportedError: inside of torch.func.grad, vjp, jvp, vmap or what is made of them; in torch.jit.trace; with an
-            input or a parameter that has a tangent.
-    """
+    """Refuse a call of `module` that torch transforms or traces: there are no rules for it."""
     if has_functorch():
         raise UnsupportedError(
             f"{call}: torch.func's transforms (grad, vjp, jvp, vmap, jacrev, ...) are not supported for float8 layers; "

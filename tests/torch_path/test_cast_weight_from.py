@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -51,20 +50,21 @@ def experts(recipe: Recipe) -> nn.Module:
     return f8.Float8Experts(3, K, N, recipe=recipe)
 
 
-def at_rest(recipe: Recipe) -> nn.Module:
+def at_rest(recipe: Recipe) -> Any:
     model = nn.Sequential(nn.Linear(K, N))
     return f8.convert_to_float8_training(model, config=recipe, float8_primary_weights=True)
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module) -> Any:
     """The module, its weights rounded to bfloat16, under the rule that casts parameters."""
     other = copy.deepcopy(model)
+    part: Any
     for part in other.modules():
         if hasattr(part, "recipe"):
-            setattr(part, "recipe", replace(part.recipe, cast_weight_from=CastFrom.PARAMETER))  # noqa: B010  # pyright: ignore
+            part.recipe = replace(part.recipe, cast_weight_from=CastFrom.PARAMETER)
         weight = getattr(part, "weight", None)
         if getattr(weight, "origin", None) is not None:
-            weight.origin.recipe = part.recipe  # pyright: ignore
+            weight.origin.recipe = part.recipe
     with torch.no_grad():
         for name, parameter in other.named_parameters():
             if "bias" not in name:
@@ -99,7 +99,7 @@ def test_every_module_casts_what_a_bfloat16_copy_holds(assert_same_bits: Any) ->
     """Outputs and float32 gradients; under autocast and without; precomputed; without the rule others."""
     for make, name in MODULES:
         torch.manual_seed(0)
-        model = make(recipe_of(name))
+        model: Any = make(recipe_of(name))
         right = copied(model)
         for dtype, autocast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
             if make is experts and name == "delayed" and dtype is torch.float32:
@@ -109,13 +109,14 @@ def test_every_module_casts_what_a_bfloat16_copy_holds(assert_same_bits: Any) ->
                 assert_same_bits(found, expected)
         if make is linear:
             other = copy.deepcopy(model)
-            other.recipe = recipe_by_name(name)  # pyright: ignore
+            other.recipe = recipe_by_name(name)
             assert not torch.equal(trained(other, dtype, autocast)[0], wanted[0]), name
         if make is experts and name != "delayed":
-            model.precompute_weights()  # pyright: ignore
+            model.precompute_weights()
             assert_same_bits(trained(model, dtype, autocast)[0], wanted[0])
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -129,31 +130,27 @@ def test_what_fsdp_gathers_as_float8_is_what_it_gathers_in_bfloat16(
     name: str, options: Any, assert_same_bits: Any
 ) -> None:
     """Under `param_dtype=bfloat16`: outputs and gradients of float8 all-gather are those without; not by default."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
-    try:
 
-        def run(**given: Any) -> list[Tensor]:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(K, N, bias=False), nn.ReLU(), nn.Linear(N, K, bias=False))
-            f8.convert_to_float8_training(model, config=name, **given)
-            fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            found: list[Tensor] = []
-            for step in range(3):
-                output = model(draw(T, K, seed=step, dtype=torch.float32))
-                output.float().square().mean().backward()
-                found += [output.detach(), *(p.grad.full_tensor() for p in model.parameters())]  # pyright: ignore
-                optimizer.step()
-                optimizer.zero_grad()
-                f8.precompute_float8_dynamic_scale_for_fsdp(model)
-            return found
+    def run(**given: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(K, N, bias=False), nn.ReLU(), nn.Linear(N, K, bias=False))
+        f8.convert_to_float8_training(model, config=name, **given)
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found: list[Tensor] = []
+        for step in range(3):
+            output = model(draw(T, K, seed=step, dtype=torch.float32))
+            output.float().square().mean().backward()
+            found += [output.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+            f8.precompute_float8_dynamic_scale_for_fsdp(model)
+        return found
 
-        wanted = run()
-        for found, expected in zip(run(cast_weight_from="bfloat16", **options), wanted, strict=True):
-            assert_same_bits(found, expected)
-        assert not torch.equal(run(**options)[0], wanted[0])
-    finally:
-        dist.destroy_process_group()
+    wanted = run()
+    for found, expected in zip(run(cast_weight_from="bfloat16", **options), wanted, strict=True):
+        assert_same_bits(found, expected)
+    assert not torch.equal(run(**options)[0], wanted[0])
 
 
 def test_the_rule_as_text_and_in_a_trace_of_verbs(assert_same_bits: Any) -> None:
@@ -173,7 +170,7 @@ def test_the_rule_as_text_and_in_a_trace_of_verbs(assert_same_bits: Any) -> None
 def test_an_export_and_two_captures(tmp_path: Path) -> None:
     """The codes of the copy; a capture replays; a diff of trainer and server names the rule, whoever shows a weight."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(256, 128, bias=False))
+    plain: Any = nn.Sequential(nn.Linear(256, 128, bias=False))
     x = draw(16, 256, seed=3)
     models: dict[str, Any] = {}
     for name, rule in (("bfloat16", "bfloat16"), ("parameter", None), ("server", None)):
@@ -186,10 +183,10 @@ def test_an_export_and_two_captures(tmp_path: Path) -> None:
     steps = {name: read_capture(tmp_path / name) for name in models}
     # 1. The export, of the model and of its checkpoint.
     f8.export_float8(models["bfloat16"], tmp_path / "served", format="block")
-    save_file({"0.weight": plain[0].weight.detach()}, _directory(tmp_path / "source") / "model.safetensors")  # pyright: ignore
+    save_file({"0.weight": plain[0].weight.detach()}, _directory(tmp_path / "source") / "model.safetensors")
     options: dict[str, Any] = {"format": "block", "config": "blockwise", "cast_weight_from": "bfloat16"}
     export_checkpoint(tmp_path / "source", tmp_path / "again", **options)
-    wanted = quantize(plain[0].weight.detach().bfloat16(), "torchao_blockwise", block=(128, 128))  # pyright: ignore
+    wanted = quantize(plain[0].weight.detach().bfloat16(), "torchao_blockwise", block=(128, 128))
     for name in ("served", "again"):
         stored = load_file(tmp_path / name / "model.safetensors")
         assert torch.equal(stored["0.weight"].view(torch.uint8), wanted.codes.view(torch.uint8))

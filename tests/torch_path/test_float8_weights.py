@@ -333,7 +333,7 @@ def test_what_would_leave_the_master_behind_is_refused(optimizer: Any) -> None:
         optimizer(model.parameters(), lr=0.1, weight_decay=0.1).step,
         lambda: weight.data.mul_(0.9),
         torch.no_grad()(lambda: weight.mul_(0.9)),
-        torch.no_grad()(lambda: torch._foreach_mul_([weight], 0.9)),  # pyright: ignore
+        torch.no_grad()(lambda: torch._foreach_mul_([weight], 0.9)),  # pyright: ignore[reportPrivateImportUsage]
         lambda: weight[:16].zero_(),
         torch.no_grad()(lambda: weight.split(16)[0].zero_()),
         lambda: weight + 1,
@@ -352,7 +352,7 @@ def test_a_write_by_any_route_is_a_write_to_the_master() -> None:
 
     def halve(weight: Any) -> None:
         with torch.no_grad():
-            torch._foreach_mul_([weight], 0.5)  # pyright: ignore
+            torch._foreach_mul_([weight], 0.5)  # pyright: ignore[reportPrivateImportUsage]
             weight.data.add_(weight.detach(), alpha=-0.5).mul_(2.0)
 
     def assign(weight: Any) -> None:
@@ -367,7 +367,7 @@ def test_a_write_by_any_route_is_a_write_to_the_master() -> None:
         nn.utils.vector_to_parameters(torch.arange(48.0 * 32), [weight])
 
     def average(weight: Any) -> None:
-        torch._foreach_lerp_([weight.detach()], [other[0].weight.detach()], 0.25)  # pyright: ignore
+        torch._foreach_lerp_([weight.detach()], [other[0].weight.detach()], 0.25)  # pyright: ignore[reportPrivateImportUsage]
 
     for is_taken in (False, True):
         for route in (halve, assign, merge, vector, average):

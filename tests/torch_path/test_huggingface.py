@@ -123,9 +123,9 @@ def test_layers_that_a_model_replaces_or_reads_are_told(
     build: Any, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_step, "_is_traced", False)
-    model = f8.convert_to_float8_training(build(), config="rowwise", **ALL)
+    model: Any = f8.convert_to_float8_training(build(), config="rowwise", **ALL)
     if build is llama:
-        model.resize_token_embeddings(SIZE + 16, mean_resizing=False)  # pyright: ignore
+        model.resize_token_embeddings(SIZE + 16, mean_resizing=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(2):
         model(**batch_of(model)).loss.backward()
@@ -141,7 +141,8 @@ def test_weights_that_are_no_plain_tensors_are_saved(option: str, tmp_path: Path
     """By `save_pretrained` and by safetensors' `save_model`: the same tensors, and the same that are shared."""
     expected = model_of("LlamaForCausalLM", transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True))
     model = copy.deepcopy(expected)
-    f8.convert_to_float8_training(model.model, config="rowwise", **{option: True})  # pyright: ignore
+    chosen: dict[str, Any] = {option: True}
+    f8.convert_to_float8_training(model.model, config="rowwise", **chosen)
     for name, one in (("plain", expected), ("float8", model)):
         one.save_pretrained(tmp_path / name)
         safetensors_torch.save_model(one, str(tmp_path / name / "all.safetensors"))

@@ -26,7 +26,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 Question = Callable[[Any, Any], Any]
-GATHER, REST = {"enable_fsdp_float8_all_gather": True}, {"float8_primary_weights": True}
+GATHER: dict[str, Any] = {"enable_fsdp_float8_all_gather": True}
+REST: dict[str, Any] = {"float8_primary_weights": True}
 KINDS = {"plain": nn.Parameter, "gather": ShardedWeight, "rest": Float8Weight}
 SHARDS = {"plain shard": torch.Tensor, "gather shard": ShardedWeight, "rest shard": ShardedWeight}
 
@@ -36,7 +37,7 @@ def model_of(kind: str) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
     if "plain" not in kind:
-        f8.convert_to_float8_training(model, config="rowwise", **(REST if "rest" in kind else GATHER))  # pyright: ignore
+        f8.convert_to_float8_training(model, config="rowwise", **(REST if "rest" in kind else GATHER))
     return fully_shard(model, reshard_after_forward=False) if "shard" in kind else model
 
 
@@ -97,7 +98,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "data": lambda w: setattr(w, "data", torch.full((48, 32), 2.0)),
     "data of its own": lambda w: setattr(w, "data", w.data + 1),
     "copy": lambda w: w.copy_(torch.eye(48, 32)),
-    "list": lambda w: torch._foreach_mul_([w], 0.5),  # pyright: ignore
+    "list": lambda w: torch._foreach_mul_([w], 0.5),  # pyright: ignore[reportPrivateImportUsage]
     "initialization": lambda w: nn.init.trunc_normal_(w, generator=torch.Generator().manual_seed(1)),
     "other dtype": lambda w: setattr(w, "data", w.data.to(torch.bfloat16)),  # as accelerate, the other way
 }

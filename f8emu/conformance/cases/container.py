@@ -86,11 +86,7 @@ def read_container(path: Path, call: str, remedy: str = REMEDY) -> Container:
 def decode_container(
     blob: bytes, path: str, *, call: str = "read_golden", remedy: str = REMEDY
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Tensors (read-only views of `blob`) and metadata.
-
-    Raises:
-        GoldenFileError: not a safetensors file, or one cut short; it names `call` and `path` and ends in `remedy`.
-    """
+    """Tensors (read-only views of `blob`) and metadata."""
     with told(call, path, remedy):
         start, entries, metadata = read_header(memoryview(blob), len(blob))
         for name, entry in entries.items():
@@ -113,11 +109,7 @@ class Entry(NamedTuple):
 
 
 def read_header(blob: memoryview | BinaryIO, size: int) -> tuple[int, dict[str, Entry], dict[str, str]]:
-    """Where the data begins, the tensors, and the metadata of a safetensors file of `size` bytes, or of its content.
-
-    Raises:
-        Fault: not a safetensors file, or one cut short or padded, with tensors that overlap or a name that is twice.
-    """
+    """Where the data begins, the tensors, and the metadata of a safetensors file of `size` bytes, or of its content."""
     # 1. The header, whose length is checked before anything is read of it.
     require(size >= _LENGTH, f"at least {_LENGTH} bytes of header length", f"{size} bytes")
     (length,) = struct.unpack("<Q", _head(blob, 0, _LENGTH))

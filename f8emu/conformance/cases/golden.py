@@ -289,9 +289,6 @@ def slices_of_k(kernels: Sequence[tuple[str, tuple[int, ...]]], m: int, n: int) 
 
     S = blocks in the grid / output tiles, the tile being the first `AxB` in the name. Which of the two numbers lies
     along N is not written there: the order that divides is taken, A along N first, as in all that was recorded.
-
-    Raises:
-        Fault: neither order divides.
     """
     for name, grid in kernels:
         tile = re.search(r"_(\d+)x(\d+)_", name)

@@ -69,11 +69,7 @@ Calls = Callable[[Sequence[GemmCase]], tuple[np.ndarray, ...]]
 
 
 def calls_of(kernel: Kernel, framework: Framework) -> Calls:
-    """How GEMMs are put to a kernel; one that it does not have raises NotOffered.
-
-    Raises:
-        SpecError: its function cannot be imported, and nothing says how to install it.
-    """
+    """How GEMMs are put to a kernel; one that it does not have raises NotOffered."""
     kernel.require_writable(framework.name)
     try:
         called = _Called(kernel=kernel, framework=framework, function=function_of(kernel, framework))

@@ -183,13 +183,7 @@ INTERRUPTS = _Interrupts()
 def contained(
     what: str, function: Callable[..., _T], remedy: str = "return an output, or raise an Exception"
 ) -> Callable[..., _T]:
-    """The function, called so that it returns, raises an `Exception`, or is interrupted; nothing else.
-
-    Raises:
-        ProcessEnded: it raised SystemExit, or another exception that would pass by every handler; KeyboardInterrupt
-            is one where `INTERRUPTS` are noted and none has come.
-        Forked: it forked. Its child ends at once.
-    """
+    """The function, called so that it returns, raises an `Exception`, or is interrupted; nothing else."""
 
     def call(*args: object, **keywords: object) -> _T:
         # 1. What the call may take with it: a fork, the streams, numpy's error state.

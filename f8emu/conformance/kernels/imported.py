@@ -32,12 +32,7 @@ _SCRIPT = 'put what a script does under if __name__ == "__main__"'
 
 
 def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
-    """What is called: the kernel's function, `contained`.
-
-    Raises:
-        NotOffered: it is not here: no GPU, or its package is not installed.
-        SpecError: it cannot be imported, and nothing says how to install it.
-    """
+    """What is called: the kernel's function, `contained`."""
     if kernel.needs_gpu and not framework.on_gpu:
         install = f"; on a machine with one: {kernel.install}" if kernel.install else ""
         raise NotOffered(f"{kernel.name} needs a GPU, and {framework.name} has none here{install}")
@@ -67,12 +62,6 @@ def attribute(path: str) -> Any:
 
     The directory of a file is the first of `sys.path` while the file runs, as for `python path/to/file.py`, and then
     the last.
-
-    Raises:
-        ImportError: no such module or file; the message has what is near.
-        AttributeError: no such attribute; likewise.
-        KernelFault: the module ended the process, or forked it.
-        Exception: what the module raised.
     """
     place, _, names = path.rpartition(":")
     return contained(f"the import of {place}", _imported, _SCRIPT)(place, names)

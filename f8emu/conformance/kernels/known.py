@@ -302,11 +302,7 @@ KERNELS = {kernel.name: kernel for kernel in _KERNELS}
 def inductor_scaled_mm(
     a: Any, b: Any, scale_a: Any, scale_b: Any, *, bias: Any, out_dtype: Any, use_fast_accum: bool
 ) -> Any:
-    """`torch._scaled_mm`, autotuned, when Inductor's Triton templates alone may be chosen.
-
-    Raises:
-        NotImplementedError: Inductor has no template for this GEMM.
-    """
+    """`torch._scaled_mm`, autotuned, when Inductor's Triton templates alone may be chosen."""
     import torch
     from torch._inductor.exc import InductorError
 

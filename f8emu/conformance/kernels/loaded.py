@@ -77,12 +77,7 @@ class LoadedKernel(NamedTuple):
 
 
 def load_kernel(path: str) -> Kernel:
-    """A known kernel, or what a user names: a `Kernel`, or a function that is called as `torch._scaled_mm` is.
-
-    Raises:
-        SpecError: nothing of that name can be imported.
-        MissingExtraError: it is a function of f8emu whose framework is not installed.
-    """
+    """A known kernel, or what a user names: a `Kernel`, or a function that is called as `torch._scaled_mm` is."""
     if path in KERNELS:
         return KERNELS[path]
     try:
@@ -107,12 +102,7 @@ def load_kernel(path: str) -> Kernel:
 
 
 def loaded(kernel: Kernel, arrays: str = "torch") -> LoadedKernel:
-    """A declared kernel in this process.
-
-    Raises:
-        SpecError: its function cannot be imported, or it writes to arrays of JAX.
-        MissingExtraError: the arrays' framework is not installed.
-    """
+    """A declared kernel in this process."""
     framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}")
     engine = f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"
     told = {"predicted": kernel.predicted, "seen": kernel.seen}
@@ -126,11 +116,7 @@ def loaded(kernel: Kernel, arrays: str = "torch") -> LoadedKernel:
 
 
 class IsolatedKernel:
-    """The parent's side of a kernel in its own process, started; `timeout` is in seconds for each GEMM.
-
-    Raises:
-        SpecError: what loading it raised; it may crash or hang there too.
-    """
+    """The parent's side of a kernel in its own process, started; `timeout` is in seconds for each GEMM."""
 
     def __init__(self, name: str, arrays: str, timeout: float) -> None:
         self._name, self._arrays, self._timeout = name, arrays, timeout
@@ -143,13 +129,7 @@ class IsolatedKernel:
         self.loaded = found._replace(calls=self.calls)
 
     def calls(self, cases: Sequence[GemmCase]) -> tuple[np.ndarray, ...]:
-        """The outputs of GEMMs in the child.
-
-        Raises:
-            NotOffered: as the kernel.
-            SpecError: its process was started anew, and loading it failed.
-            KernelFault: it crashed, exited, gave nothing in time, or what the child found out.
-        """
+        """The outputs of GEMMs in the child."""
         # 1. A kernel that never answers costs no more time.
         if self._lost == _LOST:
             raise ProcessEnded(
@@ -196,12 +176,7 @@ class IsolatedKernel:
         return found[0]
 
     def _reply(self, request: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
-        """What the child answers.
-
-        Raises:
-            ProcessEnded: the process is gone.
-            TimedOut: no answer in time.
-        """
+        """What the child answers."""
         assert self._worker is not None, "a child that was started is asked"
         try:
             self._worker.connection.send(request)

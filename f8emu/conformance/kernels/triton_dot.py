@@ -49,9 +49,6 @@ def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, *, out_dtype: Any, use
     """`(a @ b) * scale_b * scale_a`.
 
     Shapes: a [M, K] row-major, b [K, N] column-major, K a multiple of 128; scales [M, 1], [1, N]; result [M, N].
-
-    Raises:
-        NotImplementedError: tensors that are not on a GPU, without Triton's interpreter.
     """
     if not a.is_cuda and not knobs.runtime.interpret:
         raise NotImplementedError(
@@ -59,7 +56,8 @@ def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, *, out_dtype: Any, use
         )
     (m, k), n = a.shape, b.shape[1]
     out = a.new_empty((m, n), dtype=out_dtype)
-    constants: Any = {"use_fast_accum": use_fast_accum, "block_m": _BLOCK_M, "block_n": _BLOCK_N, "block_k": _BLOCK_K}
+    blocks: Any = {"block_m": _BLOCK_M, "block_n": _BLOCK_N, "block_k": _BLOCK_K}
+    options: Any = {"use_fast_accum": use_fast_accum, "enable_fp_fusion": True}
     grid = triton.cdiv(m, _BLOCK_M), triton.cdiv(n, _BLOCK_N)
-    _kernel[grid](a, b, scale_a, scale_b, out, m, n, k, **constants, enable_fp_fusion=True)  # pyright: ignore
+    _kernel[grid](a, b, scale_a, scale_b, out, m, n, k, **blocks, **options)
     return out

@@ -66,11 +66,7 @@ class PlannedCase(NamedTuple):
 
 
 def plan(seed: int, only: str | None = None) -> tuple[PlannedCase, ...]:
-    """Every case of the tables above, or of one section, numbered in order; the same seed gives the same operands.
-
-    Raises:
-        SpecError: no such section.
-    """
+    """Every case of the tables above, or of one section, numbered in order; the same seed gives the same operands."""
     functions = (_scaled, _long, _special, _blockwise, _grouped, _bf16, _epilogues, _group_kinds)
     sections = {section.__name__.removeprefix("_").replace("_", "-"): section for section in functions}
     if only is not None and only not in sections:

@@ -35,12 +35,7 @@ class Refused(NamedTuple):
 
 
 class CudaLauncher:
-    """Runs GEMMs on the current CUDA device.
-
-    Raises:
-        MissingExtraError: torch is not installed.
-        UnsupportedError: no CUDA device, or one without float8.
-    """
+    """Runs GEMMs on the current CUDA device."""
 
     def __init__(self) -> None:
         self.arrays = torch_arrays("record")
@@ -71,9 +66,6 @@ class CudaLauncher:
         """Runs a GEMM twice, the second time under the profiler; of a sampled GEMM, the full size.
 
         A refusal of the library is a result. Two runs with different bits are refused too: they are no evidence.
-
-        Raises:
-            UnsupportedError: the profiler saw no kernel.
         """
         sample = gemm.sample
         call = _Call.of(gemm if sample is None else gemm.embedded(sample), self.arrays)

@@ -98,12 +98,7 @@ class RecordingsFile:
 
 
 def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) -> RecordingsFile:
-    """A file of recorded instructions; `chips` adds names of chips in the file -> names of profiles.
-
-    Raises:
-        GoldenFileError: missing, huge, cut short, foreign or inconsistent; the message says where and what to do.
-        SpecError: a name in `chips` that is no profile.
-    """
+    """A file of recorded instructions; `chips` adds names of chips in the file -> names of profiles."""
     path = Path(path)
     profiles = dict(PROFILES)
     for name, profile in (chips or {}).items():
@@ -129,12 +124,7 @@ def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) ->
 
 
 def instruction_subject(name: str) -> Subject:
-    """f8ref.numpy, f8ref.jax or f8ref.exact with the verb `mma`.
-
-    Raises:
-        SpecError: another name.
-        MissingExtraError: jax is needed and not installed.
-    """
+    """f8ref.numpy, f8ref.jax or f8ref.exact with the verb `mma`."""
     if name not in SUBJECTS:
         raise SpecError(f"verify --recordings: subjects are {', '.join(SUBJECTS)}; got {name!r}; leave the others out")
     subject, mma = exact_subject() if name == "f8ref.exact" else load_subject(name), _exact_mma

@@ -90,12 +90,6 @@ def record(
 
     With `verify`, the file is then read back and f8ref.numpy compared with it; a difference is a finding about this
     chip or library, and the file stays as it is.
-
-    Raises:
-        MissingExtraError: torch is not installed.
-        UnsupportedError: no CUDA GPU with float8.
-        GoldenFileError: the file cannot be written, or the library ran none of the cases.
-        SpecError: an unknown section.
     """
     # 1. Every planned GEMM, run or refused.
     path = writable(path, GoldenFileError)
@@ -197,13 +191,7 @@ class PlanRecording(NamedTuple):
 
 
 def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRunner | None = None) -> PlanRecording:
-    """Finds S of each GEMM on this machine's GPU and writes a plan file; one that is there already is added to.
-
-    Raises:
-        MissingExtraError: torch is not installed.
-        UnsupportedError: no CUDA GPU with float8.
-        SpecError: the file cannot be written, or is that of another library or chip.
-    """
+    """Finds S of each GEMM on this machine's GPU and writes a plan file; one that is there already is added to."""
     # 1. The plan of this library and chip, with what an earlier run recorded.
     path = writable(path, SpecError)
     run = CudaLauncher() if runner is None else runner

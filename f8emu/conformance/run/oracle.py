@@ -50,11 +50,7 @@ def value_oracle(subject: str) -> Subject:
 
 @cache
 def gemm_oracle(subject: str) -> Subject:
-    """For whole GEMMs: f8ref.numpy; for f8ref.numpy itself the engine, or without it f8ref.jax.
-
-    Raises:
-        NotOffered: the subject is f8ref.numpy, the engine is not compiled and JAX is not installed.
-    """
+    """For whole GEMMs: f8ref.numpy; for f8ref.numpy itself the engine, or without it f8ref.jax."""
     if not _is_numpy(subject):
         return load_subject("f8ref.numpy")
     try:
@@ -65,11 +61,7 @@ def gemm_oracle(subject: str) -> Subject:
 
 @cache
 def layer_oracle(subject: str) -> Subject:
-    """For layers: f8ref.numpy; for f8ref.numpy itself the engine.
-
-    Raises:
-        NotOffered: the subject is f8ref.numpy, and the engine is not compiled.
-    """
+    """For layers: f8ref.numpy; for f8ref.numpy itself the engine."""
     if _is_numpy(subject) and library.library() is None:
         raise NotOffered(f"f8ref.numpy is the oracle here, and its own would be the engine: {library.unavailable()}")
     return load_subject("f8emu.native" if _is_numpy(subject) else "f8ref.numpy")

@@ -109,11 +109,7 @@ class Workers(ExitStack):
     def run(
         self, parts: Sequence[Part], golden: GoldenFile, errors: int, progress: Progress
     ) -> Iterator[tuple[str, StageResult]]:
-        """Runs the parts, and gives the name of a subject and a share of a stage as they finish.
-
-        Raises:
-            WorkerEnded: a worker crashed, or was killed.
-        """
+        """Runs the parts, and gives the name of a subject and a share of a stage as they finish."""
         waiting = list(parts)
         running: dict[Connection, Part] = {}
 

@@ -123,13 +123,7 @@ _First = tuple[GemmCase, np.ndarray | Exception]
 
 
 def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
-    """`load_subject`, and the first call of your own kernel: one GEMM of each kind until a GEMM has an output.
-
-    Raises:
-        SpecError: as `load_subject`, or every call fails: the message has the first error, and the arrays with which
-            calls work.
-        MissingExtraError: as `load_subject`.
-    """
+    """`load_subject`, and the first call of your own kernel: one GEMM of each kind until a GEMM has an output."""
     load = partial(subjects.load_subject, name, timeout=timeout)
     subject = load(arrays=arrays)
     if name in subjects.SUBJECTS or ":" not in name:

@@ -19,11 +19,7 @@ from f8emu.spec import SpecError
 
 
 def stages_by_name(names: Sequence[str] = ()) -> list[Stage]:
-    """The stages of those names, in the order in which they run; all of them for no name.
-
-    Raises:
-        SpecError: no such stage; the message lists the known ones.
-    """
+    """The stages of those names, in the order in which they run; all of them for no name."""
     unknown = [name for name in names if name not in STAGES]
     if unknown:
         raise SpecError(f"verify: unknown stage {unknown[0]!r}; known stages are {', '.join(STAGES)}")
@@ -36,9 +32,6 @@ def stages_with(
     """The stages of which a subject has cases of those names, with these cases alone.
 
     A pattern is a name, or has `*` for any text.
-
-    Raises:
-        SpecError: no case matches one of the patterns; the message names it, and the nearest case.
     """
     expressions = {pattern: re.compile(".*".join(map(re.escape, pattern.split("*")))) for pattern in patterns}
 

@@ -106,9 +106,6 @@ def float8_matmul(plan: Plan, input: jax.Array, weight: jax.Array, state: Float8
         input [M, K], or [K, M] if the plan says so, weight [N, K] or [K, N] -> [M, N] in `plan.out_dtype`.
 
     Exactness: every code, scale and product equals that of `f8ref.numpy.linear`, on Hopper and emulated.
-
-    Raises:
-        UnsupportedError: a derivative in forward mode, a second one, or one that leaves out an unsettled state.
     """
     return reverse_mode(_matmul(plan, reverse_mode(input), reverse_mode(weight), state))
 

@@ -73,9 +73,6 @@ def divided(
 
     `lhs` is its rank, free and contracting dimensions, `rhs` its shape on this device and the same. A batch dimension
     is of layers, each with its own scales.
-
-    Raises:
-        OperandError: specs that do not fit the operands, or an axis of no `jax.shard_map` around.
     """
     shape = rhs[0]
     if in_specs is None:
@@ -162,11 +159,7 @@ def scattered_sum(x: jax.Array, axes: tuple[Axes, Axes]) -> jax.Array:
 
 
 def as_gradient(amax: jax.Array, axes: frozenset[str], divided: Divided = _UNDIVIDED) -> jax.Array:
-    """An amax as the gradient of a state that varies along `axes`: the largest of those it does not vary along.
-
-    Raises:
-        OperandError: it varies along others, so that it is the amax of a part of its matrix.
-    """
+    """An amax as the gradient of a state that varies along `axes`: the largest of those it does not vary along."""
     amax = global_amax(amax, tuple(sorted((varying(amax) - axes) & {*divided.m, *divided.n, *divided.k})))
     if not varying(amax) <= axes:
         raise OperandError(

@@ -53,10 +53,6 @@ def resolve_recipe(call: str, config: RecipeLike, cast_weight_from: CastFrom | s
     """The recipe itself, the one of that name, or the one that torchao's configuration or enum stands for.
 
     `cast_weight_from` takes the place of the recipe's own, unless it is None.
-
-    Raises:
-        SpecError: no such recipe, not a recipe, or no such values of a weight.
-        UnsupportedError: a recipe with formats of another chip that layers do not cast to.
     """
     # torchao's by the names of their classes: it need not be installed.
     kind = type(config).__name__

@@ -45,10 +45,6 @@ def resolve_engine(call: str, device: torch.device, engine: str, chip: Chip = HO
     """HARDWARE or EMULATED, for tensors on `device` and the bits of `chip`.
 
     Hardware means a CUDA device that is that chip, by its compute capability: another one gives other bits.
-
-    Raises:
-        OperandError: an unknown engine.
-        UnsupportedError: "hardware" on any other device.
     """
     check_engine(call, engine)
     if engine == Engine.EMULATED.value:

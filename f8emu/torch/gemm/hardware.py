@@ -23,11 +23,7 @@ _SCALING_TYPES = {
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, gemm: GemmCall) -> Tensor:
-    """`torch._scaled_mm`, or `torch.nn.functional.scaled_mm` for blockwise scales.
-
-    Raises:
-        UnsupportedError: blockwise scales on a device that is not Hopper.
-    """
+    """`torch._scaled_mm`, or `torch.nn.functional.scaled_mm` for blockwise scales."""
     granularities, out_dtype = gemm.granularities, dtype_of(gemm.out)
     assert granularities is not None
     is_traced = is_watched(a)
@@ -60,11 +56,7 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
 def scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, gemm: GemmCall
 ) -> Tensor:
-    """`torch._scaled_grouped_mm` [EPI-6].
-
-    Raises:
-        UnsupportedError: a device that is not Hopper.
-    """
+    """`torch._scaled_grouped_mm` [EPI-6]."""
     require_hopper("scaled_grouped_mm", a.device)
     is_traced = is_watched(a)
     return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
@@ -79,11 +71,7 @@ def scaled_grouped_mm(
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """`torch._grouped_mm` of bfloat16 operands; rows behind the last group are zeros.
-
-    Raises:
-        UnsupportedError: a device that is not Hopper.
-    """
+    """`torch._grouped_mm` of bfloat16 operands; rows behind the last group are zeros."""
     require_hopper("grouped_mm", a.device)
     out = torch._grouped_mm(a, b, offs=offs)  # pyright: ignore[reportPrivateImportUsage]
     return zeros_beyond(out, offs) if b.ndim == 3 else out

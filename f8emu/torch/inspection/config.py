@@ -144,11 +144,7 @@ class InspectConfig:
 
 
 def config_of(config: InspectConfig | Mapping[str, Any] | str | Path | None) -> InspectConfig:
-    """A configuration, the keys of one, or the path of a TOML file with such keys.
-
-    Raises:
-        SpecError: no TOML, a key that is not known, or what `InspectConfig` refuses.
-    """
+    """A configuration, the keys of one, or the path of a TOML file with such keys."""
     if config is None or isinstance(config, InspectConfig):
         return config or InspectConfig()
     source = "config"
@@ -173,9 +169,6 @@ class JsonLog:
 
     A file of an earlier run goes on; a line that a crash cut off is ended. NaN and infinities are strings. If the disk
     is full, one warning says so and training goes on without a file.
-
-    Raises:
-        SpecError: a file that cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -213,11 +206,7 @@ class JsonLog:
 
 
 class TensorBoardLog:
-    """A scalar for every statistic: `layer/gemm/operand/statistic`.
-
-    Raises:
-        UnsupportedError: tensorboard is not installed.
-    """
+    """A scalar for every statistic: `layer/gemm/operand/statistic`."""
 
     def __init__(self, folder: str) -> None:
         try:

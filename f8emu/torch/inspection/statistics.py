@@ -203,9 +203,6 @@ def gemm_error(seen: GemmSeen, a: Sample, b: Sample) -> Statistics:
 
     Each is the norm over the sample, divided by the norm of `hp`. The tensor core cuts K into the slices of the whole
     GEMM. error_bits is the share of outputs with the emulated bits.
-
-    Raises:
-        MissingExtraError: the emulation without jax.
     """
     sampled_a = _rows(seen.a, seen.spec.a.granularity, a.places)
     sampled_b = _rows(seen.b, seen.spec.b.granularity, b.places)

@@ -53,11 +53,7 @@ def _mesh_of(layer: Scaled) -> Any:
 
 
 def note_stage(stage: Any, layers: Sequence[Scaled], is_chosen: bool) -> Ranks:
-    """Note what is known of the ranks of a pipeline's stage: meshes of FSDP2. Returns the process groups of DDP in it.
-
-    Raises:
-        DelayedScalingError: other ranks than those of the pipeline may train the same stage, and nothing says which.
-    """
+    """Note what is known of the ranks of a pipeline's stage: meshes of FSDP2. Returns DDP's process groups in it."""
     meshes = internals.meshes_of_fsdp2(stage.submod)
     for layer in layers:
         assert layer.delayed is not None, "only such a layer has a state"

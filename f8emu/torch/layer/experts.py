@@ -471,12 +471,7 @@ class ExpertsSettings(nn.Module):
 
     @torch.no_grad()
     def precompute(self, *weights: Tensor) -> None:
-        """Cast the weights, for all passes until they change: call it after every step of the optimizer.
-
-        Raises:
-            UnsupportedError: sharded weights, of which FSDP2 gathers the values anew, and a rank's part does not count
-                the writes to the whole; delayed scaling.
-        """
+        """Cast the weights, for all passes until they change: call it after every step of the optimizer."""
         if self.states or any(is_dtensor(weight) or isinstance(weight, ShardedWeight) for weight in weights):
             raise UnsupportedError(
                 "Float8Experts.precompute_weights: weights must be whole tensors, under a recipe without delayed "

@@ -81,11 +81,6 @@ def local_call(
 
     `reduce_to` has the placements of a sum of partial products; None leaves the sum to the caller, unless a bias has to
     be added to it. `is_set`: whether the scales of input, weight and grad_output are set, under delayed scaling.
-
-    Raises:
-        OperandError: a DTensor and a plain tensor, or two meshes; an input of another size.
-        UnsupportedError: other placements; blocks of blockwise scaling that lie on several ranks; a gather that the
-            recipe cannot do in float8.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -138,11 +133,7 @@ def local_call(
 
 
 def own_experts(call: str, weight: Any) -> Tensor:
-    """The matrices of this rank's experts, of a weight [E, N, K].
-
-    Raises:
-        UnsupportedError: ranks hold parts of each expert.
-    """
+    """The matrices of this rank's experts, of a weight [E, N, K]."""
     if not is_dtensor(weight):
         return weight
     if any(not (place.is_replicate() or place.is_shard(0)) for place in weight.placements):

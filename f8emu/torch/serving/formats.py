@@ -30,12 +30,7 @@ _STRATEGIES: dict[Granularity, tuple[str, dict[str, object]]] = {
 
 
 def scale_name(call: str, format: str, recipe: Recipe) -> str:
-    """The name of the scales in a format that holds the weights of a recipe.
-
-    Raises:
-        SpecError: an unknown format.
-        UnsupportedError: it cannot hold them; the message says why, and what would be needed.
-    """
+    """The name of the scales in a format that holds the weights of a recipe."""
     if format not in CHECKPOINT_FORMATS:
         raise SpecError(f"{call}: format must be one of {', '.join(CHECKPOINT_FORMATS)}; got {format!r}")
     (name, granularities), cast = CHECKPOINT_FORMATS[format], recipe.output.b

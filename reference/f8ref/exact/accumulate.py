@@ -209,9 +209,6 @@ def accumulate_split(products: Sequence[Product], model: AccumulationModel, spli
 
     A slice is `ceil(K / split_k)` long, rounded up to `split_k_multiple`; the last is shorter, and where rounding
     up leaves nothing for it, it is zero. [BF16-2] is this with its own multiple.
-
-    Raises:
-        SpecError: `split_k` below 1.
     """
     total, *others = [accumulate(part, model) for part in k_slices(products, model, split_k)] or [ZERO]
     for result in others:
