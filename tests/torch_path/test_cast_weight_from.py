@@ -62,7 +62,7 @@ def copied(model: nn.Module) -> Any:
     for part in other.modules():
         if hasattr(part, "recipe"):
             part.recipe = replace(part.recipe, cast_weight_from=CastFrom.PARAMETER)
-        weight = getattr(part, "weight", None)
+        weight: Any = getattr(part, "weight", None)
         if getattr(weight, "origin", None) is not None:
             weight.origin.recipe = part.recipe
     with torch.no_grad():

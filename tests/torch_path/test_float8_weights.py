@@ -348,7 +348,7 @@ def test_what_would_leave_the_master_behind_is_refused(optimizer: Any) -> None:
 
 def test_a_write_by_any_route_is_a_write_to_the_master() -> None:
     """Without gradients: in place, through aliases, in lists, by assignment, by averages and by merged adapters."""
-    other = plain()
+    other: Any = plain()
 
     def halve(weight: Any) -> None:
         with torch.no_grad():
