@@ -66,8 +66,10 @@ def whole_tensors(model: nn.Module, dtype: torch.dtype, keep: Collection[str] = 
     for name, value in get_model_state_dict(model).items():
         if not isinstance(value, Tensor) or name in repeated:
             continue
-        value = value.to(dtype) if value.is_floating_point() and name not in keep else value
-        yield name, _plain(value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        chosen = dtype if value.is_floating_point() and name not in keep else value.dtype
+        value = value.to(chosen)  # before ranks send it
+        whole = _plain(value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        yield name, whole.to(chosen)  # torch 2.11 gives values of `chosen` in the dtype that a weight at rest had
 
 
 def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
