@@ -203,4 +203,7 @@ def canonical_nan(values: Tensor) -> Tensor:
 def _padded(x: Tensor, rows: int, k: int) -> Tensor:
     if is_known(x.shape[0] == rows) and is_known(x.shape[1] == k):
         return x.contiguous()
+    if is_dtensor(x):  # torch 2.11 gives every `pad` of a DTensor the shape of the first
+        x = torch.cat([x, x.new_zeros((rows - x.shape[0], x.shape[1]))])
+        return torch.cat([x, x.new_zeros((rows, k - x.shape[1]))], dim=1)
     return torch.nn.functional.pad(x, (0, k - x.shape[1], 0, rows - x.shape[0]))
