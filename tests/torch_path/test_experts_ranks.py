@@ -295,13 +295,19 @@ def refusals() -> None:
 
 
 case = functools.partial
+# Dynamo 2.11 fails on the gathered weight as an argument of an autograd function.
+compiled_gather = (
+    {}
+    if torch.__version__ < "2.13"
+    else {"float8 gather, compiled": case(float8_gather, "rowwise", backend="aot_eager")}
+)
 CASES: dict[int, dict[str, Callable[[], None]]] = {
     2: {
         **{f"FSDP2, {recipe}": case(fsdp, recipe) for recipe in RECIPES},
         **{f"float8 gather, {recipe}": case(float8_gather, recipe) for recipe in RECIPES[:3]},
         "float8 gather, not resharded": case(float8_gather, "rowwise", experts=3, reshard_after_forward=False),
         "float8 gather, checkpointed": case(float8_gather, "rowwise", experts=3, checkpoints=True),
-        "float8 gather, compiled": case(float8_gather, "rowwise", backend="aot_eager"),
+        **compiled_gather,
         "FSDP2 by rows": case(fsdp, "rowwise", dim=1),
         **{f"expert parallel, {recipe}": case(expert_parallel, recipe) for recipe in RECIPES},
         "checkpointed": case(expert_parallel, "rowwise", checkpoints=True),
