@@ -301,7 +301,7 @@ def fp8(monkeypatch: pytest.MonkeyPatch) -> Any:
     """transformers' module, its kernel replaced by an emulation: the activation by blocks of 128, then the GEMM."""
     module = pytest.importorskip("transformers.integrations.finegrained_fp8")
 
-    def kernel(x: Tensor, weight: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+    def kernel(x: Tensor, weight: Tensor, scale: Tensor, *rest: Any, **options: Any) -> Tensor:
         a = quantize(x.reshape(-1, K), "transformers_activation")
         out = scaled_mm(a.codes, weight.t(), a.scale, scale.float().t(), out_dtype=BF16)
         return out.view(*x.shape[:-1], -1)
