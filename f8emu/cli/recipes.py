@@ -30,7 +30,7 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command()
     def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
-        """Show how this machine's torch, JAX and GPU behave on the known traps, and which engine would run."""
+        """Show what this machine has, which engine computes a GEMM here, and what to do next."""
         raise typer.Exit(guarded(_doctor, as_json))
 
     @app.command()

@@ -20,7 +20,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/torch/cast.py", "import f8emu.conformance"),
         ("f8emu/jax/cast.py", "import f8emu.torch"),
         ("f8emu/numpy/cast.py", "import f8emu.jax"),
-        ("f8emu/doctor/diagnosis.py", "import f8emu.conformance.run.verify"),
+        ("f8emu/doctor.py", "import f8emu.conformance.run.verify"),
         ("f8emu/report/page.py", "import f8emu.audit"),
         ("f8emu/homeless.py", ""),
     ],

@@ -1,4 +1,4 @@
-"""`f8emu doctor`: it measures, it survives what is missing, and it tells a fault from a trap that f8emu avoids."""
+"""`f8emu doctor`: it survives what is missing, and tells what is broken and what to do next."""
 
 import io
 import json
@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from f8emu import doctor, environment
-from f8emu.doctor import diagnosis as measured
-from f8emu.doctor.diagnosis import next_steps
-from f8emu.doctor.probes import probe_torch
+from f8emu.doctor import next_steps
 from tests.conformance.command import raising
 
 
 @pytest.fixture(scope="module")
 def diagnosis() -> doctor.Diagnosis:
-    return measured.diagnose()
+    return doctor.diagnose()
 
 
 def told(**options: bool) -> tuple[int, str]:
@@ -30,19 +28,9 @@ def told(**options: bool) -> tuple[int, str]:
     return doctor.run(stream=out, **options), out.getvalue()
 
 
-def test_both_libraries_are_probed_and_nothing_is_wrong_here(diagnosis: doctor.Diagnosis) -> None:
-    assert {"torch cpu", "jax cpu"} <= {probe.subject for probe in diagnosis.probes}
-    assert diagnosis.problems == diagnosis.faults == []
-    assert len({(probe.subject, probe.name) for probe in diagnosis.probes}) == len(diagnosis.probes)
-    for probe in diagnosis.probes:
-        assert probe.name and probe.observed and probe.expected and probe.f8emu
-        is_right = (
-            probe.observed.startswith("0 of ") if probe.expected == "0 wrong" else probe.observed == probe.expected
-        )
-        assert probe.agrees == is_right, probe
-
-
 def test_engine_and_devices(diagnosis: doctor.Diagnosis) -> None:
+    assert {"torch cpu", "jax cpu"} <= {f"{one.library} {one.kind}" for one in diagnosis.devices}
+    assert not diagnosis.problems
     assert diagnosis.engines["cpu"].startswith("emulated by f8emu.native on cpu; vectors: ")
     # PyPI's wheel is called 2.11.0 and says 2.11.0+cu130 of itself; the wheel for CPUs says 2.13.0+cpu twice.
     installed = diagnosis.versions["torch"]
@@ -64,52 +52,30 @@ def test_the_tested_versions_are_those_of_the_project(diagnosis: doctor.Diagnosi
     newest = max(environment.TESTED["torch"], key=lambda release: [int(part) for part in release.split(".")])
     assert newest == environment.TESTED["torch"][-1] and f"\ntorch=={newest}." in pins[1]
     assert f"with {environment.tested()}." in (root / "docs" / "start" / "install.md").read_text()
-    assert f"tested with {environment.tested()}" in list(measured._heading(diagnosis))
-
-
-def test_a_probe_measures_and_a_fault_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    (before,) = (probe for probe in probe_torch("cpu") if probe.name.startswith("subnormal"))
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU cannot flush subnormals")
-    try:
-        flushed = probe_torch("cpu")
-    finally:
-        torch.set_flush_denormal(False)
-    (after,) = (probe for probe in flushed if probe.name == before.name)
-    assert before.agrees and not after.agrees
-    monkeypatch.setattr(measured, "probe_torch", lambda device: flushed)
-    monkeypatch.setattr(measured, "probe_jax", lambda platform: [])
-    status, text = told()
-    assert status == 1 and "FAULT torch cpu: subnormal" in text
+    assert f"tested with {environment.tested()}" in list(doctor._heading(diagnosis))
 
 
 @pytest.mark.parametrize(("absent", "present"), [("torch", "jax"), ("jax", "torch")])
-def test_a_missing_library_is_reported(absent: str, present: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, f"probe_{present}", lambda device: [])
+def test_a_library_that_cannot_be_imported_is_reported(
+    absent: str, present: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, absent, None)  # as an import of what is not installed
     status, text = told()
-    assert status == 0 and f"pip install 'f8emu[{absent}]'" in text and f"{present} cpu: " in text
+    assert status == 1 and f"pip install 'f8emu[{absent}]'" in text and f"{present} cpu: " in text
 
 
-def test_a_probe_that_breaks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "probe_torch", raising(RuntimeError("driver too old\nmore")))
-    monkeypatch.setattr(measured, "probe_jax", lambda platform: [])
-    assert "torch cpu: RuntimeError: driver too old" in measured.diagnose().problems
+def test_a_library_that_breaks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_torch_devices", raising(RuntimeError("driver too old\nmore")))
+    status, text = told()
+    assert status == 1 and "torch: RuntimeError: driver too old\n" in text
 
 
-def test_json_and_text_tell_every_probe(diagnosis: doctor.Diagnosis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "diagnose", lambda: diagnosis)
+def test_json_and_text(diagnosis: doctor.Diagnosis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda: diagnosis)
     status, text = told(as_json=True)
-    data = json.loads(text)
     assert status == 0
-    assert {"system", "versions", "devices", "engines", "probes", "problems", "seconds"} == set(data)
-    assert len(data["probes"]) == len(diagnosis.probes)
-    assert {"subject", "name", "observed", "expected", "agrees", "f8emu", "relied_on"} == set(data["probes"][0])
-    _, text = told()
-    for probe in diagnosis.probes:
-        assert probe.name in text
-        assert probe.agrees or probe.f8emu in text
-    assert "scaled_mm of torch tensors on cpu: emulated" in text
+    assert {"system", "versions", "devices", "engines", "problems"} == set(json.loads(text))
+    assert "scaled_mm of torch tensors on cpu: emulated" in told()[1]
 
 
 @pytest.mark.parametrize(
@@ -129,5 +95,3 @@ def test_it_ends_with_what_to_do_next(
     found = list(next_steps(replace(diagnosis, versions=versions, engines=engines)))
     assert len(found) == len(lines)
     assert all(part in line for part, line in zip(lines, found, strict=True))
-    fault = replace(diagnosis.probes[0], agrees=False, relied_on=True)
-    assert next(next_steps(replace(diagnosis, probes=[fault]))).startswith("A FAULT above changes bits")

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu import interop
-from f8emu.doctor.diagnosis import engine_of_torch as doctor_engine
+from f8emu.doctor import engine_of_torch as doctor_engine
 from f8emu.spec import (
     CHIPS,
     DELAYED,

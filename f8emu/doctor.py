@@ -1,25 +1,23 @@
-"""How torch, JAX and the GPU of this machine behave on the known traps, and which engine would run.
+"""`f8emu doctor`: what this machine has, which engine computes a GEMM here, and what to do next.
 
-Everything is measured on each call; a library that is not installed is reported, not an error.
+Everything is looked up on each call; a library that is not installed is reported, not an error.
 """
 
 import json
 import platform
-import shutil
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TextIO, TypeVar
 
 from f8emu import interop
-from f8emu.doctor.probes import Probe, probe_jax, probe_torch
 from f8emu.environment import tested, versions
 from f8emu.native.library import unavailable, widths
 from f8emu.spec import CHIPS, HOPPER, MissingExtraError
 
 _T = TypeVar("_T")
+_MISSING = "not installed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +44,14 @@ class Diagnosis:
     devices: list[Device]
     engines: dict[str, str]
     """Device of the operands -> the engine that computes `f8emu.torch.scaled_mm` there with `engine="auto"`."""
-    probes: list[Probe]
     problems: list[str]
-    """What could not be measured, and why."""
-    seconds: float
-
-    @property
-    def faults(self) -> list[Probe]:
-        """Deviations that change f8emu's bits."""
-        return [probe for probe in self.probes if probe.relied_on and not probe.agrees]
+    """What of an installed library fails, and how."""
 
 
 def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
     """Diagnose this machine and write the result to `stream` (standard output), as text or as JSON.
 
-    Returns the exit status: 1 if something deviates that f8emu relies on, 0 if not.
+    Returns the exit status: 1 if an installed library fails, 0 if not.
     """
     out: TextIO = sys.stdout if stream is None else stream
     found = diagnose()
@@ -68,32 +59,26 @@ def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
         out.write(json.dumps(asdict(found), indent=1) + "\n")
     else:
         _write(found, out)
-    return 1 if found.faults else 0
+    return 1 if found.problems else 0
 
 
 def diagnose() -> Diagnosis:
-    """Measure everything that this machine has."""
-    start = time.perf_counter()
-    installed = {name: found or "not installed" for name, found in versions().items()}
-    facts = {"system": platform.platform(), "versions": installed}
-    found = Diagnosis(**facts, devices=[], engines={}, probes=[], problems=[], seconds=0.0)
+    """Look up everything that this machine has."""
+    installed = {name: found or _MISSING for name, found in versions().items()}
+    found = Diagnosis(system=platform.platform(), versions=installed, devices=[], engines={}, problems=[])
     # torch first: JAX then knows that it must leave the GPU's memory to others
-    for library, find, probe in (("torch", _torch_devices, probe_torch), ("jax", _jax_devices, probe_jax)):
-        for device in _tried(library, find, [], found.problems):
-            kind = device.kind
-            found.devices.append(device)
-            found.probes.extend(_tried(f"{library} {kind}", lambda k=kind, p=probe: p(k), [], found.problems))
-            if library == "torch":
-                name = f"engine for {kind}"
-                found.engines[kind] = _tried(name, lambda k=kind: engine_of_torch(k), "none", found.problems)
-    return replace(found, seconds=round(time.perf_counter() - start, 2))
+    for library, find in (("torch", _torch_devices), ("jax", _jax_devices)):
+        if installed.get(library) != _MISSING:
+            found.devices.extend(_tried(library, find, [], found.problems))
+    for kind in (device.kind for device in found.devices if device.library == "torch"):
+        name = f"engine for {kind}"
+        found.engines[kind] = _tried(name, lambda k=kind: engine_of_torch(k), "none", found.problems)
+    return found
 
 
 def _tried(what: str, function: Callable[[], _T], otherwise: _T, problems: list[str]) -> _T:
     try:
         return function()
-    except MissingExtraError as error:
-        problems.append(f"{what}: {error}")
     except Exception as error:  # a broken driver or library is what a doctor is called for
         problems.append(f"{what}: {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}")
     return otherwise
@@ -127,7 +112,10 @@ def engine_of_torch(device: str) -> str:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an idle GPU, or of no engine: the text says it
-        text = engine_of(device)
+        try:
+            text = engine_of(device)
+        except MissingExtraError:  # the next steps name it
+            return "none"
     # The recipe's chip runs on the hardware; another GPU may do so under its own profile.
     own = [chip for chip in CHIPS.values() if is_device_of(chip, torch.device(device))]
     if HOPPER in own:
@@ -138,18 +126,8 @@ def engine_of_torch(device: str) -> str:
     return text + "".join(more)
 
 
-_PIPE_WIDTH = 160
-"""Columns of a table that goes to a file; a terminal has its own, and `COLUMNS` overrides both."""
-_NOT_MEASURED = (
-    "torch.compile is not probed, it takes too long to start: on a GPU its float32 division has been seen to be "
-    "approximate, and its bfloat16 chains keep float32 between operations."
-)
-
-
 def _write(diagnosis: Diagnosis, stream: TextIO) -> None:
     stream.writelines(f"{line}\n" for line in _heading(diagnosis))
-    if diagnosis.probes:
-        _write_probes(diagnosis, stream)
     steps = "\n      ".join(next_steps(diagnosis))
     stream.write(f"\nnext: {steps}\n")
 
@@ -166,30 +144,10 @@ def _heading(diagnosis: Diagnosis) -> Iterator[str]:
     yield from diagnosis.problems
 
 
-def _write_probes(diagnosis: Diagnosis, stream: TextIO) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("subject", "probe", "observed", "expected", "what f8emu does")
-    for probe in diagnosis.probes:
-        style = None if probe.agrees else "red" if probe.relied_on else "yellow"
-        remedy = "" if probe.agrees else probe.f8emu
-        table.add_row(probe.subject, probe.name, probe.observed, probe.expected, remedy, style=style)
-    Console(file=stream, width=shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns).print(table)
-    deviating = sum(not probe.agrees for probe in diagnosis.probes)
-    relied_on = len(diagnosis.faults) or "none"
-    stream.write(f"{deviating} of {len(diagnosis.probes)} probes deviate; f8emu relies on {relied_on} of them.\n")
-    for probe in diagnosis.faults:
-        stream.write(f"FAULT {probe.subject}: {probe.name}: {probe.observed}. f8emu {probe.f8emu}\n")
-    stream.write(f"{_NOT_MEASURED}\n{diagnosis.seconds:.1f} s\n")
-
-
 def next_steps(diagnosis: Diagnosis) -> Iterator[str]:
     """What this machine can do now, and what it lacks, in one to three lines."""
-    if diagnosis.faults:
-        yield "A FAULT above changes bits on this machine: undo what it names before you trust a result."
     # By what is missing and what the GPU can do: each machine is told its own next command.
-    missing = [name for name in ("torch", "jax") if diagnosis.versions.get(name) == "not installed"]
+    missing = [name for name in ("torch", "jax") if diagnosis.versions.get(name) == _MISSING]
     on_hardware = any(engine.startswith("hardware") for engine in diagnosis.engines.values())
     if len(missing) == 2:
         yield "f8emu.numpy works without more. `f8emu verify` proves its bits against recordings of an H200."
