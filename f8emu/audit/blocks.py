@@ -51,7 +51,7 @@ class Weight:
     chance: float = 1.0
     """How probable that is, if weights have no end."""
     dialects: tuple[str, ...] | None = None
-    """Those that give every byte of codes and scales, the sign of a zero left out; None: no source was compared."""
+    """Those that give every byte, as `dialects.matching` compares them; None: no source was compared."""
     stored: int = 0
     """A hash of the scales as they are stored."""
     expected: frozenset[int] = frozenset()

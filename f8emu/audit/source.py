@@ -1,32 +1,15 @@
 """A float8 weight beside the weight that it was quantized from: which dialects give every byte, and where none does."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from f8emu.audit.blocks import Blocks, Weight, bands
 from f8emu.audit.checkpoint import DTYPES, Stored
 from f8emu.audit.findings import Severity
-from f8emu.dialects import DIALECTS, Dialect
-from f8emu.dialects.arithmetic import Factors, block_amax, codes_of_other, encode, factors_from_amax
-from f8emu.dialects.rules import PowerOfTwo, ScaleForm
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """A dialect, and where it differs; arrays are [down, across] of all matrices, one below the other."""
-
-    dialect: Dialect
-    form: ScaleForm
-    factors: Factors
-    ours: np.ndarray
-    """The scales that it gives, in the dtype of the checkpoint: a float32 rule may be stored as bfloat16."""
-    scales_differ: np.ndarray
-    codes_differ: np.ndarray
-    """How many codes of a block differ."""
-    first: dict[int, str] = field(default_factory=dict)
-    """Row of blocks -> the first code in it that differs."""
+from f8emu.dialects.arithmetic import block_amax, codes_of_other
+from f8emu.dialects.matching import Candidate, candidates, count_codes
+from f8emu.dialects.rules import PowerOfTwo
 
 
 def compare(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: bool = False) -> None:
@@ -39,17 +22,13 @@ def compare(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: 
         found = block_amax(x, weight.extent)
         np.maximum(amax[at : at + len(found)], found, out=amax[at : at + len(found)])
     # Of a matrix of one block, several granularities are the same.
-    every: list[_Candidate] = []
-    for one in DIALECTS.values():
-        extents = {(min(h or rows, rows), min(w or k, k)) for h, w in one.blocks}
-        if one.scale is not None and weight.extent in extents:
-            every.append(_candidate(one, one.scale, amax, raw, DTYPES[source.dtype]))
+    every = candidates(lambda _: amax, raw, (rows, k), weight.extent, DTYPES[source.dtype])
     if not every:
         return
     # 2. The codes: of dialects with these scales to the end; of all others a part, to find the nearest.
     right = [one for one in every if not one.scales_differ.any()]
     size = _count_codes(weight, source, right or every, is_sample=not right)
-    fits = [one for one in right if not one.codes_differ.any()]
+    fits = [one for one in right if one.fits]
     weight.dialects, weight.stored = tuple(one.dialect.name for one in fits), hash(blocks.raw.tobytes())
     if fits:
         powers = [one for one in fits if one.form.is_power_of_two]
@@ -68,15 +47,15 @@ def compare(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: 
     tied = [one for one, count in zip(right or every, wrong, strict=True) if count == min(wrong)]
     with np.errstate(all="ignore"):
         far = [float(np.median(np.abs(np.log2(one.factors.scale / raw.astype(np.float32))))) for one in tied]
-    best = next((one for one in tied if _moved(one.ours, raw)), tied[far.index(min(far))])
+    best = next((one for one in tied if _moved(one.scale, raw)), tied[far.index(min(far))])
     if not right:
         best.codes_differ[:] = 0
         _count_codes(weight, source, [best], is_sample=False)
-    weight.expected = frozenset(hash(one.ours.tobytes()) for one in tied)
+    weight.expected = frozenset(hash(one.scale.tobytes()) for one in tied)
     _differ(weight, raw, best)
 
 
-def _of_other(weight: Weight, source: Stored, amax: np.ndarray, raw: np.ndarray, one: _Candidate) -> int:
+def _of_other(weight: Weight, source: Stored, amax: np.ndarray, raw: np.ndarray, one: Candidate) -> int:
     # `codes_of_other` of the whole weight.
     total = 0
     for (at, x), (_, codes) in zip(bands(weight, source), bands(weight, weight.codes), strict=True):
@@ -88,62 +67,38 @@ def _of_other(weight: Weight, source: Stored, amax: np.ndarray, raw: np.ndarray,
     return total
 
 
-def _candidate(dialect: Dialect, form: ScaleForm, amax: np.ndarray, raw: np.ndarray, dtype: np.dtype) -> _Candidate:
-    factors = factors_from_amax(amax, dialect, dtype)
-    scale = factors.scale if dialect.stored.is_multiplier else factors.stored
-    with np.errstate(all="ignore"):
-        ours = scale if scale.dtype == raw.dtype else scale.astype(np.float32).astype(raw.dtype)
-    bits = f"u{raw.dtype.itemsize}"
-    differ = np.ascontiguousarray(ours).view(bits) != np.ascontiguousarray(raw).view(bits)
-    return _Candidate(dialect, form, factors, ours, differ, np.zeros(raw.shape, np.int64))
-
-
-def _count_codes(weight: Weight, source: Stored, of: Sequence[_Candidate], *, is_sample: bool) -> int:
+def _count_codes(weight: Weight, source: Stored, of: Sequence[Candidate], *, is_sample: bool) -> int:
     # Of the whole weight or, as a sample, of its first band: the number of codes that were compared.
-    size, starts = 0, np.arange(0, weight.codes.shape[-1], weight.extent[1])
+    size = 0
     for (at, x), (_, codes) in zip(bands(weight, source), bands(weight, weight.codes), strict=True):
-        height, found = min(weight.extent[0], len(x)), codes.view(np.uint8)
-        down = slice(at, at + -(-len(x) // height))
-        made: dict[object, np.ndarray] = {}  # dialects with the same rule and factors give the same codes
-        for one in of:
-            part = Factors(*(grid[down] for grid in one.factors))
-            key = (one.dialect.code, part.scale.tobytes(), part.multiplier.tobytes())
-            if key not in made:
-                made[key] = encode(x, part, one.dialect, weight.extent).view(np.uint8)
-            differs = (made[key] != found) & (((made[key] | found) & 0x7F) != 0)
-            if differs.any():
-                across = np.add.reduceat(differs, starts, axis=1, dtype=np.int64)
-                one.codes_differ[down] += np.add.reduceat(across, np.arange(0, len(x), height), axis=0)
-                r, c = np.argwhere(differs)[0]
-                text = f"{made[key][r, c]:#04x} for {x[r, c]:.6g}, not {found[r, c]:#04x}"
-                one.first.setdefault(at + r // height, text)
+        count_codes(of, x, codes, weight.extent, at)
         size += x.size
         if is_sample:
             break
     return size
 
 
-def _by_logarithm(weight: Weight, raw: np.ndarray, every: Sequence[_Candidate], powers: Sequence[_Candidate]) -> None:
+def _by_logarithm(weight: Weight, raw: np.ndarray, every: Sequence[Candidate], powers: Sequence[Candidate]) -> None:
     # Where all that fits rounds by a float logarithm, and the bits give twice the scale.
     bits = [one for one in every if one.form.power_of_two in (PowerOfTwo.UP, PowerOfTwo.DOWN)]
     logarithms = (PowerOfTwo.UP_LOG2, PowerOfTwo.DOWN_LOG2)
     if bits and powers and all(one.form.power_of_two in logarithms for one in powers):
-        best = min(bits, key=lambda one: int(one.scales_differ.sum())).ours.astype(np.float32)
+        best = min(bits, key=lambda one: int(one.scales_differ.sum())).scale.astype(np.float32)
         there = raw.astype(np.float32)
         if (wrong := best == 2 * there).any():
             weight.add("logarithm", f"{best[wrong][0]:.9g}", f"{there[wrong][0]:.9g}", wrong)
 
 
-def _differ(weight: Weight, raw: np.ndarray, best: _Candidate) -> None:
+def _differ(weight: Weight, raw: np.ndarray, best: Candidate) -> None:
     wrong = best.scales_differ | (best.codes_differ > 0)
     codes, scales, name = int(best.codes_differ.sum()), int(best.scales_differ.sum()), best.dialect.name
     # 1. Scales that moved: the codes say which they should be.
-    if codes == 0 and (moved := _moved(best.ours, raw)):
+    if codes == 0 and (moved := _moved(best.scale, raw)):
         weight.add("grid-moved", f"the order of blocks, by {name}", moved, wrong)
         return
     # 2. What the nearest dialect gives, and what is there.
     first = tuple(np.argwhere(wrong)[0])
-    expected = f"by {name}, the nearest: scale {float(best.ours[first]):.9g}"
+    expected = f"by {name}, the nearest: scale {float(best.scale[first]):.9g}"
     if best.codes_differ[first]:
         expected += f", code {best.first[int(first[0])]}"
     found = f"scale {float(raw[first]):.9g}; {scales} scales and {codes} codes differ in all"

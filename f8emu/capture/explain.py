@@ -4,7 +4,7 @@ A dialect explains a side if it gives every code and every scale from the tensor
 rule of the same vocabulary may: another division, another floor, a scale that was rounded after the cast.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from f8emu.conformance.cases.distributions import dtype_of
-from f8emu.conformance.compare import different
+from f8emu.conformance.compare import counted, different
 from f8emu.dialects import DIALECTS, CodeForm, Dialect, ScaleForm, Stored, arithmetic, dequantize, quantize
+from f8emu.dialects.matching import fitting
 from f8emu.dialects.rules import Arithmetic, Block, CodeRule, Division, PowerOfTwo
 from f8emu.spec import BFLOAT16, E4M3FN
 
@@ -23,7 +24,6 @@ _DIVISIONS = tuple(one for one in Division if one is not Division.EXPONENT)
 _CODES = (CodeRule.MULTIPLIER, CodeRule.INVERSE, CodeRule.QUOTIENT)
 _ANY = next(iter(DIALECTS.values()))
 """A dialect whose rules are replaced by others."""
-Change = Callable[[np.ndarray], np.ndarray]
 OF_OTHER = (" of the value rounded to bfloat16", " of float32 values whose bfloat16 copy the value is")
 CAST_FROM = (
     "one side casts a float32 weight, the other its bfloat16 copy: convert the trainer with cast_weight_from='bfloat16'"
@@ -125,63 +125,50 @@ def _up(scale: np.ndarray) -> np.ndarray:
 
 def _origin(value: np.ndarray, side: Side) -> str:
     # 1. Of the value as it is, or as a checkpoint in bfloat16 has it.
-    casts = {"": _Cast(value, side)}
+    if value.shape != side.codes.shape:
+        return "no dialect"
+    values = {"": value}
     if value.dtype == np.float32:
         with np.errstate(over="ignore", invalid="ignore"):
-            casts[OF_OTHER[0]] = _Cast(value.astype(dtype_of(BFLOAT16)), side)
+            values[OF_OTHER[0]] = value.astype(dtype_of(BFLOAT16))
     # 2. A dialect; one whose scale was rounded afterwards; a rule that no dialect has.
-    known = sorted(DIALECTS, key=lambda name: not name.startswith(side.stack))
-    for of, cast in casts.items():
-        names = [name for name in known if cast.is_by(DIALECTS[name])]
-        if names:
+    known = sorted(DIALECTS.values(), key=lambda one: not one.name.startswith(side.stack))
+    for of, x in values.items():
+        if found := fitting(x, side.codes, side.scale, side.block, known):
+            names = [one.dialect.name for one in found]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            return ", ".join(names[:_SHOWN]) + more + of
-        late = next((name for name in known if cast.is_by(DIALECTS[name], _up)), "")
-        if late:
-            return f"codes of {late}, but {_LATE}{of}"
+            zeros = min(one.zeros_differ for one in found)
+            signs = f", but for the sign of {counted(zeros, 'zero')}" if zeros else ""
+            return ", ".join(names[:_SHOWN]) + more + of + signs
+        if late := fitting(x, side.codes, side.scale, side.block, known, change=_up):
+            return f"codes of {late[0].dialect.name}, but {_LATE}{of}"
     if value.dtype == dtype_of(BFLOAT16):
-        if name := next((name for name in known if casts[""].is_by(DIALECTS[name], of_master=True)), ""):
+        if name := next((one.name for one in known if _is_of_master(value, side, one)), ""):
             return name + OF_OTHER[1]
-    return next((f"no dialect; {rule}{of}" for of, cast in casts.items() if (rule := cast.rule())), "no dialect")
+    for of, x in values.items():
+        if found := fitting(x, side.codes, side.scale, side.block, _rules(side)):
+            return f"no dialect; {found[0].dialect.formula}{of}"
+    return "no dialect"
 
 
-class _Cast:
-    """A value and what one side made of it."""
+def _is_of_master(value: np.ndarray, side: Side, dialect: Dialect) -> bool:
+    # Whether the dialect may have cast float32 values whose copy this is.
+    own, form = next((one for one in dialect.blocks if side.has_block(one)), None), dialect.scale
+    if own is None or form is None:
+        return False
+    amax = arithmetic.block_amax(value, own, ignores_nan=form.ignores_nan)
+    return arithmetic.codes_of_other(value, amax, side.codes, side.factors, dialect, own) > value.size // 1000
 
-    def __init__(self, value: np.ndarray, side: Side) -> None:
-        self._value, self._side = value, side
-        self._amaxes: dict[bool, np.ndarray] = {}
 
-    def is_by(self, dialect: Dialect, change: Change = np.asarray, *, of_master: bool = False) -> bool:
-        """Whether the dialect gives every scale, after a change, and every code; or may, of a float32 master of it."""
-        value, side, form = self._value, self._side, dialect.scale
-        own = next((one for one in dialect.blocks if side.has_block(one)), None)
-        if own is None or form is None or value.shape != side.codes.shape:
-            return False
-        # scales, which are few, tell most dialects apart
-        if form.ignores_nan not in self._amaxes:
-            self._amaxes[form.ignores_nan] = arithmetic.block_amax(value, own, ignores_nan=form.ignores_nan)
-        if of_master:
-            amax = self._amaxes[form.ignores_nan]
-            return arithmetic.codes_of_other(value, amax, side.codes, side.factors, dialect, own) > value.size // 1000
-        factors = arithmetic.factors_from_amax(self._amaxes[form.ignores_nan], dialect, value.dtype)
-        decoding = factors.scale if dialect.stored.is_multiplier else factors.stored.astype(np.float32)
-        if different(change(decoding), side.factors).any():
-            return False
-        return not different(arithmetic.encode(value, factors, dialect, own), side.codes).any()
-
-    def rule(self) -> str:
-        """The formula of a combination of the vocabulary, without a floor or with the one that the scales show."""
-        least = float(np.fmin.reduce(self._side.factors, axis=None))
-        forms = [
-            ScaleForm(division=division, arithmetic=numbers, power_of_two=power)
-            for division, numbers, power in product(_DIVISIONS, Arithmetic, (None, PowerOfTwo.UP))
-        ]
-        if (self._side.factors > least).any():  # else any scale is a floor
-            floored = [replace(form, amax_floor=float(f"{448 * least:.3g}")) for form in forms]
-            forms += [*floored, *(replace(form, scale_floor=least) for form in forms)]
-        for form, code in product(forms, _CODES):
-            one = replace(_ANY, scale=form, code=CodeForm(rule=code), stored=Stored(), blocks=(self._side.block,))
-            if self.is_by(one):
-                return one.formula
-        return ""
+def _rules(side: Side) -> list[Dialect]:
+    # Combinations of the vocabulary, without a floor or with the one that the scales show.
+    least = float(np.fmin.reduce(side.factors, axis=None))
+    forms = [
+        ScaleForm(division=division, arithmetic=numbers, power_of_two=power)
+        for division, numbers, power in product(_DIVISIONS, Arithmetic, (None, PowerOfTwo.UP))
+    ]
+    if (side.factors > least).any():  # else any scale is a floor
+        floored = [replace(form, amax_floor=float(f"{448 * least:.3g}")) for form in forms]
+        forms += [*floored, *(replace(form, scale_floor=least) for form in forms)]
+    own = {"stored": Stored(), "blocks": (side.block,)}
+    return [replace(_ANY, scale=form, code=CodeForm(rule=code), **own) for form, code in product(forms, _CODES)]

@@ -6,7 +6,7 @@ A matrix is worked through in bands of rows, so that what lies between x and its
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from f8emu.dialects import rules
 from f8emu.dialects.rules import Arithmetic, Block, CodeForm, CodeRule, Dialect, Division, PowerOfTwo, ScaleForm
 from f8emu.spec.errors import OperandError
-from f8emu.spec.formats import E4M3FN, E8M0FNU, FLOAT32, FORMATS
+from f8emu.spec.formats import E4M3FN, E8M0FNU, FLOAT32, FORMATS, Format
 
 Array = NDArray[Any]
 Float32 = NDArray[np.float32]
+Cast = Callable[[Float32], NDArray[np.uint8]]
+"""Values -> their codes."""
 _Slices = tuple[slice, slice]
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in FORMATS}
 E4M3, E8M0, _FLOAT32 = (DTYPES[one.name] for one in (E4M3FN, E8M0FNU, FLOAT32))
-_MAX = 448.0
 _BAND = 1 << 19
 """Elements of a band: two megabytes of float32."""
 
@@ -85,9 +86,12 @@ def factors_from_stored(stored: Array, dialect: Dialect) -> Factors:
     return Factors(stored, inverse, found) if dialect.stored.is_multiplier else Factors(stored, found, inverse)
 
 
-def encode(x: Array, factors: Factors, dialect: Dialect, block: Block) -> Array:
-    """The codes of a matrix with given factors, float8_e4m3fn."""
-    codes, form, table = np.empty(x.shape, E4M3), dialect.code, _code_table(dialect.code.nan)
+def encode(x: Array, factors: Factors, form: CodeForm, block: Block, cast: Cast | None = None) -> Array:
+    """The codes of a matrix with given factors, of `form.format`; by another `cast` than the right one, if given."""
+    codes, cast = (
+        np.empty(x.shape, DTYPES[form.format.name]),
+        cast or functools.partial(_cast, _code_table(form.format, form.nan)),
+    )
     with np.errstate(all="ignore"):
         factor = _code_factor(form, factors, x.dtype)[:, None, :, None]
         operate = np.divide if form.rule is CodeRule.QUOTIENT else np.multiply
@@ -96,7 +100,7 @@ def encode(x: Array, factors: Factors, dialect: Dialect, block: Block) -> Array:
             operate(values, factor[grid[0], :, grid[1]], out=values)
             if form.arithmetic is Arithmetic.INPUT:
                 values = _rounded(values, x.dtype)
-            codes[part] = _cast(values, table).reshape(codes[part].shape).view(E4M3)
+            codes[part] = cast(values).reshape(codes[part].shape).view(codes.dtype)
     return codes
 
 
@@ -121,10 +125,10 @@ def codes_of_other(x: Array, amax: Float32, codes: Array, scale: Array, dialect:
     if not np.all((low <= decoding) & (decoding <= high)):
         return 0
     used = factors if len(ends) == 1 else [stored] * 2
-    made = [encode(ends[i][0], used[i], dialect, block).view(np.uint8) for i in range(len(ends))]
+    made = [encode(ends[i][0], used[i], dialect.code, block).view(np.uint8) for i in range(len(ends))]
     if np.any(((found < made[0]) | (made[-1] < found)) & (((found | made[-1]) & 0x7F) != 0)):
         return 0
-    return int(np.count_nonzero(encode(x.astype(np.float32), stored, dialect, block).view(np.uint8) != found))
+    return int(np.count_nonzero(encode(x.astype(np.float32), stored, dialect.code, block).view(np.uint8) != found))
 
 
 def _moved(x: Float32, by: int) -> Float32:
@@ -167,14 +171,14 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
         a = np.where(np.isinf(a), fl(form.infinite_amax), a)
     if form.small_amax is not None:
         a = np.where(a <= form.small_amax[0], fl(form.small_amax[1]), a)
-    a = np.maximum(a, fl(form.amax_floor))
+    a, largest = np.maximum(a, fl(form.amax_floor)), form.largest
     # 2. The division.
     if form.division is Division.EXPONENT:
         bits = a.astype(np.float32).view(np.int32).astype(np.int64)
-        return _powers((bits + form.carry >> 23) - 8, np.isnan(a), form)
+        return _powers((bits + form.carry >> 23) + 1 - math.frexp(largest)[1], np.isnan(a), form)
     if form.is_multiplier:
         by_reciprocal = form.division is Division.MULTIPLIER_BY_RECIPROCAL
-        t = fl(fl(1.0 / a) * _MAX if by_reciprocal else _MAX / a).astype(np.float32)
+        t = fl(fl(1.0 / a) * largest if by_reciprocal else largest / a).astype(np.float32)
         if form.largest_multiplier is not None:
             t = np.where(np.isinf(t), np.float32(ml_dtypes.finfo(dtypes[form.largest_multiplier]).max), t)
         if form.power_of_two is PowerOfTwo.DOWN:
@@ -183,8 +187,8 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
             t = np.exp2(np.floor(_log2(t)))
         s = fl(np.float32(1.0) / t).astype(np.float32)
     else:
-        s = fl(a / _MAX if form.division is Division.QUOTIENT else a * reciprocal(_MAX)).astype(np.float32)
-        t = (np.float32(_MAX) / a.astype(np.float32)).astype(np.float32)
+        s = fl(a / largest if form.division is Division.QUOTIENT else a * reciprocal(largest)).astype(np.float32)
+        t = (np.float32(largest) / a.astype(np.float32)).astype(np.float32)
     # 3. The scale that counts, and its power of two.
     if form.small_scale is not None:
         known = {rules.Limit.EPSILON: float(limits.eps), rules.Limit.ROOT_OF_TINY: float(limits.tiny) ** 0.5}
@@ -238,7 +242,7 @@ def _rounded(x: Array, dtype: np.dtype[Any]) -> Float32:
     return x.astype(np.float32) if dtype == np.float32 else x.astype(dtype).astype(np.float32)
 
 
-def _cast(values: Float32, table: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _cast(table: NDArray[np.uint8], values: Float32) -> NDArray[np.uint8]:
     # Rounded to odd: the upper half of the float32, its last bit set where the lower half is not 0. Its nearest float8
     # is that of the float32: of the 8 bits that are left, 4 are more than one too many for every tie.
     halves = np.ascontiguousarray(values).reshape(-1).view(np.uint16).reshape(-1, 2)
@@ -247,13 +251,19 @@ def _cast(values: Float32, table: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 @functools.cache
-def _code_table(nan: rules.NanCode) -> NDArray[np.uint8]:
+def _code_table(format: Format, nan: rules.NanCode) -> NDArray[np.uint8]:
     """The code of every bfloat16, saturating."""
     values = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     with np.errstate(invalid="ignore"):
-        codes = np.clip(values, -_MAX, _MAX).astype(E4M3).view(np.uint8)
-    codes[np.isnan(values)] = {rules.NanCode.NAN: 0x7F, rules.NanCode.MAX: 0x7E, rules.NanCode.MIN: 0xFE}[nan]
+        codes = np.clip(values, -format.max, format.max).astype(DTYPES[format.name]).view(np.uint8)
+    codes[np.isnan(values)] = nan_code(format, nan)
     return codes
+
+
+def nan_code(format: Format, nan: rules.NanCode) -> int:
+    """The code of a NaN."""
+    of_max = {rules.NanCode.MAX: format.max_code, rules.NanCode.MIN: format.max_code | format.sign_mask}
+    return of_max.get(nan, format.nan_code)
 
 
 _VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)

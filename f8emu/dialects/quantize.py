@@ -60,7 +60,7 @@ def quantize(x: Any, dialect: Dialect | str, *, block: Block | None = None, scal
         else:
             amax = arithmetic.block_amax(x, chosen, ignores_nan=found.scale is not None and found.scale.ignores_nan)
             factors = arithmetic.factors_from_amax(amax, found, x.dtype)
-        return arithmetic.encode(x, factors, found, chosen), factors.stored
+        return arithmetic.encode(x, factors, found.code, chosen), factors.stored
 
     operands = (x,) if scale is None else (x, scale)
     stored = _name(operands[-1].dtype) if scale is not None or found.stored.dtype == "input" else found.stored.dtype

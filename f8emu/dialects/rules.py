@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.formats import E4M3FN, Format
 from f8emu.spec.scaling import MIN_AMAX_FLOOR, ScaleRule
 
 Block = tuple[int | None, int | None]
@@ -78,6 +79,8 @@ class ScaleForm:
 
     division: Division
     arithmetic: Arithmetic = Arithmetic.FLOAT32
+    largest: float = 448.0
+    """What an amax is scaled to, in the place of 448 above."""
     ignores_nan: bool = False
     """A NaN is no magnitude (fmax of C). False: it makes amax NaN."""
     nan_amax: float | None = None
@@ -114,13 +117,13 @@ class ScaleForm:
         """The smallest amax, as the dtype of the division has it, that the two floors leave."""
         (rounded,) = struct.unpack("f", struct.pack("f", self.amax_floor))
         of_amax = self.amax_floor if self.arithmetic is Arithmetic.FLOAT64 else rounded
-        return max(of_amax, self.scale_floor * 448.0)
+        return max(of_amax, self.scale_floor * self.largest)
 
     @property
     def formula(self) -> str:
         """The steps in a line."""
         amax = f"max(amax, {self.amax_floor:g})" if self.amax_floor else "amax"
-        division = self.division.value.replace("amax", amax)
+        division = self.division.value.replace("amax", amax).replace("448", f"{self.largest:g}")
         if self.carry:
             division = division.replace("exponent(amax)", f"exponent(amax + {self.carry:#x} in the last place)")
         steps = [division + " in x's dtype" * (self.arithmetic is Arithmetic.INPUT)]
@@ -159,9 +162,10 @@ class NanCode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeForm:
-    """How a block's values become codes: the product or quotient, then a saturating cast to float8_e4m3fn."""
+    """How a block's values become codes: the product or quotient, then a saturating cast to float8."""
 
     rule: CodeRule
+    format: Format = E4M3FN
     arithmetic: Arithmetic = Arithmetic.FLOAT32
     """INPUT: the inverse, and the product or quotient, are rounded to x's dtype before the cast rounds again."""
     is_scale_rounded: bool = False
