@@ -5,6 +5,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -20,6 +22,14 @@ if TYPE_CHECKING:
 
 
 JOBS = "Processes. By default one per core if a subject is on a GPU, 2 for a whole run on a CPU, 1 in other cases."
+
+
+class Kind(Enum):
+    """What is verified."""
+
+    GEMM = "gemm"
+    CAST = "cast"
+    QUANTIZE = "quantize"
 
 
 class _Options(NamedTuple):
@@ -79,6 +89,18 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
         isolate: Annotated[bool, typer.Option("--isolate", help=frame.ISOLATE)] = False,
         timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=frame.SECONDS)] = None,
+        kind: Annotated[
+            Kind, typer.Option(help="What your own function is: a GEMM, a cast x -> codes, or x -> codes and scales.")
+        ] = Kind.GEMM,
+        format: Annotated[
+            str | None, typer.Option(help="Format of codes that are returned as bytes, such as float8_e4m3fn.")
+        ] = None,
+        overflow: Annotated[
+            str | None, typer.Option(help="What a cast must do: saturate or nonfinite. By default what it does.")
+        ] = None,
+        granularity: Annotated[
+            str | None, typer.Option(help="Which elements share a scale of a quantizer, such as rowwise.")
+        ] = None,
         kernels: Annotated[
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
         ] = False,
@@ -96,7 +118,14 @@ def add_to(app: "typer.Typer") -> None:
         files, chosen = (golden, json_file, html_file), (stage or [], case or [])
         options = _Options(subjects or [], *files, *chosen, errors, arrays.value, seconds, jobs, diagnose)
         if kernels or contract:
-            raise typer.Exit(guarded(_list_kernels if kernels else _show_contract))
+            raise typer.Exit(guarded(_list_kernels) if kernels else guarded(_show_contract, kind))
+        of_function = (format, overflow, granularity)
+        if kind is not Kind.GEMM:
+            if recordings is not None or chip or golden is not None or stage or seconds is not None or jobs is not None:
+                raise typer.BadParameter("--kind cast and quantize take no recordings, stages, processes or time limit")
+            raise typer.Exit(guarded(_verify_functions, options, kind.value, of_function))
+        if any(of_function):
+            raise typer.BadParameter("--format, --overflow and --granularity need --kind cast or --kind quantize")
         if recordings is None and not chip:
             raise typer.Exit(guarded(_verify, options))
         if recordings is None or golden is not None or stage or case or seconds is not None:
@@ -117,11 +146,32 @@ def _list_kernels() -> int:
     return 0
 
 
-def _show_contract() -> int:
+def _show_contract(kind: Kind) -> int:
+    from f8emu.conformance.casts.subject import CONTRACTS
     from f8emu.conformance.kernels.loaded import CONTRACT
 
-    print(CONTRACT, end="")
+    print(CONTRACTS.get(kind.value, CONTRACT), end="")
     return 0
+
+
+def _verify_functions(options: _Options, kind: str, named: Sequence[str | None]) -> int:
+    from f8emu.conformance.casts.verify import Wanted, verify_function
+
+    if not options.subjects:
+        raise SpecError(f"verify --kind {kind}: which function? Name it: path/to/file.py:FUNCTION")
+    wanted = Wanted.named(*named)
+    frame.find_modules_here()
+    more = {"arrays": options.arrays, "errors": options.errors, "cases": options.cases, "diagnose": options.diagnose}
+    with _concluding(options) as conclude:
+        with frame.progress_bar() as progress:
+            found = {name: verify_function(name, kind, wanted, progress=progress, **more) for name in options.subjects}
+        results = [one.result for one in found.values()]
+        result = replace(results[0], subjects=[subject for one in results for subject in one.subjects])
+        source = "; ".join(dict.fromkeys(one.follows for one in found.values()))
+        flags = zip(("--format", "--overflow", "--granularity"), named, strict=True)
+        words = ["--kind", kind, *(word for flag, value in flags if value for word in (flag, value))]
+        asked = {name: [*_words_of(name, options), *words] for name in found}
+        return conclude(result, source, functions=found, asked=asked)
 
 
 def _verify(options: _Options) -> int:

@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from f8emu.conformance.casts.verify import Verified
 from f8emu.conformance.compare import Mismatch, counted
 from f8emu.conformance.diagnosis.search import Diagnoses
 from f8emu.conformance.run.breakdown import Breakdown, breakdowns
 from f8emu.conformance.run.result import Result, StageResult, Status, SubjectResult
 from f8emu.conformance.run.subject import SUBJECTS
 from f8emu.environment import devices, printable, versions
+from f8emu.report.casts import function_json, function_section
 from f8emu.report.diagnosis import diagnosis_json, diagnosis_section
 from f8emu.report.figures import map_plot, ulp_plot
 from f8emu.report.page import Block, Cell, Code, Facts, Page, Plots, Row, Section, Share, Table, Text, Tone
@@ -44,6 +46,8 @@ class Run:
     not_run: Mapping[str, str] = field(default_factory=dict)
     """Subjects that could not be loaded, and why."""
     diagnoses: Diagnoses = field(default_factory=dict)
+    functions: Mapping[str, Verified] = field(default_factory=dict)
+    """Casts and quantizers."""
     asked: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Subject -> the words of the command that name it, and the options that its cases depend on."""
 
@@ -99,6 +103,7 @@ def to_json(result: Result, run: Run) -> dict[str, Any]:
                 "stages": [_stage_json(stage, run.errors) for stage in subject.stages],
                 "breakdowns": [_breakdown_json(breakdown) for breakdown in breakdowns(subject.stages)],
                 "diagnosis": diagnosis_json(run.diagnoses.get(subject.name, ())),
+                **function_json(run.functions.get(subject.name)),
             }
             for subject in result.subjects
         ],
@@ -137,6 +142,7 @@ def _breakdown_json(breakdown: Breakdown) -> dict[str, Any]:
 def page(result: Result, run: Run) -> Page:
     """The whole run."""
     sections = [diagnosis_section(name, found) for name, found in run.diagnoses.items()]
+    sections += [function_section(name, found) for name, found in run.functions.items() if found.diagnosis]
     sections += [_overview(result), *(_subject(subject, run.errors) for subject in result.subjects)]
     if run.not_run:
         reasons = [f"not run: {reason}" for reason in run.not_run.values()]
@@ -300,9 +306,10 @@ def _machine(result: Result, run: Run) -> Section:
     golden = result.golden
     items = [(f"device of {name}" if name != "cpu" else "processor", ", ".join(d)) for name, d in devices().items()]
     items += [(name, version or "not installed") for name, version in versions().items()]
+    if golden.cases:
+        recorded = f"{golden.path.name}, {len(golden.cases)} cases recorded on {golden.device}"
+        items += [("recorded GEMMs", recorded), ("its SHA-256", golden.sha256)]
     items += [
-        ("recorded GEMMs", f"{golden.path.name}, {len(golden.cases)} cases recorded on {golden.device}"),
-        ("its SHA-256", golden.sha256),
         ("command", " ".join(run.command)),
         ("written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
         ("took", f"{run.seconds:.1f} s"),

@@ -1,0 +1,173 @@
+"""A cast or a quantizer that can be asked: a function of arrays, found by its name."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from f8emu.conformance.arrays import FRAMEWORKS, Framework
+from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.conformance.cases.gemm import NotOffered
+from f8emu.conformance.casts.questions import Question
+from f8emu.conformance.compare import shape_fault, text_of
+from f8emu.conformance.kernels.faults import Guarded, KernelFault
+from f8emu.conformance.kernels.imported import INTERPRETED, function_of, is_interpreted
+from f8emu.conformance.kernels.kernel import Laid
+from f8emu.conformance.kernels.loaded import load_kernel
+from f8emu.spec import E8M0FNU, FLOAT32, Format, Granularity, SpecError
+
+_ARRAYS = """\
+Arrays are torch's, on the GPU if there is one; --arrays numpy or jax selects
+another framework. x is read only, and so is the memory around it. Every one
+must take float32 matrices. NotImplementedError is "not offered": such a case
+never counts as equal. So is any exception for bfloat16 and float16, and for
+{refused}.
+Any other exception is the error of its case.
+
+Its name is package.module:function or path/to/file.py:function.
+"""
+
+CONTRACTS = {
+    "cast": f"""\
+function(x) -> codes, or function(x, scale) -> codes
+
+x         float32, bfloat16 or float16 of any value, in any memory layout:
+          matrices, which may be empty, and arrays of other dimensions
+scale     float32, one element without dimensions. A kernel may multiply by it
+          or divide by it; the report says which. It computes in float32 and
+          rounds once: x / scale is not x * (1 / scale).
+codes     x's shape, of a float8 dtype, or uint8 with --format: the nearest
+          float8, ties to even; a NaN for NaN; -0 stays -0 where the format
+          has one.
+          Saturating: what rounds beyond the largest number, and infinity,
+          gives the largest number. Non-saturating: infinity, or NaN where the
+          format has none. Both are right, and the report says which a kernel
+          follows; --overflow saturate or nonfinite asks for one.
+
+{_ARRAYS.format(refused="other than two dimensions")}""",
+    "quantize": f"""\
+function(x) -> codes, scales
+
+x         [M, K] of float32, bfloat16 or float16, of any value, in any layout
+codes     [M, K] of a float8 dtype, or uint8 with --format
+scales    the factors that decode, value = code * scale, in any float dtype or
+          as the bytes of float8_e8m0fnu: one number; [M, 1]; [M, K / 128]; or
+          [M / 128, K / 128], rounded up. --granularity names it where a shape
+          fits several.
+
+Expected is f8emu's rule, or every byte of one of f8emu.dialects, which the
+report names. f8emu's: t = 448 / max(amax, 1e-12) in float64, rounded to
+float32, where 448 is the format's largest number; scale = 1 / t, rounded;
+codes = saturating cast of float32(x) * t. Zeros keep their sign.
+
+{_ARRAYS.format(refused="partial blocks and for no rows")}""",
+}
+"""Kind -> what such a function is given and must return: `f8emu verify --contract --kind KIND`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """A function under test, and how arrays travel to it."""
+
+    name: str
+    kind: str
+    engine: str
+    framework: Framework
+    call: Callable[..., Any]
+    takes_scale: bool = False
+
+    def ask(self, question: Question, *, is_first: bool = False) -> tuple[np.ndarray, ...]:
+        """The arrays that it returns, each with memory of its own; codes and scales as they are.
+
+        What a first call does to memory is left to later ones to tell.
+
+        Raises:
+            NotOffered: it refuses the question, and may.
+            KernelFault: it wrote where it must not.
+        """
+        q, framework = question, self.framework
+        memory = Guarded(framework, "x", Laid(q.lying, q.column_major, q.padding, q.offset))
+        x = memory.array[..., :: q.step] if q.step > 1 else memory.array
+        given = (x,) if q.scale is None else (x, framework.load(q.scale))
+        try:
+            with np.errstate(all="ignore"):  # numpy would warn of what it is asked on purpose
+                returned = self.call(*given)
+        except NotImplementedError as reason:
+            raise NotOffered(text_of(reason)) from None
+        except KernelFault:
+            raise
+        except Exception as refusal:
+            if not q.may_refuse:
+                raise
+            raise NotOffered(f"{type(refusal).__name__}: {text_of(refusal)}") from None
+        if not is_first:
+            memory.check_guards()
+            memory.check_unchanged()
+        found = returned if isinstance(returned, tuple | list) else (returned,)
+        expected, kinds = 1 if self.kind == "cast" else 2, (framework.array_type, np.generic)
+        if len(found) != expected or not all(isinstance(one, kinds) for one in found):
+            types = ", ".join(type(one).__name__ for one in found)
+            raise TypeError(f"gave {types}, expected {'codes' if expected == 1 else 'codes and scales'}")
+        return tuple(np.array(framework.store(one)) for one in found)
+
+
+def load_function(name: str, kind: str, arrays: str) -> Function:
+    """The function of that name.
+
+    Raises:
+        SpecError: there is none, or it takes other arguments.
+        MissingExtraError: the framework is not installed.
+    """
+    kernel = load_kernel(name)
+    framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {name}")
+    try:
+        parameters = inspect.signature(kernel.function).parameters.values() if callable(kernel.function) else ()
+        needed = [one for one in parameters if one.default is one.empty and one.kind <= one.POSITIONAL_OR_KEYWORD]
+    except ValueError:  # one of C
+        needed = [None]
+    most = 2 if kind == "cast" else 1
+    if not 1 <= len(needed) <= most:
+        raise SpecError(
+            f"f8emu verify {name}: a {kind} must take {'x, or x and scale' if most == 2 else 'x'}; it takes "
+            f"{len(needed)} arguments without defaults; f8emu verify --contract --kind {kind} says what it is given"
+        )
+    engine = f"{name} on {framework.name} {framework.version}, {framework.device}"
+    call = function_of(kernel, framework)
+    engine += f", {INTERPRETED}" if is_interpreted(kernel.function) else ""
+    return Function(name=name, kind=kind, engine=engine, framework=framework, call=call, takes_scale=len(needed) == 2)
+
+
+def typed_codes(codes: np.ndarray, target: Format) -> np.ndarray:
+    """Codes in the dtype of their format, bytes too."""
+    return codes.view(dtype_of(target)) if codes.dtype.name in ("uint8", "int8") else codes
+
+
+def scale_grid(scale: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Scales as float32 in the shape of their grid, where they have as many numbers; bytes are powers of two."""
+    scale = scale.view(dtype_of(E8M0FNU)) if scale.dtype.name in ("uint8", "int8") else scale
+    with np.errstate(invalid="ignore"):
+        numbers = scale.astype(np.float32)
+    is_squeezed = [n for n in scale.shape if n != 1] == [n for n in shape if n != 1]
+    return numbers.reshape(shape) if is_squeezed else numbers
+
+
+def fitted(array: np.ndarray, shape: tuple[int, ...], fmt: Format = FLOAT32) -> np.ndarray:
+    """The array, if it is of this format and shape; a TypeError says what it is."""
+    if fault := shape_fault(array, np.empty(shape, dtype_of(fmt))):
+        raise TypeError(fault)
+    return array
+
+
+def granularity_of(name: str, scale: np.ndarray, shape: tuple[int, int]) -> Granularity:
+    """What shares the scales of a matrix of this shape, in which every granularity has another grid."""
+    grids = {one: one.scale_shape(*shape) for one in Granularity}
+    for one, grid in grids.items():
+        if scale_grid(scale, grid).shape == grid:
+            return one
+    known = ", ".join(f"{list(grid)} of {one.value}" for one, grid in grids.items())
+    raise SpecError(
+        f"f8emu verify {name}: scales of a matrix {list(shape)} must be {known}; got {list(scale.shape)}; "
+        "reshape them, or name one with --granularity"
+    )

@@ -1,0 +1,167 @@
+"""Casts and quantizers as subjects: wrong ones are found and named, right ones are equal, dialects are named."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.conformance.cases.tables import float32_boundaries
+from f8emu.conformance.casts.diagnosis import Matrix, diagnose_cast, diagnose_quantizer
+from f8emu.conformance.casts.rules import CastRule, QuantizerRule, cast_alterations, own_dialects, scale_alterations
+from f8emu.conformance.casts.verify import Verified, Wanted, verify_function
+from f8emu.conformance.compare import different
+from f8emu.spec import E4M3FN, E5M2, E5M2FNUZ, Overflow, SpecError
+from tests.conformance.command import invoke
+
+ANY, NONFINITE, SATURATE = Wanted(), Wanted(overflow=Overflow.NONFINITE), Wanted(overflow=Overflow.SATURATE)
+
+WRONG_CASTS = {
+    "via_float16": "it rounds twice, through float16",
+    "via_bfloat16": "it rounds twice, through bfloat16",
+    "ties_away": "it rounds to nearest, ties away from zero",
+    "truncated": "it rounds toward zero",
+    "flushed": "it flushes subnormals to zero",
+    "carry_lost": "it loses the carry into the next binade",
+    "top_lost": "it gives 0x7e (448) for the top binade, not 0x78 (256)",
+    "infinity_to_zero": "it gives 0x00 (0) for infinity, not 0x7e (448)",
+    "nan_of_zero": "it gives NaN (0x80) for negative values that become zero",
+    "by_inverse": "it computes x * (1 / scale), with a rounded inverse",
+    "subnormals_twice": "it rounds twice, through bfloat16; and it does so among subnormals only",
+}
+WRONG_QUANTIZERS = {
+    "floor_1e4": "it keeps amax at least 0.0001",
+    "late_power": "it rounds the stored scale up to a power of two, after the codes were made",
+    "narrow_scale": "it rounds the stored scale to bfloat16, after the codes were made",
+    "reciprocal": "it returns the reciprocal of the scale, which is multiplied, instead of the scale that decodes",
+    "quotient": "it computes codes as x / s, rounded to float32",
+    "half_codes": "it rounds twice, through float16",
+    "vllm_unsigned": "as dialect vllm_token, but it loses the sign of negative zero",
+}
+RIGHT = {
+    "by_ml_dtypes": "a non-saturating cast to float8_e4m3fnuz",
+    "padded": "a saturating cast to float8_e4m3fn",
+    "in_float64": "a saturating cast to float8_e5m2",
+    "divided": "a saturating cast to float8_e4m3fn, x / scale",
+}
+QUANTIZERS = {
+    "right_rows": "f8emu's rule, rowwise to float8_e4m3fn",
+    "own_5": "f8emu's rule, blockwise_1x128 to float8_e5m2",
+    "vllm_token": "as dialect vllm_token, vllm_weight_channel, rowwise to float8_e4m3fn",
+    "deepseek_ue8m0": "as dialect sglang_weight_block_ue8m0, deep_gemm_block_ue8m0, blockwise_128x128 to float8_e4m3fn",
+    "te_current": "as dialect transformer_engine_delayed, transformer_engine_current, tensorwise to float8_e4m3fn",
+}
+
+
+def verified(name: str, kind: str, wanted: Wanted = ANY, arrays: str = "numpy") -> Verified:
+    return verify_function(f"tests.conformance.planted_casts:{name}", kind, wanted, arrays=arrays)
+
+
+def assert_named(found: Verified, headline: str) -> None:
+    assert found.result.has_difference and found.diagnosis is not None
+    assert (found.diagnosis.headline, found.diagnosis.is_complete) == (headline, True)
+
+
+@pytest.mark.parametrize("name", WRONG_CASTS)
+def test_a_wrong_cast_is_named(name: str) -> None:
+    assert_named(verified(name, "cast"), WRONG_CASTS[name])
+
+
+@pytest.mark.parametrize("name", WRONG_QUANTIZERS)
+def test_a_wrong_quantizer_is_named(name: str) -> None:
+    assert_named(verified(name, "quantize"), WRONG_QUANTIZERS[name])
+
+
+def test_every_alteration_of_a_cast_is_found_again() -> None:
+    x = float32_boundaries(E5M2FNUZ)
+    right, ones = CastRule(format=E5M2FNUZ), np.ones_like(x)
+    for step in cast_alterations(E5M2FNUZ, None):
+        codes = step.of(right).codes(x).view(dtype_of(E5M2FNUZ))
+        if different(codes, right.codes(x).view(codes.dtype)).any():
+            found = diagnose_cast(x, ones, codes, right, None)
+            assert found.is_complete and len(found.alterations) == 1, (step, found)
+
+
+def test_every_alteration_of_scales_is_found_again() -> None:
+    r = np.random.default_rng(0)
+    x = (r.standard_normal((96, 256)) * np.geomspace(1e-14, 1e4, 96)[:, None]).astype(np.float32)
+    x[3] = 0
+    block = (1, 256)
+    right = QuantizerRule.of(own_dialects(E4M3FN, block)[0])
+    for step in scale_alterations(E4M3FN):
+        parts = step.of(right).parts(x, block)
+        if all(not different(parts[name], one).any() for name, one in right.parts(x, block).items()):
+            continue
+        found = diagnose_quantizer([Matrix(x, parts["codes"], parts["scales"], block)], [right])
+        assert found.is_complete and len(found.alterations) == 1, (step, found)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_cast_is_equal_and_its_contract_is_told(name: str) -> None:
+    found = verified(name, "cast")
+    assert found.result.is_equal and found.diagnosis is None
+    assert found.follows == RIGHT[name]
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_right_quantizer_is_equal_and_its_dialect_is_named(name: str) -> None:
+    found = verified(name, "quantize")
+    assert found.result.is_equal and found.diagnosis is None
+    assert found.follows == QUANTIZERS[name]
+
+
+def test_either_contract_of_overflow_can_be_asked_for() -> None:
+    assert_named(verified("by_ml_dtypes", "cast", SATURATE), "it does not saturate")
+    assert_named(verified("in_float64", "cast", NONFINITE), "it saturates")
+    assert verified("in_float64", "cast", SATURATE).result.is_equal
+
+
+def test_bytes_are_codes_of_the_format_that_is_named() -> None:
+    assert verified("ours", "cast", Wanted(format=E5M2)).follows == "a saturating cast to float8_e5m2"
+    with pytest.raises(SpecError, match="bytes whose format --format names, are expected; got uint8"):
+        verified("ours", "cast")
+    with pytest.raises(SpecError, match="got float8_e4m3fn, and --format is float8_e5m2"):
+        verified("padded", "cast", Wanted(format=E5M2))
+
+
+def test_casts_of_torch_are_equal_and_one_that_reads_strides_of_its_own_is_found() -> None:
+    pytest.importorskip("torch")
+    for name in ("by_torch", "ours_of_torch"):
+        assert verified(name, "cast", arrays="torch").result.is_equal
+    name = "tests.conformance.planted_casts:reads_its_own_strides"
+    found = verify_function(name, "cast", arrays="torch", diagnose=False)
+    (stage,) = found.result.subjects[0].stages
+    differing = {name for name, tally in stage.tallies["inputs"].items() if tally.cases_differing}
+    assert differing == {"memory"}
+
+
+def test_a_cast_of_jax_is_equal_and_what_it_refuses_is_no_pass() -> None:
+    pytest.importorskip("jax")
+    found = verified("ours_of_jax", "cast", arrays="jax")
+    (stage,) = found.result.subjects[0].stages
+    assert (found.result.is_equal, stage.cases_equal, stage.cases_not_offered) == (True, 4, 20)
+
+
+def test_a_cast_that_changes_its_input_is_at_fault() -> None:
+    found = verified("changes_x", "cast")
+    (stage,) = found.result.subjects[0].stages
+    assert found.result.has_difference and found.diagnosis is None
+    assert any("ChangedInput" in one.error for one in stage.mismatches)
+
+
+def test_the_command_tells_all_of_it(tmp_path: Path) -> None:
+    here = "tests.conformance.planted_casts:"
+    common = ("--arrays", "numpy", "--errors", "1", "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
+    status, out, _ = invoke("verify", f"{here}quotient", "--kind", "quantize", *common, COLUMNS="300")
+    assert status == 1 and "it computes codes as x / s, rounded to float32" in out
+    assert "x=0x" in out and "differ" in out and "--kind quantize --case" in out
+    (subject,) = json.loads((tmp_path / "out.json").read_text())["subjects"]
+    assert subject["follows"].startswith("f8emu's rule") and subject["function"]["complete"]
+    assert "it computes codes as x / s" in (tmp_path / "out.html").read_text()
+    status, out, _ = invoke("verify", f"{here}vllm_token", "--kind", "quantize", "--arrays", "numpy", COLUMNS="300")
+    assert status == 0 and out.startswith("equal: every bit of") and "as dialect vllm_token" in out
+    for kind, words in (("cast", "codes     x's shape"), ("quantize", "function(x) -> codes, scales")):
+        assert words in invoke("verify", "--contract", "--kind", kind)[1]
+    assert invoke("verify", "--kind", "cast")[0] == 2
+    assert invoke("verify", f"{here}padded", "--overflow", "saturate")[0] == 2
