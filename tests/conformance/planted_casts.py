@@ -127,6 +127,13 @@ def subnormals_twice(x: Array) -> Array:
     return np.where(np.abs(x) < 2.0**-6, clipped(x.astype(BF16)), clipped(x)).astype(E4M3)
 
 
+def unwritten_tail(x: Array) -> Array:
+    """A kernel of 65,536 threads."""
+    codes = clipped(x).copy()
+    codes.view(np.uint8).reshape(-1)[1 << 16 :] = 0
+    return codes
+
+
 def changes_x(x: Array) -> Array:
     return np.clip(x, -1, 1, out=x).astype(E4M3) if x.dtype == F32 and x.size else clipped(x)
 
@@ -141,10 +148,10 @@ def reads_its_own_strides(x: Any) -> Any:
 # Quantizers: one number, rows, blocks
 
 
-def made(x: Array, *, floor: float = 1e-12, late: Any = lambda s: s) -> Pair:
+def made(x: Array, *, largest: float = 448, floor: float = 1e-12, late: Any = lambda s: s) -> Pair:
     """f8emu's rule of rows, with changes."""
     amax = np.abs(x.astype(F32)).max(axis=1, keepdims=True, initial=0).astype(np.float64)
-    multiplier = (448 / np.maximum(amax, floor)).astype(F32)
+    multiplier = (largest / np.maximum(amax, floor)).astype(F32)
     return clipped(x.astype(F32) * multiplier), late(F32(1) / multiplier)
 
 
@@ -188,6 +195,10 @@ def deepseek_ue8m0(x: Array) -> Pair:
 
 def floor_1e4(x: Array) -> Pair:
     return made(x, floor=1e-4)
+
+
+def to_416(x: Array) -> Pair:
+    return made(x, largest=416)
 
 
 def late_power(x: Array) -> Pair:

@@ -32,6 +32,7 @@ WRONG_CASTS = {
 }
 WRONG_QUANTIZERS = {
     "floor_1e4": "it keeps amax at least 0.0001",
+    "to_416": "it scales amax to 416 instead of 448",
     "late_power": "it rounds the stored scale up to a power of two, after the codes were made",
     "narrow_scale": "it rounds the stored scale to bfloat16, after the codes were made",
     "reciprocal": "it returns the reciprocal of the scale, which is multiplied, instead of the scale that decodes",
@@ -141,6 +142,12 @@ def test_a_cast_of_jax_is_equal_and_what_it_refuses_is_no_pass() -> None:
     found = verified("ours_of_jax", "cast", arrays="jax")
     (stage,) = found.result.subjects[0].stages
     assert (found.result.is_equal, stage.cases_equal, stage.cases_not_offered) == (True, 4, 20)
+
+
+def test_a_cast_that_leaves_a_tail_unwritten_is_found_by_its_values() -> None:
+    found = verified("unwritten_tail", "cast")
+    assert found.diagnosis is not None and found.diagnosis.contradictions > 10_000
+    assert found.diagnosis.headline.startswith("NOT EXPLAINED: 10700 values have several codes, by place")
 
 
 def test_a_cast_that_changes_its_input_is_at_fault() -> None:

@@ -4,6 +4,7 @@ A quantizer's scales are explained first, then its codes under all rules that ex
 everything, special inputs (NaN, infinity, zeros) are set aside, and what is given for them is said.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -22,11 +23,11 @@ from f8emu.conformance.casts.rules import (
     code_alterations,
     scale_alterations,
 )
-from f8emu.conformance.compare import different, show
+from f8emu.conformance.compare import counted, different, show
 from f8emu.dialects.arithmetic import extent
 from f8emu.dialects.matching import numbers_differ
 from f8emu.dialects.rules import Block
-from f8emu.spec import Format, Overflow
+from f8emu.spec import FLOAT8, Format, Overflow
 
 _LOOKED_AT = 1024
 """Outputs that differ, and as many that do not, on which most alterations fail."""
@@ -48,12 +49,20 @@ class CastDiagnosis:
     outputs_equal: int
     """Codes and scales that the alterations give."""
     outputs_total: int
+    contradictions: int = 0
+    """Values that have several codes, by their places."""
     basis: str = ""
     """The dialect whose rule is altered, if it is not f8emu's."""
 
     @property
     def is_complete(self) -> bool:
         return self.outputs_equal == self.outputs_total
+
+    def if_telling(self, right: int) -> "CastDiagnosis":
+        """Itself, if it explains half of what differs; else that `right` outputs follow f8emu's rule."""
+        if 2 * (self.outputs_total - self.outputs_equal) <= self.outputs_total - right:
+            return self
+        return replace(self, alterations=(), outputs_equal=right, basis="")
 
     @property
     def headline(self) -> str:
@@ -62,6 +71,9 @@ class CastDiagnosis:
         if self.alterations and self.is_complete:
             return said
         share = f"{self.outputs_equal}/{self.outputs_total} outputs"
+        if self.contradictions:
+            values = counted(self.contradictions, "value has", "values have")
+            return f"NOT EXPLAINED: {values} several codes, by place, layout or dtype ({share} are right)"
         return f"NOT EXPLAINED, best: {said} ({share})" if self.alterations else f"NOT EXPLAINED ({share} are right)"
 
 
@@ -103,7 +115,7 @@ def diagnose_cast(
         if best.is_complete:
             break
     assert best is not None, "there is always a hypothesis"
-    return best
+    return best.if_telling(int(np.count_nonzero(~different(codes, given(())))))
 
 
 def _of_special(
@@ -115,10 +127,10 @@ def _of_special(
     if left[at].any() and not different(codes[at], theirs[at]).any():
         said, left = [policy], left & ~at
     for kind, words in _WORDS.items():
-        at = np.flatnonzero(left & (kinds == kind))
-        if at.size and np.unique(codes[at].view(np.uint8) & np.uint8(0x7F)).size == 1:
-            said.append(f"gives {show(codes[at[0]])} for {words}, not {show(ours[at[0]])}")
-            left[at] = False
+        at = kinds == kind
+        if left[at].any() and np.unique(codes[at].view(np.uint8) & np.uint8(0x7F)).size == 1:
+            first = int(np.flatnonzero(left & at)[0])
+            said, left = [*said, f"gives {show(codes[first])} for {words}, not {show(ours[first])}"], left & ~at
     return said, left
 
 
@@ -151,6 +163,7 @@ _WORDS = {
     "NaN": "NaN",
     "infinity": "infinity",
     "overflow": "finite values beyond the format",
+    "above": "values that round down to the largest",
     "zero": "negative zero",
     "top": "the top binade",
 }
@@ -161,8 +174,10 @@ def _special(values: np.ndarray, target: Format) -> np.ndarray:
     # The kind of each value, "" of an ordinary one.
     unbounded = CastRule(format=target, overflow=Overflow.NONFINITE).codes(values).view(dtype_of(target))
     is_zero = (values == 0) & np.signbit(values)
-    is_top = np.abs(values) >= 2.0**target.max_exponent
-    return np.select([np.isnan(values), np.isinf(values), ~np.isfinite(unbounded), is_zero, is_top], [*_WORDS], "")
+    magnitude = np.abs(values)
+    is_above, is_top = magnitude > target.max, magnitude >= 2.0**target.max_exponent
+    conditions = [np.isnan(values), np.isinf(values), ~np.isfinite(unbounded), is_above, is_zero, is_top]
+    return np.select(conditions, [*_WORDS], "")
 
 
 def _few(r: np.random.Generator, among: np.ndarray) -> np.ndarray:
@@ -192,6 +207,11 @@ class Matrix:
             found &= ~np.isin(self.kinds, [*aside])[rows[:, None], columns[None, :]]
         return int(np.count_nonzero(found))
 
+    def parts_right(self, rule: QuantizerRule) -> int:
+        """How many scales and codes a rule gives."""
+        differ = numbers_differ(rule.factors(self.amaxes, self.x.dtype).stored, self.scale)
+        return self.scale.size - int(differ.sum()) + self.codes.size - self.codes_wrong(rule, "")
+
 
 class _Scales:
     """The scales of all matrices of one dtype, those of equal blocks once."""
@@ -204,10 +224,10 @@ class _Scales:
         self._nan, self._fmax, self._scale = np.concatenate(rows, axis=1)[:, first]
         self._kinds = kinds[first]
 
-    def wrong(self, rule: QuantizerRule, aside: str) -> int:
-        """How many scales a rule does not give, except of blocks of these kinds."""
+    def wrong(self, rule: QuantizerRule) -> Counter[str]:
+        """How many scales of blocks of each kind a rule does not give."""
         differ = numbers_differ(rule.factors((self._nan, self._fmax), self._dtype).stored, self._scale)
-        return int(np.count_nonzero(differ & ~np.isin(self._kinds, [*aside])))
+        return Counter(self._kinds[differ].tolist())
 
 
 def diagnose_quantizer(matrices: Sequence[Matrix], bases: Sequence[QuantizerRule]) -> CastDiagnosis:
@@ -216,19 +236,23 @@ def diagnose_quantizer(matrices: Sequence[Matrix], bases: Sequence[QuantizerRule
     # 1. The scales. Blocks of zeros and those that are not finite may be set aside.
     dtypes = dict.fromkeys(one.x.dtype for one in matrices)
     groups = [_Scales([one for one in matrices if one.x.dtype == dtype]) for dtype in dtypes]
-    alterations, kept, aside = scale_alterations(target), list[_Hypothesis](), ""
+    alterations = (*_measured(matrices, target), *scale_alterations(target))
+    kept, aside = list[_Hypothesis](), ""
     depths = [
         [_Hypothesis(base, ()) for base in bases],
         [_Hypothesis(bases[0], (one,)) for one in alterations],
         [_Hypothesis(base, (one,)) for base in bases[1:] for one in alterations],
         [_Hypothesis(bases[0], steps) for steps in _steps(alterations, 2) if len(steps) == 2],
     ]
+    scores: list[list[Counter[str]]] = []
     fewest = 1 << 62
-    for aside, hypotheses in product(("", "n", "nz"), depths):
-        for one in hypotheses:
-            wrong = sum(group.wrong(one.rule, aside) for group in groups)
-            kept = [one] if wrong < fewest else [*kept, one] if wrong == fewest and len(kept) < _KEPT else kept
-            fewest = min(wrong, fewest)
+    for apart, (depth, hypotheses) in product(("", "n", "nz"), enumerate(depths)):
+        if depth == len(scores):
+            scores.append([sum((group.wrong(one.rule) for group in groups), Counter[str]()) for one in hypotheses])
+        wrong = [sum(score.values()) - sum(score[kind] for kind in apart) for score in scores[depth]]
+        if min(wrong) < fewest:
+            fewest, aside = min(wrong), apart
+            kept = [one for one, count in zip(hypotheses, wrong, strict=True) if count == fewest][:_KEPT]
         if not fewest:
             break
     # 2. The codes, by every rule that is left: of a few matrices, and then also of those that the best gets wrong.
@@ -239,7 +263,7 @@ def diagnose_quantizer(matrices: Sequence[Matrix], bases: Sequence[QuantizerRule
         if not more:
             break
         telling += more
-        best = _best_of_codes(telling, kept, aside)
+        best = _best_of_codes(telling, kept, aside, deep=not fewest)
     # 3. What is given for blocks that were set aside, and how much is explained.
     said = [step.sentence for step in best.steps]
     scales = [numbers_differ(best.rule.factors(one.amaxes, one.x.dtype).stored, one.scale) for one in matrices]
@@ -253,12 +277,31 @@ def diagnose_quantizer(matrices: Sequence[Matrix], bases: Sequence[QuantizerRule
     wrong = sum(int(one.sum()) for one in scales) + sum(one.codes_wrong(best.rule, "") for one in matrices)
     total = sum(one.scale.size + one.codes.size for one in matrices)
     basis = "" if best.base is bases[0] else best.base.dialect.name
-    return CastDiagnosis(alterations=tuple(said), outputs_equal=total - wrong, outputs_total=total, basis=basis)
+    found = CastDiagnosis(alterations=tuple(said), outputs_equal=total - wrong, outputs_total=total, basis=basis)
+    right = sum(one.parts_right(bases[0]) for one in matrices)
+    return found.if_telling(right)
 
 
-def _best_of_codes(matrices: Sequence[Matrix], kept: Sequence["_Hypothesis"], aside: str) -> "_Hypothesis":
+def _measured(matrices: Sequence[Matrix], target: Format) -> Iterator[Alteration]:
+    # What the scales show: the number that amax is scaled to, and the least amax.
+    with np.errstate(all="ignore"):
+        ratios = np.concatenate([(one.amaxes[0] / one.scale).ravel() for one in matrices])
+        scales = np.concatenate([one.scale.ravel() for one in matrices])
+    largest = float(f"{np.nanmedian(ratios):.4g}")
+    if np.isfinite(largest) and largest not in {fmt.max for fmt in FLOAT8}:
+        yield Alteration("scale.largest", largest, f"scales amax to {largest:g} instead of {target.max:g}")
+    floor = float(f"{np.nanmin(scales) * target.max:.3g}")
+    if 0 < floor < 1:
+        yield Alteration("scale.amax_floor", floor, f"keeps amax at least {floor:g}")
+
+
+def _best_of_codes(
+    matrices: Sequence[Matrix], kept: Sequence["_Hypothesis"], aside: str, *, deep: bool
+) -> "_Hypothesis":
+    # Two alterations of codes are tried only where the scales are explained: the others cost time, and tell nothing.
     best, fewest = kept[0], 1 << 62
-    for depth, one in product((0, 1, 2), kept):
+    tried = [(0, one) for one in kept] + [(1, one) for one in kept] + [(2, one) for one in kept[: 2 * deep]]
+    for depth, one in tried:
         for steps in _steps(code_alterations(one.base.cast.format), depth):
             if len(steps) == depth and fewest:
                 altered, count = _Hypothesis(one.base, one.steps + steps), 0

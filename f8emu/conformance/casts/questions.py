@@ -48,7 +48,7 @@ _LYING: dict[str, dict[str, Any]] = {
 }
 """How x lies, in words -> fields of a question."""
 _SCALES = (0.0173, 37.3, 0.25, 1.0)
-_SHAPES = ((0, 16), (3, 0), (1, 1), (1, 7), (13, 1), (31, 127), (129, 257), (), (0,), (1009,), (3, 5, 7))
+_SHAPES = ((0, 16), (3, 0), (1, 1), (1, 7), (13, 1), (31, 127), (521, 263), (), (0,), (1009,), (3, 5, 7))
 
 
 def cast_questions(target: Format, *, with_scale: bool) -> Iterator[Question]:
@@ -86,12 +86,11 @@ def cast_questions(target: Format, *, with_scale: bool) -> Iterator[Question]:
 
 _MAGNITUDES = (1e-7, 1e-5, 3e-3, 1.0, 700.0, 1e6, 1e30)
 _TINY = (1e-39, 3e-38, 1e-14, 1e-13, 1e-11, 1e-9, 1e-6)
-_PARTIAL = ((1, 1), (1, 128), (2, 129), (127, 257), (130, 131), (0, 128))
+_SHAPES_OF_BLOCKS = ((1, 1), (1, 128), (2, 129), (130, 131), (3, 5001), (2, 8192), (640, 256), (0, 128))
 
 
 def quantize_questions(granularity: Granularity, target: Format) -> Iterator[Question]:
     """Blocks of many magnitudes: random, zero, huge, tiny, at powers of two, with NaN and infinity; shapes; memory."""
-    is_whole = not granularity.is_blockwise
     for source in HIGH_PRECISION:
         dtype, r = dtype_of(source), rng("quantizers", source.name)
 
@@ -138,9 +137,9 @@ def quantize_questions(granularity: Granularity, target: Format) -> Iterator[Que
         # 4. Shapes and memory.
         if source == FLOAT16:
             continue
-        for shape in _PARTIAL:
-            x = np.resize(normal, shape)
-            is_block = is_whole or (shape[1] % 128 == 0 and granularity is Granularity.BLOCKWISE_1X128)
+        for shape in _SHAPES_OF_BLOCKS:
+            x = r.standard_normal(shape)
+            is_block = all(n % (side or 1) == 0 for n, side in zip(shape, granularity.block, strict=True))
             yield question(
                 "shapes", f"shape {list(shape)}", x, may_refuse=source != FLOAT32 or not is_block or 0 in shape
             )

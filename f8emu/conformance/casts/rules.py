@@ -29,8 +29,10 @@ class Rounding(Enum):
     EVEN = "to nearest, ties to even"
     AWAY = "to nearest, ties away from zero"
     TOWARD = "to nearest, ties toward zero"
+    TIES_UP = "to nearest, ties toward +infinity"
     TWICE = "twice, to one more bit and then to the last place"
     CUT = "toward zero"
+    DOWN = "toward -infinity"
 
 
 class CodeFault(Enum):
@@ -39,6 +41,7 @@ class CodeFault(Enum):
     FLUSHED = "flushes subnormals to zero"
     FLUSHED_FIRST = "flushes values below the smallest normal number to zero, before it rounds"
     CARRY_LOST = "loses the carry into the next binade"
+    UNSIGNED = "loses the sign"
     ZERO_UNSIGNED = "loses the sign of negative zero"
     ZERO_IS_NAN = "gives NaN (0x80) for negative values that become zero"
 
@@ -52,12 +55,14 @@ class Region(Enum):
 
 
 _ROUNDED: dict[Rounding, Callable[[np.ndarray], np.ndarray]] = {
-    Rounding.AWAY: lambda n: np.floor(n + 0.5),
-    Rounding.TOWARD: lambda n: np.ceil(n - 0.5),
+    Rounding.AWAY: lambda n: np.trunc(n + np.copysign(0.5, n)),
+    Rounding.TOWARD: lambda n: np.copysign(np.ceil(np.abs(n) - 0.5), n),
+    Rounding.TIES_UP: lambda n: np.floor(n + 0.5),
     Rounding.TWICE: lambda n: np.rint(np.rint(2 * n) / 2),
-    Rounding.CUT: lambda n: np.floor(n),
+    Rounding.CUT: np.trunc,
+    Rounding.DOWN: np.floor,
 }
-"""Magnitudes in units of the last place -> whole numbers of them."""
+"""Values in units of the last place -> whole numbers of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,7 @@ class CastRule:
         exponent = np.maximum(np.frexp(exact)[1] - 1, fmt.min_exponent)
         if self.rounding is not Rounding.EVEN:
             unit = np.ldexp(1.0, exponent - fmt.fraction_bits)
-            whole = _ROUNDED[self.rounding](exact / unit) * unit
+            whole = _ROUNDED[self.rounding](v.astype(np.float64) / unit) * unit
             v = np.where(np.isfinite(v), np.copysign(whole, v), v).astype(np.float32)
         codes = oracle.cast(v, fmt, overflow=self.overflow).view(np.uint8)
         magnitude, sign = codes & np.uint8(fmt.magnitude_mask), np.uint8(fmt.sign_mask)
@@ -123,6 +128,8 @@ class CastRule:
                 before = np.maximum(np.frexp(np.abs(values).astype(np.float64))[1] - 1, fmt.min_exponent)
                 is_carried = (magnitude >> fmt.fraction_bits) > before + fmt.bias
                 return np.where(is_carried & np.isfinite(values), codes - np.uint8(1 << fmt.fraction_bits), codes)
+            case CodeFault.UNSIGNED:
+                return magnitude
             case CodeFault.ZERO_UNSIGNED:
                 return np.where(magnitude == 0, magnitude, codes) if fmt.has_negative_zero else codes
             case CodeFault.ZERO_IS_NAN:
@@ -144,6 +151,7 @@ CHANGES: dict[str, Change] = {
     "up to a power of two": lambda s: _power_of_two(s, 0.5),
     "down to a power of two": lambda s: _power_of_two(s, 1.0),
     "to the nearest power of two": lambda s: _power_of_two(s, 0.75),
+    "to the power of two with the nearest logarithm": lambda s: _power_of_two(s, 0.5**0.5),
     **{f"to {to}": lambda s, to=to: s.astype(dtype_of(to)).astype(np.float32) for to in (BFLOAT16, FLOAT16)},
 }
 """What may become of a scale."""
@@ -162,6 +170,8 @@ class QuantizerRule:
     """What x is rounded to first."""
     amax: Format | None = None
     """What amaxes are rounded to."""
+    added: float = 0.0
+    """What is added to amaxes."""
     early: str = ""
     """What becomes of s before x is scaled by it."""
     late: str = ""
@@ -184,6 +194,7 @@ class QuantizerRule:
         with np.errstate(all="ignore"):
             for narrow in (self.x, self.amax):
                 amax = amax if narrow is None else amax.astype(dtype_of(narrow)).astype(np.float32)
+            amax = amax + np.float32(self.added)
             found = factors_from_amax(amax, replace(self.dialect, scale=self.scale), dtype)
             s = found.scale if self.dialect.stored.is_multiplier else found.stored.astype(np.float32)
             if self.early:
@@ -272,6 +283,7 @@ def scale_alterations(target: Format) -> tuple[Alteration, ...]:
             Alteration("scale.amax_floor", one, f"keeps amax at least {one:g}" if one else "has no floor of amax")
             for one in _FLOORS
         ),
+        *(Alteration("added", one, f"adds {one:g} to amax") for one in _FLOORS if one),
         Alteration("scale.small_amax", (0.0, target.max), "gives blocks of zeros the scale 1"),
         *(Alteration("late", name, sentence) for name, sentence in late.items()),
         *(Alteration("early", name, f"rounds the scale {name}") for name in CHANGES),

@@ -161,7 +161,6 @@ class _Cast:
     """A cast, and the contract that it follows."""
 
     def __init__(self, function: Function, wanted: Wanted) -> None:
-        self._takes_scale = function.takes_scale
         self._target, _ = _first(function, (256, 256), wanted)
         self.questions = list(cast_questions(self._target, with_scale=function.takes_scale))
         self.answers = _answers(function, self.questions, lambda q, found: {"": self._codes(q, found[0])})
@@ -170,6 +169,7 @@ class _Cast:
         policies = [wanted.overflow] if wanted.overflow else [*Overflow]
         rules = [CastRule(format=self._target, scaling=one, overflow=two) for one in scalings for two in policies]
         self._rule = max(rules, key=self._equal)
+        self._scaling = self._rule.scaling if function.takes_scale else None
         scale = f", {self._rule.scaling.value}" if function.takes_scale else ""
         saturates = "saturating" if self._rule.overflow is Overflow.SATURATE else "non-saturating"
         self.follows = f"a {saturates} cast to {self._target}{scale}"
@@ -187,12 +187,11 @@ class _Cast:
         scale = np.concatenate([np.full(q.x.size, 1 if q.scale is None else q.scale, np.float32) for q, _ in found])
         codes = np.concatenate([parts[""].ravel() for _, parts in found])
         # Each input once, for the same numbers are asked in many ways; twice where it has two codes.
-        keys = (
-            x.view(np.uint32).astype(np.uint64) << 32 | (scale.view(np.uint32) & ~np.uint32(255)) | codes.view(np.uint8)
-        )
-        _, once = np.unique(keys, return_index=True)
-        scaling = self._rule.scaling if self._takes_scale else None
-        return diagnose_cast(x[once], scale[once], codes[once], self._rule, scaling)
+        inputs = x.view(np.uint32).astype(np.uint64) << 32 | (scale.view(np.uint32) & ~np.uint32(255))
+        keys, once = np.unique(inputs | codes.view(np.uint8), return_index=True)
+        told = diagnose_cast(x[once], scale[once], codes[once], self._rule, self._scaling)
+        several = np.count_nonzero(np.diff(keys[~np.isnan(x[once])] >> 8) == 0)
+        return told if told.is_complete else replace(told, contradictions=int(several))
 
     def _codes(self, q: Question, codes: np.ndarray) -> np.ndarray:
         return fitted(typed_codes(codes, self._target), q.x.shape, self._target)
