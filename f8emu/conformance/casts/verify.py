@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from f8emu.conformance.arrays import FRAMEWORKS
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.golden import GoldenFile
 from f8emu.conformance.casts.diagnosis import CastDiagnosis, Matrix, diagnose_cast, diagnose_quantizer
@@ -130,7 +131,8 @@ def _first(function: Function, shape: tuple[int, int], wanted: Wanted) -> tuple[
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     scale = np.full((), 0.5, np.float32) if function.takes_scale else None
     begin = f"f8emu verify {function.name}: codes of a float8 dtype, or bytes whose format --format names, are expected"
-    remedy = f"f8emu verify --contract --kind {function.kind} says what it is given and returns"
+    others = " or ".join(f"--arrays {one}" for one in FRAMEWORKS if one != function.framework.name)
+    remedy = f"f8emu verify --contract --kind {function.kind} says what it is given; {others} gives other arrays"
     try:
         found = function.ask(Question(id="first call", lying=x, scale=scale), is_first=True)
     except Exception as error:
