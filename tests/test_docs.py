@@ -16,7 +16,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from difflib import unified_diff
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import dedent, indent
@@ -27,14 +26,12 @@ import pytest
 from typer.testing import CliRunner
 
 from f8emu.cli import build_app
-from f8emu.conformance.diagnosis import search
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?[^\n]*\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ f8emu (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 UPDATES = "F8EMU_UPDATE_DOCS" in os.environ
-SHOWN_KINDS = [kind for kind in search.KINDS if kind.name.endswith((" fast", " promoted"))]
 API = ROOT / "docs" / "generate" / "api.py"
 
 
@@ -71,8 +68,6 @@ def test_code_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    if page.name == "README.md":  # it shows some kinds of GEMM, and elides the others
-        monkeypatch.setattr(search, "diagnose", partial(search.diagnose, kinds=SHOWN_KINDS))
     for block in blocks(page):
         if block.title:
             (tmp_path / block.title).write_text(block.code)

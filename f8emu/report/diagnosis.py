@@ -41,25 +41,36 @@ def diagnosis_lines(name: str, kinds: tuple[Diagnosis, ...]) -> Iterator[str]:
     """What the kinds of GEMM of a subject do instead; kinds that do the same are one line."""
     is_interpreted = any(INTERPRETED in kind.engine for kind in kinds)
     yield f"{name}, diagnosed on small GEMMs{f' {INTERPRETED}' if is_interpreted else ''}:"
+    if headline := _headline(kinds):
+        yield f"  in short: {headline}"
     alike: dict[object, list[Diagnosis]] = {}
     for kind in sorted(kinds, key=lambda kind: kind.best is not None and not kind.best.is_complete):
         found = kind.best
-        others = frozenset(frozenset(one.alterations) for one in kind.alternatives)
         left = None if found is None or found.left is None else found.left.names
         names = found and frozenset(found.alterations)
-        key = kind.error, names, found and found.is_complete, kind.is_nearly_explained, others, left
+        key = kind.error, names, found and found.is_complete, kind.is_nearly_explained, left
         alike.setdefault(key, []).append(kind)
     for same in alike.values():
         every = len(same) == len(kinds) > 1
         said = f"all {len(same)} kinds of GEMM" if every else ", ".join(kind.kind for kind in same)
         yield f"  {said}: {_words(same)}"
-        if same[0].alternatives:
-            yield f"    the same bits on every probe: {', or '.join(map(_names, same[0].alternatives))}"
+        # What explains all of these kinds.
+        others = [{one.alterations: one for one in kind.alternatives} for kind in same]
+        if told := [one for names, one in others[0].items() if all(names in more for more in others)]:
+            yield f"    the same bits on every probe: {', or '.join(map(_names, told))}"
     yield from (f"  {kind.kind}: left out: {kind.left_out}" for kind in kinds if kind.left_out)
     if not kinds:
         yield "  no GEMM that is probed is offered: what differs cannot be diagnosed"
     elif all(kind.is_right for kind in kinds):
         yield "  a stage differs, but the probes do not show it: no kind of GEMM differs on them"
+
+
+def _headline(kinds: Sequence[Diagnosis]) -> str:
+    """What most kinds of GEMM that are explained have in common: the explanation that holds with some of its steps."""
+    found = [kind.best for kind in kinds if kind.best and (kind.best.is_complete or kind.is_nearly_explained)]
+    held = [sum(set(one.alterations) <= set(most.alterations) for one in found) for most in found]
+    most = max(zip(held, found, strict=True), key=lambda pair: pair[0], default=None)
+    return most[1].headline if most else ""
 
 
 def _words(alike: Sequence[Diagnosis]) -> str:
@@ -76,7 +87,8 @@ def _words(alike: Sequence[Diagnosis]) -> str:
         return f"explained: {names}, {shares}: {best.sentence}"
     left = _contrast_words(*(kind.best.left for kind in alike if kind.best is not None and kind.best.left is not None))
     if not best.alterations:
-        return f"NOT EXPLAINED, {shares} under the chip's rules{left and f'; what differs {left}'}; {best.sentence}"
+        left = left and f"; what differs {left}"
+        return f"NOT EXPLAINED, {shares} under the chip's rules{left}; {best.sentence}, {total - equal} outputs"
     left = left and f"; what is left {left}"
     if first.is_nearly_explained:
         return f"nearly explained, {percent(equal / total)}: {names}{left}; {shares}: {best.sentence}"
@@ -153,6 +165,10 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
         yield f"{kind.kind}: {said}, {shares}{whose}{left}"
         if found.unsteady:
             yield f"  CONTRADICTS ITSELF: {found.unsteady}"
+    if kind.is_random:
+        sizes = [one.name for one in kind.sizes if one.is_random]
+        where = f" ({', '.join(sizes)})" if sizes else ""
+        yield f"{kind.kind}: bits are RANDOM: the same GEMM, asked again, gave other bits{where}"
     # 2. Other sizes.
     if kind.is_batch_invariant is not None:
         said = "do not depend" if kind.is_batch_invariant else "DEPEND"
@@ -161,6 +177,8 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
     for one in kind.sizes:
         if one.reason:
             yield f"  {one.name}: {'FAILED' if one.has_failed else 'not run'}: {one.reason}"
+        elif kind.is_random:
+            continue
         elif not one.is_same or (kind.holds_on_random and one.outputs_equal != one.outputs_total):
             same = "" if one.dimension != "M" else "the bits of the largest M; "
             same = same if one.is_same else "other bits than with the largest M; "
@@ -177,7 +195,11 @@ def fit_verdict(fit: Fit) -> str:
     said = [f"{sum(kind.is_confirmed for kind in fit.kinds)} of {len(fit.kinds)} kinds of GEMM confirmed{where}"]
     missed = [f"{kind.kind} ({', '.join(one.name for one in kind.missed)})" for kind in fit.kinds if kind.missed]
     for what, kinds in (
-        ("not confirmed", [kind.kind for kind in fit.kinds if not kind.is_confirmed and not kind.missed]),
+        ("bits are random", [kind.kind for kind in fit.kinds if kind.is_random]),
+        (
+            "not confirmed",
+            [kind.kind for kind in fit.kinds if not (kind.is_confirmed or kind.missed or kind.is_random)],
+        ),
         ("MISS THE RULES at another size", missed),
         ("bits depend on M", [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]),
     ):

@@ -117,6 +117,16 @@ def test_rows_that_depend_on_m() -> None:
     assert not found.missed, "another split of K is told apart from what is wrong"
 
 
+def test_bits_that_are_random_are_not_put_down_to_m() -> None:
+    """S is 1 or 2, by chance at every call."""
+    kernels, chance = [planted(slices=slices).verbs["scaled_mm"] for slices in (1, 2)], np.random.default_rng(0)
+    found = fitted(FAST, subject_of(lambda *args, **options: kernels[chance.integers(2)](*args, **options)), 1, 16, 17)
+    assert found.is_random and found.is_batch_invariant is None and not found.is_confirmed and not found.missed
+    said = [*fit_lines(found), fit_verdict(Fit(subject="x", engine="y", kinds=[found]))]
+    assert any("bits are RANDOM: the same GEMM, asked again, gave other bits" in line for line in said), said
+    assert "bits are random: rowwise fast" in said[-1] and not any("on M" in line for line in said), said
+
+
 SPOILT: dict[str, tuple[Callable[[np.ndarray, np.ndarray], None], list[str]]] = {
     "right": (lambda a, out: None, []),
     "rows from 128": (

@@ -1,22 +1,27 @@
 """The alterations that the suite knows: each a name, a sentence, and a function from rules to rules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
+from f8emu.conformance.cases.gemm import Mode
+from f8emu.conformance.diagnosis.groups import GROUP_RULES, GroupRule
+from f8emu.conformance.diagnosis.places import Misplaced, Places, Taken
 from f8emu.conformance.diagnosis.rules import (
+    MODEL_PARTS,
     Adder,
     BiasRule,
-    Misplaced,
+    EqualScales,
+    Grid,
     Misreading,
-    Places,
     Reading,
     Rounding,
     Rules,
     ScaleOrder,
-    Taken,
+    ScaleSign,
+    ScaleValue,
 )
 from f8emu.spec import BLACKWELL_MMA, CHIPS, H100, AccumulationModel
 
@@ -24,14 +29,30 @@ Change = Callable[[Rules], Rules]
 """Gives the same rules where it has no meaning."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Alteration:
     """One way in which a kernel may differ."""
 
     name: str
-    sentence: str  # what such a kernel does; ends a sentence that begins with "it"
+    sentence: str  # what such a kernel does, in few words that follow "it"
     change: Change
+    detail: str = ""  # the formula, and the rule's number
     is_of_chip: bool = False  # the whole accumulation of a chip, or of an instruction, which stands alone
+
+
+@cache
+def claims(alteration: Alteration, right: Rules) -> Mapping[str, Any]:
+    """The parts of the rules that an alteration alters, and their values: no other one may say something else of them.
+
+    Who does not add as a tensor core does has none of its steps; a chip's accumulation is one whole.
+    """
+    before, after = right.parts(), alteration.change(right).parts()
+    found = {part: value for part, value in after.items() if value != before[part]}
+    if found.keys() & {"adder", "scales"} and after["promote_k"] is None:  # asked for or not, one may be added
+        found.pop("promote_k", None)
+    is_other = "adder" in found or after["scales"] is ScaleOrder.BEFORE_DOT_BFLOAT16
+    whole = MODEL_PARTS if alteration.is_of_chip and found else _STEP_PARTS if is_other else ()
+    return found | {part: after[part] for part in whole}
 
 
 PROMOTIONS = [32, 64, 128, 256, 512]
@@ -41,27 +62,30 @@ _SPLITS = [2, 3, 4, 8]
 # The K at which a kernel begins to split is not measured: between the short probes and the long ones.
 _SPLIT_ABOVE = 512
 _LANES = [2, 4, 8, 16, 32]
-# Block lengths of K in CPU libraries: MKL's sgemm has 384 at most.
-_BLOCKS = [256, 384, 512]
+# Tiles of K in a kernel, and in CPU libraries: MKL's sgemm has 384 at most.
+_BLOCKS = [32, 64, 128, 256, 384, 512]
 _NARROW = ["bfloat16", "float16"]
 _MULTIPLES = [32, 64, 128, 256, 512]
 _BLOCK_K = 128
 _FLOAT32, _EXACT = Adder.FLOAT32, Adder.EXACT
 _IN_FLOAT32: Mapping[str, Any] = {"adder": _FLOAT32, "promote_k": None}
+_IN_FLOAT64: Mapping[str, Any] = {"adder": _EXACT, "promote_k": None}
 _OF_TERMS = {"aligned_fraction_bits": list(range(12, 26))}
 _OF_SUMS = {"result_fraction_bits": list(range(12, 26))}
-_MODEL_FIELDS = frozenset(field.name for field in fields(AccumulationModel))
+_STEP_PARTS = (MODEL_PARTS - {"promote_k", "split_k_multiple"}) | {"terms", "sums"}
 
 
 def changing(**changed: Any) -> Change:
     """A change of fields of the rules, and of their model of accumulation; none where these have no meaning."""
-    of_model = {name: value for name, value in changed.items() if name in _MODEL_FIELDS}
-    of_rules = {name: value for name, value in changed.items() if name not in _MODEL_FIELDS}
+    of_model = {name: value for name, value in changed.items() if name in MODEL_PARTS}
+    of_rules = {name: value for name, value in changed.items() if name not in MODEL_PARTS}
     if "result_fraction_bits" in changed:  # a sum of a step is a float32 number
         of_model["result_fraction_bits"] = min(changed["result_fraction_bits"], SUM_BITS[0])
 
     def change(rules: Rules) -> Rules:
-        if rules.scales.is_fused and (changed.get("promote_k") or 0) >= _BLOCK_K:  # no more than a block of scales
+        if (
+            rules.mode is Mode.BLOCKWISE and (changed.get("promote_k") or 0) >= _BLOCK_K
+        ):  # no more than a block of scales
             return rules
         model, others = dict(of_model), dict(of_rules)
         # 1. Steps, bits and their rounding are those of a tensor core.
@@ -79,33 +103,22 @@ def changing(**changed: Any) -> Change:
     return change
 
 
-def _row(name: str, sentence: str, **changed: Any) -> Alteration:
-    return Alteration(name=name, sentence=sentence, change=changing(**changed))
+def _row(name: str, sentence: str, detail: str = "", **changed: Any) -> Alteration:
+    return Alteration(name=name, sentence=sentence, detail=detail, change=changing(**changed))
 
 
-def _rows(name: str, sentence: str, **changed: Any) -> Iterator[Alteration]:
+def _rows(name: str, sentence: str, detail: str = "", **changed: Any) -> Iterator[Alteration]:
     """One alteration for each value of a list, which its name and sentence tell."""
     for value in next(values for values in changed.values() if isinstance(values, list)):
         fields = {field: value if isinstance(old, list) else old for field, old in changed.items()}
-        yield _row(name.format(value), sentence.format(value), **fields)
-
-
-def _scaled(rules: Rules, *, order: ScaleOrder) -> Rules:
-    """Scaled operands have no promotion of a tensor core unless asked for; a fused total belongs to block scales."""
-    is_blockwise = rules.scales.is_fused
-    if order.is_fused > is_blockwise or (is_blockwise and order is ScaleOrder.AFTER_OUTPUT):
-        return rules
-    if order is ScaleOrder.BEFORE_DOT:
-        rules = replace(rules, adder=Adder.FLOAT32)
-    model = replace(rules.model, promote_k=None) if order.is_before_dot else rules.model
-    return replace(rules, scales=order, model=model)
+        yield _row(*(text.format(value) for text in (name, sentence, detail)), **fields)
 
 
 def _reading(side: str, reading: Reading) -> Alteration:
     reads = tuple(reading if one in side.split() else Reading.OWN for one in "ab")
     is_swap = reads == (Reading.OTHER, Reading.OTHER)
     name = "formats swapped" if is_swap else f"codes of {side} read as {reading.alteration}"
-    return _row(name, f"takes the codes of {side} for those of another format: {reading.value}", reads=reads)
+    return _row(name, f"decodes {side} as {reading.value}", reads=reads)
 
 
 # Places
@@ -115,18 +128,23 @@ def _misplaced(taken: Sequence[tuple[Taken, int]], *places: Places, start: int =
     """One alteration each, of all these places together."""
     for one, size in taken:
         together = tuple(Misplaced(of=of, taken=one, size=size, start=start) for of in places)
-        words = " and ".join(map(str, together))
-        yield _row(words, f"has in the wrong place, or loses: {words}", misplaced=together)
+        sentence = " and ".join(place.sentence for place in together)
+        yield _row(" and ".join(map(str, together)), sentence, misplaced=together)
 
 
 def _misplacements() -> Iterator[Alteration]:
     neighbours = [(taken, size) for size in (1, -1) for taken in (Taken.SHIFTED, Taken.ROLLED)]
     of_tiles = (*neighbours, (Taken.SWAPPED, 1), (Taken.REPEATED, 1), (Taken.FIRST_OF_TILE, 1))
     tiles = [(taken, size * tile) for tile in (64, 128) for taken, size in of_tiles]
-    yield from _misplaced([*neighbours, *tiles], Places.SCALES_A)
-    yield from _misplaced([*neighbours, *tiles], Places.SCALES_B)
-    for places in ((Places.BLOCKS_A, Places.BLOCKS_B), (Places.BLOCKS_A,), (Places.BLOCKS_B,), (Places.BIAS,)):
+    # Neighbours of a fragment of the tensor core: a thread has columns n and n + 1, rows m and m + 8.
+    lanes = [(Taken.SWAPPED, size) for size in (1, 8)]
+    yield from _misplaced([*neighbours, *lanes, *tiles], Places.SCALES_A)
+    yield from _misplaced([*neighbours, *lanes, *tiles], Places.SCALES_B)
+    for places in ((Places.BLOCKS_A, Places.BLOCKS_B), (Places.BLOCKS_A,), (Places.BLOCKS_B,)):
         yield from _misplaced(neighbours, *places)
+    yield from _misplaced([*neighbours, *lanes], Places.BIAS)
+    yield from _misplaced(lanes, Places.ROWS)
+    yield from _misplaced(lanes, Places.COLUMNS)
 
 
 def from_there_on(starts: Mapping[Places, int]) -> Iterator[Alteration]:
@@ -149,12 +167,13 @@ def _chips() -> Iterator[Alteration]:
     for place, model in ((", pairs of K by turns [CHIP-2]", turns), (" in the order of K", replace(turns, order=()))):
         for length in (None, *PROMOTIONS):
             adds = replace(model, promote_k=length)
-            promotes = f"promotes every {length} of K" if length else "keeps one chain over all of K"
-            promotes += ", as mma.sync on Blackwell [CHIP-3]" * (adds == turns)
+            promotes = f"promotes every {length} of K" if length else "never promotes"
+            detail = "as mma.sync on Blackwell [CHIP-3]" if adds == turns else "steps of 16 [BF16-1]"
             where = "" if model is turns else place
             yield Alteration(
                 name=f"products of float16{where}, {f'promotion every {length}' if length else 'no promotion'}",
-                sentence=f"converts float8 to float16, adds 16 products in a step [BF16-1]{place}, and {promotes}",
+                sentence=f"converts float8 to float16, adds 16 products a step{place}, and {promotes}",
+                detail=detail,
                 is_of_chip=True,
                 change=partial(_of_instruction, model=adds),
             )
@@ -170,68 +189,153 @@ def _chips() -> Iterator[Alteration]:
 
 def _of_instruction(rules: Rules, *, model: AccumulationModel) -> Rules:
     """A promotion is no longer than a block of scales."""
-    fits = not rules.scales.is_fused or (model.promote_k or 0) < _BLOCK_K
+    fits = rules.mode is not Mode.BLOCKWISE or (model.promote_k or 0) < _BLOCK_K
     model = replace(model, split_k_multiple=rules.model.split_k_multiple)
     return replace(rules, model=model) if fits and rules.adder is Adder.TENSOR_CORE else rules
 
 
 def _of_chip(rules: Rules, *, model: AccumulationModel) -> Rules:
     """Without scales of blocks."""
-    fits = not rules.scales.is_fused and rules.adder is Adder.TENSOR_CORE
+    fits = rules.mode is not Mode.BLOCKWISE and rules.adder is Adder.TENSOR_CORE
     return replace(rules, model=model) if fits else rules
+
+
+# Scales, groups
+
+
+def _scaled(rules: Rules, *, order: ScaleOrder) -> Rules:
+    """Scaled operands have no promotion of a tensor core unless asked for; a fused total belongs to block scales."""
+    is_blockwise = rules.mode is Mode.BLOCKWISE
+    if order.is_fused > is_blockwise or (is_blockwise and order is ScaleOrder.AFTER_OUTPUT):
+        return rules
+    if order is ScaleOrder.BEFORE_DOT:
+        rules = replace(rules, adder=Adder.FLOAT32)
+    model = replace(rules.model, promote_k=None) if order.is_before_dot else rules.model
+    return replace(rules, scales=order, model=model)
+
+
+def _scale_orders() -> Iterator[Alteration]:
+    for order, sentence in _ORDERS.items():
+        yield Alteration(
+            name=order.alteration or f"scales as {order.value}",
+            sentence=sentence,
+            detail=order.value,
+            change=partial(_scaled, order=order),
+        )
+
+
+def _equal(rules: Rules, *, equal: EqualScales) -> Rules:
+    return replace(rules, equal_scales=equal) if rules.mode is Mode.ROWWISE else rules
+
+
+def _grouped(rules: Rules, *, rule: GroupRule) -> Rules:
+    return replace(rules, groups=rule) if rules.mode is Mode.GROUPED_ROWWISE else rules
+
+
+def _of_one_or_both(field: str, choices: Sequence[ScaleValue | ScaleSign | Grid]) -> Iterator[Alteration]:
+    """For each the alteration of both scales, and those of one."""
+    for choice, sides in product(choices, ("ab", "a", "b")):
+        what = "scales" if sides == "ab" else f"scale_{sides}"
+        pair = tuple(choice if one in sides else type(choice).OWN for one in "ab")
+        changed: dict[str, Any] = {field: pair}
+        yield _row(choice.alteration.format(what), choice.value.format(what), **changed)
 
 
 # All of them
 
+_NOT_IN_STEPS = "instead of the tensor core's 13-bit steps"
+_ORDERS = {
+    ScaleOrder.PRODUCT: "multiplies by the rounded product of both scales",
+    ScaleOrder.COLUMN_FIRST: "multiplies scale_b before scale_a",
+    ScaleOrder.ROW_FIRST: "multiplies scale_a before scale_b",
+    ScaleOrder.FMA_PRODUCT: "adds each block by FMA with the product of both scales",
+    ScaleOrder.FMA_ROW_FIRST: "multiplies a block by scale_a, and adds it by FMA with scale_b",
+    ScaleOrder.FMA_COLUMN_FIRST: "multiplies a block by scale_b, and adds it by FMA with scale_a",
+    ScaleOrder.BEFORE_DOT: "scales the operands before the dot, in float32",
+    ScaleOrder.BEFORE_DOT_BFLOAT16: "scales the operands before the dot, in bfloat16",
+    ScaleOrder.AFTER_OUTPUT: "rounds to the output type before it scales",
+}
 ALTERATIONS: tuple[Alteration, ...] = (
     # 1. Chains along K.
-    _row("no promotion", "keeps one chain over all of K [CHAIN-1], whatever use_fast_accum is", promote_k=None),
-    *_rows("promotion every {}", "adds its accumulator to a float32 total every {} of K", promote_k=PROMOTIONS),
-    _row("float32 accumulation", "adds every product in float32; no tensor core cuts bits", **_IN_FLOAT32),
-    *_rows("float32 accumulation in {} lanes", "adds in {} float32 sums by turns", **_IN_FLOAT32, lanes=_LANES),
-    *_rows("float32 accumulation in blocks of {}", "adds every {} of K in float32", adder=_FLOAT32, promote_k=_BLOCKS),
-    _row("exact accumulation", "adds in a wider format than float32, and rounds once", adder=_EXACT, promote_k=None),
-    # 2. Scales, bias, output.
-    *(
-        Alteration(
-            name=order.alteration or f"scales as {order.value}",
-            sentence=f"multiplies the scales in another place: {order.value}",
-            change=partial(_scaled, order=order),
-        )
-        for order in ScaleOrder
+    _row("no promotion", "never promotes its accumulator", "one chain over all of K [CHAIN-1]", promote_k=None),
+    *_rows("promotion every {}", "promotes its accumulator to float32 every {} of K", promote_k=PROMOTIONS),
+    _row("float32 accumulation", f"accumulates in float32 {_NOT_IN_STEPS}", "one product at a time", **_IN_FLOAT32),
+    *_rows(
+        "float32 accumulation in {} lanes",
+        f"accumulates in float32 {_NOT_IN_STEPS}",
+        "{} interleaved partial sums",
+        **_IN_FLOAT32,
+        lanes=_LANES,
     ),
-    _row("-0 kept", "keeps the -0 that the scales give; the hardware adds 0 to it [EPI-1]", adds_zero=False),
-    _row("-0 lost", "turns the -0 that the scales give into +0; only tensorwise does so [EPI-1]", adds_zero=True),
-    *(_row(rule.alteration, f"adds the bias {rule.value}", bias=rule) for rule in BiasRule if rule.alteration),
-    _row("output cut toward zero", "cuts the result to the output type, and does not round it", output=Rounding.CUT),
-    _row("output cut toward zero in bfloat16", "cuts bfloat16 results, rounds others", output=Rounding.CUT_BFLOAT16),
+    # As numpy with OpenBLAS adds on a CPU with AVX2; with AVX-512 it is 16 lanes.
+    _row(
+        "float32 accumulation of OpenBLAS",
+        f"accumulates in float32 {_NOT_IN_STEPS}",
+        "1 or 2 partial sums, as the row has it, and blocks of 320 of K",
+        **_IN_FLOAT32,
+        lanes_of_rows=(1, 2),
+        goto_k=320,
+    ),
+    *_rows(
+        "float32 accumulation in blocks of {}",
+        f"accumulates in float32 {_NOT_IN_STEPS}",
+        "a partial sum every {} of K",
+        adder=_FLOAT32,
+        promote_k=_BLOCKS,
+    ),
+    _row("exact accumulation", "accumulates in float64, and rounds to float32 before it scales", **_IN_FLOAT64),
+    _row("float64 throughout", "computes in float64 up to the output type", adder=Adder.FLOAT64, promote_k=None),
+    _row(
+        "float64 throughout, output through float32",
+        "computes in float64, then rounds to float32 and to the output type",
+        adder=Adder.FLOAT64,
+        promote_k=None,
+        output_through="float32",
+    ),
+    # 2. Scales, bias, output.
+    *_scale_orders(),
+    *(
+        Alteration(name=equal.alteration, sentence=equal.value, change=partial(_equal, equal=equal))
+        for equal in EqualScales
+        if equal.alteration
+    ),
+    *_of_one_or_both("scale_values", [one for one in ScaleValue if one.alteration]),
+    *_of_one_or_both("scale_signs", [one for one in ScaleSign if one.alteration]),
+    *_of_one_or_both("grids", [one for one in Grid if one.alteration]),
+    _row("-0 kept", "keeps -0", "the tensorwise epilogue adds 0 to it [EPI-1]", adds_zero=False),
+    _row("-0 lost", "turns -0 into +0", "the tensorwise epilogue alone does so [EPI-1]", adds_zero=True),
+    *(_row(rule.alteration, rule.value, bias=rule) for rule in BiasRule if rule.alteration),
+    _row("output cut toward zero", "truncates the result to the output type", output=Rounding.CUT),
+    _row("output cut toward zero in bfloat16", "truncates results to bfloat16", output=Rounding.CUT_BFLOAT16),
     _row("output ties away from zero", "rounds ties of the output away from zero", output=Rounding.NEAREST_AWAY),
     *_rows("output through {}", "rounds the result to {} before the output type", output_through=_NARROW),
     _row("output saturates", "gives the largest number of the output type for infinity", saturates=True),
     _row("subnormal operands flushed", "takes subnormal float8 codes for zero", flushes_operands=True),
-    _row("subnormal results flushed", "turns subnormal float32 results into zero", flushes_results=True),
+    _row("subnormal results flushed", "flushes subnormal float32 results to zero", flushes_results=True),
     # 3. Arguments.
-    *(
-        _row(wrong.alteration, f"takes its arguments for something else: {wrong.value}", misreads=frozenset((wrong,)))
-        for wrong in Misreading
-    ),
+    *(_row(wrong.alteration, wrong.value, misreads=frozenset((wrong,))) for wrong in Misreading),
     *(_reading(side, reading) for reading in Reading if reading.alteration for side in ("a", "b", "a and b")),
-    *_rows("tail of K beyond a multiple of {} dropped", "rounds K down to a multiple of {}", k_multiple=_MULTIPLES),
-    *_rows("last {} of K dropped", "ends {} of K too early", k_less=[32, 64, 128]),
+    *_rows("tail of K beyond a multiple of {} dropped", "drops K beyond a multiple of {}", k_multiple=_MULTIPLES),
+    *_rows("last {} of K dropped", "drops the last {} of K", k_less=[32, 64, 128]),
     *_misplacements(),
+    *(Alteration(name=str(rule), sentence=rule.sentence, change=partial(_grouped, rule=rule)) for rule in GROUP_RULES),
     # 4. Slices of K, and steps of the tensor core.
-    *_rows("split-K {}", "cuts K into {} slices and adds their float32 results [CHAIN-3]", split_k=_SPLITS),
-    *_rows("split-K {} of a long K", "cuts a K above 512 into {} slices", split_k=_SPLITS, split_above=_SPLIT_ABOVE),
-    *_rows("steps of {}", "adds {} products in one step of the tensor core [ACC-1]", step_k=[4, 8, 16, 32, 64, 128]),
+    *_rows("split-K {}", "splits K into {} slices", "their float32 results are added [CHAIN-3]", split_k=_SPLITS),
+    *_rows("split-K {} of a long K", "splits a K above 512 into {} slices", split_k=_SPLITS, split_above=_SPLIT_ABOVE),
+    *_rows("steps of {}", "adds {} products a step, not 32", "[ACC-1]", step_k=[4, 8, 16, 32, 64, 128]),
+    *_rows("{} fraction bits", "keeps {} fraction bits, not 13", "[ACC-3], [ACC-5]", **_OF_TERMS, **_OF_SUMS),
+    *_rows("terms of {} fraction bits", "aligns products to {} fraction bits, not 13", "[ACC-3]", **_OF_TERMS),
     *_rows(
-        "{} fraction bits", "keeps {} fraction bits of all terms and sums [ACC-3], [ACC-5]", **_OF_TERMS, **_OF_SUMS
+        "sums of {} fraction bits",
+        "keeps {} fraction bits of a step's sum, not 13",
+        "[ACC-5]",
+        result_fraction_bits=SUM_BITS,
     ),
-    *_rows("terms of {} fraction bits", "aligns the terms of a step to {} fraction bits [ACC-3]", **_OF_TERMS),
-    *_rows("sums of {} fraction bits", "keeps {} fraction bits of the sum of a step", result_fraction_bits=SUM_BITS),
     *(
         _row(
             f"{' and '.join(what)} rounded to nearest",
-            f"rounds the {' and '.join(what)} of a step, where the tensor core cuts them [ACC-3], [ACC-5]",
+            f"rounds the {' and '.join(what)} of a step to nearest instead of cutting them",
+            "[ACC-3], [ACC-5]",
             **dict.fromkeys(what, Rounding.NEAREST),
         )
         for what in (("sums",), ("terms",), ("terms", "sums"))

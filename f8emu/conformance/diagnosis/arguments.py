@@ -10,9 +10,11 @@ import numpy as np
 
 from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.cases.gemm import GemmCase
-from f8emu.conformance.diagnosis.rules import Misplaced, Misreading, Places, Reading, Rules
-from f8emu.spec import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Format, Granularity, format_by_name
+from f8emu.conformance.diagnosis.places import Misplaced, Places
+from f8emu.conformance.diagnosis.rules import Grid, Misreading, Reading, Rules, ScaleSign, ScaleValue
+from f8emu.spec import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, Format, Granularity, format_by_name
 from f8ref.numpy.accumulate import Operand, operand
+from f8ref.numpy.cast import convert
 
 BLOCK_K = 128
 Part = tuple[np.ndarray, np.ndarray]
@@ -37,7 +39,7 @@ def read_arguments(case: GemmCase, rules: Rules, at: Part | None) -> Arguments:
     if is_transposed(case, rules):
         rows, columns = columns, rows
     # 1. Scales and biases, some of them in the place of others.
-    scales = _scales(case, rules.misreads)
+    scales = _scales(case, rules)
     bias = None if case.bias is None else case.bias.astype(np.float32)
     for wrong in rules.misplaced:
         if wrong.of is Places.BIAS:
@@ -60,23 +62,48 @@ def read_arguments(case: GemmCase, rules: Rules, at: Part | None) -> Arguments:
     )
 
 
-_VALUES_READ: dict[Misreading, Callable[[np.ndarray], np.ndarray]] = {
-    Misreading.SCALES_FIRST_BLOCK: lambda scale: scale[:, :1].repeat(scale.shape[1], 1),
-    Misreading.SCALES_INVERTED: lambda scale: np.float32(1) / scale,
-    Misreading.SCALES_UNSIGNED: np.abs,
-    Misreading.SCALES_IGNORED: np.ones_like,
+def _power_of_two(threshold: float) -> Callable[[np.ndarray], np.ndarray]:
+    """The power of two above where the significand, at least 0.5 and below 1, is above the threshold, else below."""
+
+    def rounded(scale: np.ndarray) -> np.ndarray:
+        significand, exponent = np.frexp(np.abs(scale))
+        power = np.ldexp(np.float32(0.5), exponent + ((significand > threshold) & (significand != 0.5)))
+        return np.where(np.isfinite(scale) & (scale != 0), np.copysign(power, scale), scale)
+
+    return rounded
+
+
+_VALUES: dict[ScaleValue, Callable[[np.ndarray], np.ndarray]] = {
+    ScaleValue.OWN: lambda scale: scale,
+    ScaleValue.INVERTED: lambda scale: np.float32(1) / scale,
+    ScaleValue.IGNORED: np.ones_like,
+    ScaleValue.BFLOAT16: lambda scale: convert(scale, BFLOAT16).astype(np.float32),
+    ScaleValue.FLOAT16: lambda scale: convert(scale, FLOAT16).astype(np.float32),
+    ScaleValue.POWER_UP: _power_of_two(0.5),
+    ScaleValue.POWER_DOWN: _power_of_two(1),
+    ScaleValue.POWER_NEAREST: _power_of_two(0.75),
+    ScaleValue.POWER_LOG: _power_of_two(0.5**0.5),
+}
+_SIGNS: dict[ScaleSign, Callable[[np.ndarray], np.ndarray]] = {
+    ScaleSign.OWN: lambda scale: scale,
+    ScaleSign.DROPPED: np.abs,
+    ScaleSign.NAN: lambda scale: np.where(scale < 0, np.float32(np.nan), scale),
+}
+_GRIDS: dict[Grid, Callable[[np.ndarray], np.ndarray]] = {
+    Grid.OWN: lambda scale: scale,
+    Grid.AS_COLUMNS: lambda scale: scale.ravel().reshape(scale.shape, order="F"),
+    Grid.AS_ROWS: lambda scale: scale.ravel(order="F").reshape(scale.shape),
 }
 
 
-def _scales(case: GemmCase, wrong: frozenset[Misreading]) -> list[np.ndarray]:
+def _scales(case: GemmCase, rules: Rules) -> list[np.ndarray]:
     """Both scales, [M, B] and [N, B]."""
     assert case.scale_a is not None and case.scale_b is not None
     # 1. As they lie in memory: one taken for the other, or for another memory order.
     scales = [case.scale_a, case.scale_b.T]
-    if Misreading.SCALES_SWAPPED in wrong and scales[0].shape == scales[1].shape:
+    if Misreading.SCALES_SWAPPED in rules.misreads and scales[0].shape == scales[1].shape:
         scales.reverse()
-    if Misreading.SCALES_TRANSPOSED in wrong:
-        scales = [np.ravel(scale).reshape(scale.shape, order="F") for scale in scales]
+    scales = [_GRIDS[grid](scale) for grid, scale in zip(rules.grids, scales, strict=True)]
     # 2. Spread over rows. [EPI-5] A square of 128 has one for 128 rows.
     granularities, sizes = (case.granularity_a, case.granularity_b), (len(case.a), len(case.b))
     for side, (granularity, rows) in enumerate(zip(granularities, sizes, strict=True)):
@@ -85,10 +112,10 @@ def _scales(case: GemmCase, wrong: frozenset[Misreading]) -> list[np.ndarray]:
         elif scales[side].size == 1:
             scales[side] = np.broadcast_to(scales[side].reshape(1, 1), (rows, 1))
     # 3. Their values, as they are used.
-    for misreading, change in _VALUES_READ.items():
-        if misreading in wrong:
-            scales = list(map(change, scales))
-    return scales
+    if Misreading.SCALES_FIRST_BLOCK in rules.misreads:
+        scales = [scale[:, :1].repeat(scale.shape[1], 1) for scale in scales]
+    scales = [_SIGNS[sign](scale) for sign, scale in zip(rules.scale_signs, scales, strict=True)]
+    return [_VALUES[value](scale) for value, scale in zip(rules.scale_values, scales, strict=True)]
 
 
 def _taken(x: np.ndarray, wrong: Misplaced, axis: int, nothing: int) -> np.ndarray:

@@ -35,6 +35,8 @@ MS, _N, _K = (1, 2, 7, 16, 17, 64, 128, 129, 256), 32, 6144
 # More rows, with a short K: what a grid or an index that is too small loses.
 MANY_MS, _SHORT_K = (257, 513, 1040, 4112), 128
 _MIDDLE_K, _LONG_K, _LONG_K_ROWS = 1152, 8320, 144
+OTHER_BITS = "run again after others, it gave other bits"
+_AGAIN = 4
 _SPLITS = (*range(1, 9), 15, 16)
 
 
@@ -56,6 +58,7 @@ class AtSize:
     dimension: str  # M, N or K
     size: int
     is_same: bool = True  # the rows have the bits that they have in the largest GEMM that ran
+    is_random: bool = False  # asked again, it had other bits: nothing follows from them
     outputs_equal: int = 0  # how many outputs of a sample equal those of the rules
     outputs_total: int = 0
     split_k: int | None = None  # the slices of K that explain the sample; None: none does
@@ -68,8 +71,8 @@ class AtSize:
 
     @property
     def misses(self) -> bool:
-        """It ran, and neither the rules nor a split of K give its outputs."""
-        return not self.reason and self.split_k is None
+        """It ran, and neither the rules nor a split of K give its outputs, which are not random."""
+        return not self.reason and self.split_k is None and not self.is_random
 
 
 def on_random_gemms(subject: Subject, kind: Kind, rules: Rules) -> RandomGemms:
@@ -101,9 +104,16 @@ def _unsteady(subject: Subject, whole: Observation, sample: Observation) -> str:
     again = observe(subject, whole.case)
     if isinstance(again, NoOutput):
         return f"{whole.case.id}: run again after others, it gave no output: {again.reason}"
-    if different(first, again.outputs).any():
-        return f"{whole.case.id}: run again after others, it gave other bits"
+    if different(first, again.outputs).any() or _is_random(subject, again):
+        return f"{whole.case.id}: {OTHER_BITS}"
     return ""
+
+
+def _is_random(subject: Subject, one: Observation) -> bool:
+    """Whether the same GEMM, asked again a few times, has other bits."""
+    first = one.outputs.copy()
+    again = (observe(subject, one.case) for _ in range(_AGAIN))
+    return any(isinstance(more, Observation) and different(first, more.outputs).any() for more in again)
 
 
 def _random_cases(kind: Kind) -> Iterator[tuple[GemmCase, Part]]:
@@ -179,7 +189,10 @@ def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ())
             if sample.size not in under.values():
                 under[s] = sample.outputs_equal(replace(rules, split_k=s), memory)
         split_k = next((s for s, equal in under.items() if equal == sample.size), None)
-        yield replace(found, outputs_equal=under[rules.split_k], outputs_total=sample.size, split_k=split_k)
+        # 4. Before a difference is put down to the size: is it there when the same is asked again?
+        is_random = (not found.is_same or split_k != rules.split_k) and _is_random(subject, one)
+        counts = {"outputs_equal": under[rules.split_k], "outputs_total": sample.size}
+        yield replace(found, **counts, split_k=split_k, is_random=is_random)
 
 
 def _case(kind: Kind, name: str, shape: tuple[int, int, int], distribution: str = "normal", **options: Any) -> GemmCase:

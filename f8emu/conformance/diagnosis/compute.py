@@ -9,7 +9,7 @@ Shape suffixes: M rows of `a`, N columns of `b`, K summed, B blocks of 128 along
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,17 +25,18 @@ from f8emu.conformance.diagnosis.arguments import (
     read_arguments,
     read_codes,
 )
+from f8emu.conformance.diagnosis.groups import OWN_GROUPS, Rows
+from f8emu.conformance.diagnosis.places import Misplaced, Places
 from f8emu.conformance.diagnosis.rules import (
     Adder,
     BiasRule,
-    Misplaced,
+    EqualScales,
     Misreading,
-    Places,
     Rounding,
     Rules,
     ScaleOrder,
 )
-from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Format, format_by_name
+from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
 from f8ref.numpy.accumulate import Operand, chain, exponents_of, operand, power_of_two, side_by_side, to_last_place
 from f8ref.numpy.cast import convert
 from f8ref.numpy.codec import canonical_nan
@@ -77,21 +78,25 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
 
     Exactness: under the right rules every bit of f8ref.numpy; NaN is all ones.
     """
-    assert case.mode in (Mode.TENSORWISE, Mode.ROWWISE, Mode.BLOCKWISE), case.id
     memory = memory or Memory()
+    if case.mode is Mode.GROUPED_ROWWISE:
+        return _grouped(case, rules, at, memory)
+    assert case.mode in (Mode.TENSORWISE, Mode.ROWWISE, Mode.BLOCKWISE), case.id
     # 1. The K that takes part, and its slices.
     if rules.split_above:
         rules = replace(rules, split_k=rules.split_k if case.k > rules.split_above else 1, split_above=0)
     if rules.k_multiple > 1 or rules.k_less:
         whole, k = case, max(case.k - rules.k_less, 0) // rules.k_multiple * rules.k_multiple
         case = memory.get((whole,), ("K", k), lambda: replace(whole, a=whole.a[:, :k], b=whole.b[:, :k]))
+    if rules.equal_scales is not EqualScales.ROWWISE and case.mode is Mode.ROWWISE:
+        rules = _of_equal_scales(case, rules)
     # 2. Outputs in the place of others are those of the other rules.
     outputs = next((one for one in rules.misplaced if one.of.is_output), None)
     if outputs is not None:
         return _misplaced_outputs(case, rules, outputs, at, memory)
     with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
         # 3. Arguments, 4. accumulators, 5. scales to output: each is made once for all rules that agree on it.
-        key = (rules.misreads, rules.reads, rules.misplaced)
+        key = (rules.misreads, rules.reads, rules.misplaced, rules.scale_values, rules.scale_signs, rules.grids)
         read = memory.get((case, at), key, lambda: read_arguments(case, rules, at))
         acc = _accumulators(case, read, rules, memory)
         ending = (rules.scales, rules.adds_zero, rules.bias, rules.output, rules.output_through, rules.saturates)
@@ -111,13 +116,55 @@ def _misplaced_outputs(case: GemmCase, rules: Rules, wrong: Misplaced, at: Part 
     return np.where(np.expand_dims(taken < 0, 1 - axis), np.zeros((), found.dtype), found)
 
 
+def _of_equal_scales(case: GemmCase, rules: Rules) -> Rules:
+    """The epilogue that such a kernel chooses for these scales."""
+    assert case.scale_a is not None and case.scale_b is not None
+    looked_at = (case.scale_a,) if rules.equal_scales is EqualScales.OF_A else (case.scale_a, case.scale_b)
+    rules = replace(rules, equal_scales=EqualScales.ROWWISE)
+    if all((scale == scale.flat[:1]).all() for scale in looked_at):
+        return replace(rules, scales=ScaleOrder.PRODUCT, adds_zero=True)
+    return rules
+
+
+def _grouped(case: GemmCase, rules: Rules, at: Part | None, memory: Memory) -> np.ndarray:
+    """Groups of rows [EPI-6]: those that share b and its scales are a rowwise GEMM, or zeros where no group is read."""
+    assert case.offs is not None and case.scale_a is not None and case.scale_b is not None
+    m, n = case.output_shape
+    read, inner = rules.groups.rows(case.offs, m), replace(rules, groups=OWN_GROUPS)
+    output = np.zeros((m, n), dtype_of(case.out_dtype))
+    for group, scale_b in sorted(set(zip(read.b.tolist(), read.scale_b.tolist(), strict=True))):
+        rows = np.flatnonzero((read.b == group) & (read.scale_b == scale_b))
+        if group >= 0:
+            key = ("group", group, scale_b, rows.tobytes(), read.scale_a[rows].tobytes())
+            part = memory.get((case,), key, partial(_group, case, read, rows))
+            output[rows] = compute(part, inner, memory=memory)
+    return output if at is None else output[np.ix_(*at)]
+
+
+def _group(case: GemmCase, read: Rows, rows: np.ndarray) -> GemmCase:
+    """Some rows, which share b and its scales, as a rowwise GEMM."""
+    assert case.scale_a is not None and case.scale_b is not None
+    first = rows[0]
+    return replace(
+        case,
+        mode=Mode.ROWWISE,
+        granularity_a=Granularity.ROWWISE,
+        granularity_b=Granularity.ROWWISE,
+        a=case.a[rows],
+        b=case.b[read.b[first]],
+        scale_a=case.scale_a[read.scale_a[rows]][:, None],
+        scale_b=case.scale_b[read.scale_b[first]][None],
+        offs=None,
+    )
+
+
 # Accumulators
 
 
 def _accumulators(case: GemmCase, read: Arguments, rules: Rules, memory: Memory) -> np.ndarray:
     """What the adder gives: accumulators [M, N], with block scales those of each block [B, M, N]."""
     codes = read.a_MK, read.b_NK
-    adding = rules.adder, rules.model, rules.lanes, rules.terms, rules.sums
+    adding = rules.adder, rules.model, rules.lanes, rules.goto_k, rules.terms, rules.sums
     key = (*read.formats, rules.flushes_operands, Misreading.NAN_AS_NUMBER in rules.misreads, *adding)
     if rules.scales.is_before_dot:
         of, key = (*codes, read.scale_a_MB, read.scale_b_BN), (*key, rules.split_k, rules.scales)
@@ -168,7 +215,8 @@ def _output(case: GemmCase, read: Arguments, acc: np.ndarray, rules: Rules) -> n
             acc = _rounded_output(acc, rules, out).astype(np.float32)
         acc, factor = _scaled_once(acc, scale_a, scale_b, rules.scales)
     # 2. [EPI-3] The bias, in a rounding of its own unless altered.
-    if factor is not None and bias is not None and rules.bias is BiasRule.FUSED:
+    is_fused = rules.bias is BiasRule.FUSED and rules.adder is not Adder.FLOAT64
+    if factor is not None and bias is not None and is_fused:
         result = fma(acc, factor, np.broadcast_to(bias, acc.shape))
     else:
         result = acc if factor is None else acc * factor
@@ -193,7 +241,8 @@ def _blocks(partials: np.ndarray, scale_a_MB: np.ndarray, scale_b_BN: np.ndarray
             scales = scale_a_MB[:, block, None], scale_b_BN[block, None]
             value, factor = _scaled_once(partials[block], *scales, rules.scales)
             factor = np.broadcast_to(factor, zero.shape)
-            total = fma(value, factor, total) if rules.scales.is_fused else value * factor + total
+            is_fused = rules.scales.is_fused and rules.adder is not Adder.FLOAT64
+            total = fma(value, factor, total) if is_fused else value * factor + total
         totals.append(total)
     return reduce(np.add, totals) if totals else zero
 
@@ -211,7 +260,11 @@ def _scaled_once(
 
 def _rounded_output(x: np.ndarray, rules: Rules, out: Format) -> np.ndarray:
     """[EPI-4] and its alterations."""
-    # 1. What is done to the float32 result.
+    # 1. What is done to the result. Of float64 only numpy's float16 is rounded to at once.
+    if x.dtype == np.float64:
+        if out == FLOAT16 and not rules.output_through:
+            return x.astype(np.float16)
+        x = x.astype(np.float32)
     if rules.flushes_results:
         is_tiny = np.abs(x) < np.float32(2.0**FLOAT32.min_exponent)
         x = np.where(is_tiny, np.copysign(np.float32(0), x), x)
@@ -268,15 +321,29 @@ def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     if rules.adder is Adder.TENSOR_CORE:
         sums = _rounded_steps(a, b, left, right, rules)
     elif rules.adder is Adder.FLOAT32:
-        sums = _in_float32(left, right, rules)
+        parts = _goto_blocks(len(left), rules.goto_k or len(left))
+        sums = reduce(np.add, [_in_float32(left[part], right[part], rules) for part in parts])
     else:  # float64 holds the exact sum of E4M3 products, and of nearly all others
-        sums = np.einsum("k...m,k...n->...mn", left, right, optimize=True).astype(np.float32)
+        sums = np.einsum("k...m,k...n->...mn", left, right, optimize=True)
+        sums = sums.astype(np.float32) if rules.adder is Adder.EXACT else sums
     # 2. [SPEC-1] What is not finite adds as IEEE 754 says, whatever adds the rest; signs of numbers do not overflow.
     if np.isfinite(a.values).all() and np.isfinite(b.values).all():
         return sums
     signs = (np.where(np.isfinite(x.values), np.sign(x.values), x.values).astype(np.float32) for x in (a, b))
     ieee = np.einsum("k...m,k...n->...mn", *signs)
     return np.where(np.isfinite(ieee), sums, canonical_nan(ieee))
+
+
+def _goto_blocks(k: int, length: int) -> Iterator[slice]:
+    """The blocks of K of GotoBLAS and OpenBLAS: what is left between one length and two is halved."""
+    start = 0
+    while start < k or not k:
+        rest = k - start
+        stop = start + (length if rest >= 2 * length else -(-rest // 16) * 8 if rest > length else rest)
+        yield slice(start, stop)
+        if stop == k:
+            return
+        start = stop
 
 
 def _in_float32(left: np.ndarray, right: np.ndarray, rules: Rules) -> np.ndarray:

@@ -14,7 +14,7 @@ from itertools import product
 
 from f8emu.conformance.diagnosis.addition_order import Measured, measure_order
 from f8emu.conformance.diagnosis.alterations import ALTERATIONS, SUM_BITS, Change, changing
-from f8emu.conformance.diagnosis.checks import AtSize, RandomGemms, at_sizes, on_random_gemms, sizes_count
+from f8emu.conformance.diagnosis.checks import OTHER_BITS, AtSize, RandomGemms, at_sizes, on_random_gemms, sizes_count
 from f8emu.conformance.diagnosis.compute import Memory
 from f8emu.conformance.diagnosis.observations import NoOutput, Observation, observe_probes
 from f8emu.conformance.diagnosis.probes import KINDS, Kind
@@ -44,6 +44,12 @@ class Fitted:
         return not self.error and found is not None and 0 < found.outputs_total == found.outputs_equal
 
     @property
+    def is_random(self) -> bool:
+        """The same GEMM, asked again, had other bits: nothing else is told by them."""
+        is_unsteady = self.random is not None and self.random.unsteady.endswith(OTHER_BITS)
+        return is_unsteady or any(one.is_random for one in self.sizes)
+
+    @property
     def missed(self) -> list[AtSize]:
         """The sizes at which rules do not hold that random GEMMs confirm."""
         return [one for one in self.sizes if one.misses and self.holds_on_random]
@@ -51,7 +57,7 @@ class Fitted:
     @property
     def is_confirmed(self) -> bool:
         """Whether every check holds: random GEMMs, one of them twice, and every size that is offered."""
-        is_steady = self.random is not None and not self.random.unsteady
+        is_steady = self.random is not None and not self.random.unsteady and not self.is_random
         return self.holds_on_random and is_steady and not any(one.misses or one.has_failed for one in self.sizes)
 
     def ran(self, dimension: str) -> list[int]:
@@ -60,11 +66,13 @@ class Fitted:
 
     @property
     def is_batch_invariant(self) -> bool | None:
-        """Bits of a row are the same for every M that was tried, and none failed; None if fewer than two ran."""
+        """Bits of a row are the same for every M that was tried, and none failed; None if fewer than two ran, or if
+        bits are random.
+        """
         rows = [one for one in self.sizes if one.dimension == "M"]
         if any(one.has_failed for one in rows):
             return False
-        return None if len(self.ran("M")) < 2 else all(one.is_same for one in rows)
+        return None if len(self.ran("M")) < 2 or self.is_random else all(one.is_same for one in rows)
 
 
 @dataclass(slots=True, kw_only=True)

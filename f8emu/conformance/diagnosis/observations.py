@@ -8,15 +8,18 @@ import numpy as np
 
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import GemmCase
+from f8emu.conformance.cases.tables import ALIGNED
 from f8emu.conformance.compare import different, said_by, shape_fault
 from f8emu.conformance.diagnosis.arguments import Part
 from f8emu.conformance.diagnosis.compute import Memory, compute
+from f8emu.conformance.diagnosis.places import Places
 from f8emu.conformance.diagnosis.probes import Kind, probes
-from f8emu.conformance.diagnosis.rules import Places, Rules
+from f8emu.conformance.diagnosis.rules import Rules
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
 from f8emu.conformance.run.breakdown import Contrast, contrasts
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import MissingExtraError, OperandError
+from f8emu.spec.gemm_call import GroupKind
 
 _LOST = 3
 """After so many crashes or hangs in a row the other probes of a kind are not waited for."""
@@ -42,13 +45,23 @@ class Observation:
 
     def outputs_equal(self, rules: Rules, memory: Memory) -> int:
         """How many outputs are those of the rules, bit for bit."""
-        expected = compute(self.case, rules, at=self.at, memory=memory)
-        wrong = memory.get((self.outputs, expected), "wrong", lambda: int(different(self.outputs, expected).sum()))
-        return self.size - wrong
+        return self.size - self._differing(rules, memory)[1]
 
     def differing(self, rules: Rules, memory: Memory) -> np.ndarray:
         """Which outputs are not those of the rules."""
-        return different(self.outputs, compute(self.case, rules, at=self.at, memory=memory))
+        return self._differing(rules, memory)[0]
+
+    def _differing(self, rules: Rules, memory: Memory) -> tuple[np.ndarray, int]:
+        """Which outputs, and how many."""
+        expected = [compute(self.case, one, at=self.at, memory=memory) for one in rules.of_rows()]
+
+        def compared() -> tuple[np.ndarray, int]:
+            wrong = np.stack([different(self.outputs, one) for one in expected])
+            nearest = wrong.sum(axis=2).argmin(axis=0)  # of each row
+            wrong = wrong[nearest, np.arange(len(nearest))]
+            return wrong, int(wrong.sum())
+
+        return memory.get((self.outputs, *expected), "wrong", compared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +106,9 @@ def observe_probes(subject: Subject, kind: Kind) -> tuple[list[Observation], str
     refusals: list[NoOutput] = []
     lost: list[NoOutput] = []  # in a row
     # A probe counts in the first output type that gives one, or in all where every type shows something else.
-    for probe in probes(kind, takes_any_size=subject.takes_any_size):
+    multiple = subject.kernel.group_multiples.get(GroupKind.ROWS, 1) if subject.kernel else 1
+    multiple = multiple if subject.takes_any_size else max(multiple, ALIGNED)
+    for probe in probes(kind, takes_any_size=subject.takes_any_size, group_multiple=multiple):
         for case in probe.cases():
             if subject.question(case).out_dtype != case.out_dtype:
                 continue

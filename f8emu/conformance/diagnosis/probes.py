@@ -8,7 +8,7 @@ Probes of adding have scales of one, probes of scales have accumulators of at mo
 kernel part too. Sums of the long ones are exact in float32: an unknown order of adding makes no difference.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -65,6 +65,7 @@ class Kind:
     pair: tuple[Granularity, Granularity]
     use_fast_accum: bool
     with_bias: bool
+    is_grouped: bool = False  # groups of rows [EPI-6]
 
     @property
     def is_blockwise(self) -> bool:
@@ -75,7 +76,8 @@ class Kind:
         if self.is_blockwise:
             return f"{self.pair[0].value} x {self.pair[1].value}"
         chain = "fast" if self.use_fast_accum else "promoted"
-        return f"{self.pair[0].value} {chain}" + (" with bias" if self.with_bias else "")
+        grouped = "grouped " if self.is_grouped else ""
+        return f"{grouped}{self.pair[0].value} {chain}" + (" with bias" if self.with_bias else "")
 
     def gemm(self, name: str, operands: Pair, scales: Pair = (_ONE, _ONE), bias: np.ndarray | None = None) -> GemmCase:
         """A GEMM of this kind, to float32: scales are repeated to their shape, a bias is zero unless given."""
@@ -85,7 +87,7 @@ class Kind:
             for scale, side, x in zip(scales, self.pair, operands, strict=True)
         )
         zeros = np.zeros(len(b), np.float32)
-        return GemmCase(
+        found = GemmCase(
             id=name,
             mode=Mode.BLOCKWISE if self.is_blockwise else Mode(self.pair[0].value),
             a=a,
@@ -98,6 +100,7 @@ class Kind:
             out_dtype=FLOAT32,
             use_fast_accum=self.use_fast_accum,
         )
+        return found if not self.is_grouped else in_groups(found, b[None], scale_b[None, :, 0], [len(a)])
 
     def probe(
         self,
@@ -127,15 +130,24 @@ KINDS: tuple[Kind, ...] = tuple(
     if not (pair[0].is_blockwise and (fast or with_bias))
 )
 """The kinds that are diagnosed apart, in this order."""
+_ROWWISE = Granularity.ROWWISE, Granularity.ROWWISE
+GROUPED = tuple(Kind(pair=_ROWWISE, use_fast_accum=fast, with_bias=False, is_grouped=True) for fast in (True, False))
+"""Those of grouped kernels, which `fit` does not measure."""
 
 
 @cache
-def probes(kind: Kind, *, takes_any_size: bool) -> tuple[ProbeGemm, ...]:
+def probes(kind: Kind, *, takes_any_size: bool, group_multiple: int = 1) -> tuple[ProbeGemm, ...]:
     """The probes of one kind of GEMM. `takes_any_size`: block scales on fewer rows and columns than 128.
 
-    The same arrays each time: `Memory` knows them again.
+    The same arrays each time: `Memory` knows them again. Of a grouped kind those of the dense one, each as one group,
+    and what several groups show, whose sizes are raised to `group_multiple`.
     """
-    return tuple(_of_blocks(kind, takes_any_size) if kind.is_blockwise else _dense(kind))
+    if kind.is_blockwise:
+        return tuple(_of_blocks(kind, takes_any_size))
+    if kind.is_grouped:
+        alone = (one for one in _dense(kind) if len(one.case.a) % group_multiple == 0)
+        return (*_of_groups(kind, group_multiple), *alone)
+    return tuple(_dense(kind))
 
 
 def _dense(kind: Kind) -> Iterator[ProbeGemm]:
@@ -159,6 +171,9 @@ def _dense(kind: Kind) -> Iterator[ProbeGemm]:
     # Exact in any order: a library may have another for one row.
     powers_of_two = np.exp2(np.floor(np.log2(row[:1]))), np.exp2(np.floor(np.log2(column)))
     yield probe("one row", (integers[0][:1], integers[1]), powers_of_two)
+    if granularity is Granularity.ROWWISE:
+        yield probe("equal scales", integers, (row[:1], column[:1]), needs_all=True)
+        yield probe("equal scales of rows", integers, (row[:1], column))
 
     # 3. Rows and columns of several tiles.
     many, few, every = known(4099 + 17 * np.arange(MANY)), np.array([0, SIZE - 1]), np.arange(MANY)
@@ -170,7 +185,10 @@ def _dense(kind: Kind) -> Iterator[ProbeGemm]:
     # 4. The output type: ties, zeros, both ends of the range.
     yield probe("ties of the output", known(np.arange(SIZE) * 34 + 4099), types=_NARROW, needs_all=True)
     # Zeros that one scale makes -0; a bias of -0 keeps that sign.
-    yield probe("zeros", known(np.arange(SIZE) % 2), (-_ONE, _ONE), np.full(SIZE, -0.0, np.float32))
+    zeros, minus_zeros = known(np.arange(SIZE) % 2), np.full(SIZE, -0.0, np.float32)
+    yield probe("zeros", zeros, (-_ONE, _ONE), minus_zeros)
+    if granularity is Granularity.ROWWISE:  # where no two scales are equal
+        yield probe("zeros under unequal scales", zeros, (-row, column), minus_zeros)
     for_subnormals = _NARROW if kind.with_bias else (FLOAT32, BFLOAT16)
     yield probe("subnormal results", integers, (_power(-70), _power(-70)), types=for_subnormals)
     yield probe("overflow to infinity", integers, (_power(8), _power(-4)), types=(FLOAT16,))
@@ -184,6 +202,29 @@ def _dense(kind: Kind) -> Iterator[ProbeGemm]:
         third, powers = np.full((1, 1), 1 / 3, np.float32), np.exp2(np.arange(SIZE) % 8).astype(np.float32)
         for name, scales in (("row", (third, _ONE)), ("column", (_ONE, third))):
             yield probe(f"bias that takes back, {name} scale", known(3 * powers.astype(int)), scales, -powers)
+
+
+def in_groups(case: GemmCase, b: np.ndarray, scale_b: np.ndarray, ends: Sequence[int]) -> GemmCase:
+    """A rowwise GEMM with the `b` [G, N, K] and `scale_b` [G, N] of groups of rows."""
+    assert case.scale_a is not None
+    offs, scale_a = np.array(ends, np.int32), case.scale_a[:, 0]
+    rules = {"mode": Mode.GROUPED_ROWWISE, **dict.fromkeys(("granularity_a", "granularity_b"), Granularity.TENSORWISE)}
+    return replace(case, **rules, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
+
+
+def _of_groups(kind: Kind, multiple: int) -> Iterator[ProbeGemm]:
+    """Groups of many sizes, two of them empty, whose codes and scales differ; their ends are in no tile's place."""
+    for name, sizes in (("sizes of groups", (23, 0, 9, 130, 1, 0, 71, 38)), ("equal groups", (45,) * 6)):
+        ends = np.cumsum([-(-size // multiple) * multiple for size in sizes])
+        m, groups = int(ends[-1]), len(sizes)
+        r = rng("probe groups", name)
+        a, b = known(r.integers(1 << 12, 1 << 14, m))[0], known(r.integers(1 << 12, 1 << 14, groups * SIZE))[1]
+        b = b.copy()
+        b[:, 3] = codes_of_values(r.integers(1, 15, len(b)))  # known ones are the same for every column
+        (of_a, of_b) = _scales(kind.pair[0], m)[0], _scales(kind.pair[0], groups * SIZE)[1]
+        case = replace(kind, is_grouped=False).gemm(name, (a, b), (of_a, of_b))
+        case = in_groups(case, b.reshape(groups, SIZE, -1), of_b.reshape(groups, SIZE), ends.tolist())
+        yield ProbeGemm(case=case, out_dtypes=_ALL_TYPES)
 
 
 def _of_blocks(kind: Kind, takes_any_size: bool) -> Iterator[ProbeGemm]:

@@ -4,27 +4,14 @@ The right rules are a chip's (`rules_of`). Other values of the same fields descr
 `compute.compute` gives its bits. Rule ids: reference/NUMERICS.md.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 from f8emu.conformance.cases.gemm import GemmCase, Mode
+from f8emu.conformance.diagnosis.groups import OWN_GROUPS, GroupRule
+from f8emu.conformance.diagnosis.places import Choice, Misplaced, Places
 from f8emu.spec import AccumulationModel, Chip, Format, Granularity
-
-
-class Choice(Enum):
-    """One value of a rule, in words, and the name of the alteration that makes a rule so."""
-
-    _value_: str
-    alteration: str
-
-    def __new__(cls, words: str, alteration: str = "") -> "Choice":
-        one = object.__new__(cls)
-        one._value_, one.alteration = words, alteration
-        return one
 
 
 class Adder(Choice):
@@ -33,6 +20,7 @@ class Adder(Choice):
     TENSOR_CORE = "tensor core"  # steps of aligned and cut terms [ACC-1..5]
     FLOAT32 = "float32"  # one product after the other, each sum rounded to nearest even
     EXACT = "exact"  # in float64, which no sum of E4M3 exceeds, then one rounding
+    FLOAT64 = "float64"  # so are scales and bias; what follows rounds once, as numpy and ml_dtypes do
 
 
 class Rounding(Choice):
@@ -70,27 +58,61 @@ class ScaleOrder(Choice):
 
 
 class BiasRule(Choice):
-    """Where the bias is added."""
+    """What is done with the bias, in words that follow "it"."""
 
-    ADDED = "after the scales, a rounding of its own"
-    FUSED = "in one rounding with the last scale", "bias by FMA"
-    BEFORE_SCALES = "to the accumulator, before the scales", "bias before the scales"
-    AFTER_OUTPUT = "after the output type, which rounds again", "bias after the output type"
-    IGNORED = "not at all", "bias ignored"
+    ADDED = "adds the bias after the scales, with a rounding of its own"
+    FUSED = "adds the bias by FMA, in one rounding with the last scale", "bias by FMA"
+    BEFORE_SCALES = "adds the bias to the accumulator, before the scales", "bias before the scales"
+    AFTER_OUTPUT = "rounds to the output type before it adds the bias", "bias after the output type"
+    IGNORED = "ignores the bias", "bias ignored"
+
+
+class ScaleValue(Choice):
+    """What is used for the values of a scale, in words that follow "it"."""
+
+    OWN = "uses the values of {}"
+    INVERTED = "divides by {} instead of multiplying", "{} inverted"
+    IGNORED = "ignores {}", "{} ignored"
+    BFLOAT16 = "rounds {} to bfloat16", "{} rounded to bfloat16"
+    FLOAT16 = "rounds {} to float16", "{} rounded to float16"
+    POWER_UP = "rounds {} up to a power of two", "{} rounded up to a power of two"
+    POWER_DOWN = "rounds {} down to a power of two", "{} rounded down to a power of two"
+    POWER_NEAREST = "rounds {} to the nearest power of two", "{} rounded to the nearest power of two"
+    POWER_LOG = "rounds log2 of {} to an integer", "log2 of {} rounded"
+
+
+class ScaleSign(Choice):
+    """What becomes of a negative scale, in words that follow "it"."""
+
+    OWN = "keeps the sign of {}"
+    DROPPED = "drops the sign of {}", "sign of {} dropped"
+    NAN = "takes negative {} for NaN, as a logarithm does", "negative {} as NaN"
+
+
+class Grid(Choice):
+    """The memory order in which the scales of blocks are read, in words that follow "it"."""
+
+    OWN = "reads the grid of {} as it lies"
+    AS_COLUMNS = "reads the grid of {} as column-major, and it is row-major", "grid of {} read as column-major"
+    AS_ROWS = "reads the grid of {} as row-major, and it is column-major", "grid of {} read as row-major"
+
+
+class EqualScales(Choice):
+    """Which row scales, where all are equal, make a GEMM a tensorwise one, in words that follow "it"."""
+
+    ROWWISE = "scales rowwise whatever the values of the scales"
+    BOTH = "takes the tensorwise epilogue where all scales are equal", "equal scales as tensorwise"
+    OF_A = "takes the tensorwise epilogue where all of scale_a are equal", "equal scale_a as tensorwise"
 
 
 class Misreading(Choice):
-    """Arguments taken for something else."""
+    """Arguments taken for something else, in words that follow "it"."""
 
-    SCALES_SWAPPED = "scale_a and scale_b exchanged", "scales swapped"
-    SCALES_INVERTED = "scales divide instead of multiply", "scales inverted"
-    SCALES_TRANSPOSED = "block scales read in the other memory order", "block scales transposed"
-    SCALES_FIRST_BLOCK = "the scales of the first block of K used for all of K", "first block's scales everywhere"
-    SCALES_IGNORED = "scales not used", "scales ignored"
-    SCALES_UNSIGNED = "the sign of a scale dropped", "sign of scales dropped"
-    OPERANDS_SWAPPED = "a and b exchanged, scales in place", "operands swapped"
-    OUTPUT_TRANSPOSED = "the output written transposed", "output transposed"
-    NAN_AS_NUMBER = "NaN codes of float8_e4m3fn taken for 480", "NaN codes as numbers"
+    SCALES_SWAPPED = "takes scale_a for scale_b, and scale_b for scale_a", "scales swapped"
+    SCALES_FIRST_BLOCK = "uses the scales of the first block of K for all of K", "first block's scales everywhere"
+    OPERANDS_SWAPPED = "takes a for b and b for a, with the scales in place", "operands swapped"
+    OUTPUT_TRANSPOSED = "writes the output transposed", "output transposed"
+    NAN_AS_NUMBER = "takes NaN codes of float8_e4m3fn for 480", "NaN codes as numbers"
 
 
 class Reading(Choice):
@@ -103,66 +125,16 @@ class Reading(Choice):
     FNUZ = "the FNUZ format of as many bits", "FNUZ"
 
 
-class Places(Choice):
-    """What has places."""
-
-    SCALES_A = "scale_a of row"
-    SCALES_B = "scale_b of column"
-    BLOCKS_A = "scale_a of block"
-    BLOCKS_B = "scale_b of block"
-    BIAS = "bias of column"
-    ROWS = "output of row"
-    COLUMNS = "output of column"
-
-    @property
-    def is_output(self) -> bool:
-        return self in (Places.ROWS, Places.COLUMNS)
-
-
-class Taken(Enum):
-    """Which place stands for place i of n, given a size s: its words, and the place as a function of all i and s."""
-
-    _value_: tuple[str, Callable[[np.ndarray, int], np.ndarray]]
-    SHIFTED = "{i} {sign} {size}", lambda i, s: (i - s).clip(0, len(i) - 1)
-    ROLLED = "{i} {sign} {size} round about", lambda i, s: (i - s) % len(i)
-    SWAPPED = "{i} xor {size}", lambda i, s: np.where(i ^ s < len(i), i ^ s, i)
-    REPEATED = "{i} mod {size}", lambda i, s: i % s
-    FIRST_OF_TILE = "{i} - {i} mod {size}", lambda i, s: i - i % s
-    ONE = "{size}", lambda i, s: np.full(len(i), min(s, len(i) - 1))
-    NOWHERE = "{i} is {nothing}", lambda i, s: np.full(len(i), -1)
-    """A scale of one; a bias or an output of zero."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misplaced:
-    """Scales, biases or outputs that stand in the place of others."""
-
-    of: Places
-    taken: Taken
-    size: int = 0
-    start: int = 0  # the first place that is wrong
-
-    def __str__(self) -> str:
-        """`scale_a of row m - 64, for m >= 64`."""
-        i = {"row": "m", "column": "n", "block": "g"}[self.of.value.split()[-1]]
-        nothing = "zero" if self.of.is_output or self.of is Places.BIAS else "one"
-        sign, size = "-" if self.size > 0 else "+", abs(self.size)
-        taken = self.taken.value[0].format(i=i, sign=sign, size=size, nothing=nothing)
-        return f"{self.of.value} {taken}" + (f", for {i} >= {self.start}" if self.start else "")
-
-    def places(self, n: int) -> np.ndarray:
-        """The place that stands for each of n, -1 for none."""
-        i = np.arange(n)
-        return np.where(i < self.start, i, self.taken.value[1](i, self.size))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """One way to compute a GEMM."""
 
+    mode: Mode
     adder: Adder = Adder.TENSOR_CORE
     model: AccumulationModel  # [ACC-1..5], [CHAIN-1..3]; other adders have only its promote_k and split_k_multiple
     lanes: int = 1  # float32 sums that take turns along K, and are added up pairwise, neighbours first
+    lanes_of_rows: tuple[int, ...] = ()  # the lanes of one row or another, each row with one of these
+    goto_k: int = 0  # float32 sums begin anew after this much of K, the last two alike, as in GotoBLAS
     terms: Rounding = Rounding.CUT  # [ACC-3] products and the accumulator, when they are aligned
     sums: Rounding = Rounding.CUT  # [ACC-5] the sum of a step
     split_k: int = 1  # [CHAIN-3]
@@ -175,19 +147,41 @@ class Rules:
     saturates: bool = False  # a finite result beyond the output type becomes its largest number, not infinity
     flushes_operands: bool = False  # subnormal codes of float8 count as zero
     flushes_results: bool = False  # float32 results below the smallest normal number become zero
+    scale_values: tuple[ScaleValue, ScaleValue] = (ScaleValue.OWN, ScaleValue.OWN)  # of a and b
+    scale_signs: tuple[ScaleSign, ScaleSign] = (ScaleSign.OWN, ScaleSign.OWN)  # of a and b
+    grids: tuple[Grid, Grid] = (Grid.OWN, Grid.OWN)  # of a and b
+    equal_scales: EqualScales = EqualScales.ROWWISE
     misreads: frozenset[Misreading] = frozenset()
     reads: tuple[Reading, Reading] = (Reading.OWN, Reading.OWN)  # the formats of a and b
     k_less: int = 0  # how much of K is left out at its end
     k_multiple: int = 1  # the rest of K is rounded down to this
     misplaced: tuple[Misplaced, ...] = ()  # at most one of each `Places`
+    groups: GroupRule = OWN_GROUPS  # [EPI-6]
+
+    def of_rows(self) -> "tuple[Rules, ...]":
+        """The rules of which each row of an output follows one."""
+        return tuple(replace(self, lanes=lanes, lanes_of_rows=()) for lanes in self.lanes_of_rows) or (self,)
+
+    def parts(self) -> dict[str, Any]:
+        """Every single choice by name: two rules that differ in no part of one name can be combined."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        model, misreads, misplaced = (found.pop(name) for name in ("model", "misreads", "misplaced"))
+        for name in ("reads", "scale_values", "scale_signs", "grids"):
+            found |= {f"{name} of {side}": one for side, one in zip("ab", found.pop(name), strict=True)}
+        found |= {f"misreads {one.name}": one in misreads for one in Misreading}
+        found |= {of.name: next((one for one in misplaced if one.of is of), None) for of in Places}
+        return found | {name: getattr(model, name) for name in MODEL_PARTS}
 
     def to_dict(self) -> dict[str, Any]:
         """The rules as plain data, for JSON."""
         return _plain(self)
 
 
+MODEL_PARTS = frozenset(field.name for field in fields(AccumulationModel))
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, (Format, Misplaced)):
+    if isinstance(value, (Format, Misplaced, GroupRule)):
         return str(value)
     if isinstance(value, Enum):
         return value.value
@@ -203,15 +197,19 @@ _ORDERS = {
     Mode.TENSORWISE: ScaleOrder.PRODUCT,
     Mode.ROWWISE: ScaleOrder.COLUMN_FIRST,
     Mode.BLOCKWISE: ScaleOrder.FMA_PRODUCT,
+    Mode.GROUPED_ROWWISE: ScaleOrder.ROW_FIRST,
 }
-"""[EPI-1], [EPI-2], [EPI-5]."""
+"""[EPI-1], [EPI-2], [EPI-5], [EPI-6]."""
 
 
 def rules_of(chip: Chip, case: GemmCase) -> Rules:
     """The right rules of a GEMM with scales on a chip."""
     pair = case.granularity_a, case.granularity_b
+    if case.mode is Mode.GROUPED_ROWWISE:
+        pair = Granularity.ROWWISE, Granularity.ROWWISE
     both_vectors = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
     return Rules(
+        mode=case.mode,
         model=chip.accumulation(pair, use_fast_accum=case.use_fast_accum),
         split_k=case.split_k,
         scales=ScaleOrder.FMA_ROW_FIRST if both_vectors else _ORDERS[case.mode],

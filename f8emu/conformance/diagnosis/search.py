@@ -1,20 +1,21 @@
 """What a kernel does instead: every alteration that the suite knows is tried on small telling GEMMs.
 
 `diagnose` puts the probes of each kind of GEMM to a subject once, and then looks for the rules that give its bits:
-single alterations first, all that explain every bit; where none does, a second and a third on top of the best.
+single alterations first, all that explain every bit; where none does, what explains another kind of the same kernel,
+then a second and a third on top of the best few. Two alterations of one part of the rules exclude each other.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
 from operator import eq
 
 from f8emu.conformance.compare import said_by
-from f8emu.conformance.diagnosis.alterations import ALTERATIONS, Alteration, from_there_on
+from f8emu.conformance.diagnosis.alterations import ALTERATIONS, Alteration, claims, from_there_on
 from f8emu.conformance.diagnosis.compute import Memory
 from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, first_wrong, observe_probes
-from f8emu.conformance.diagnosis.probes import KINDS, Kind
+from f8emu.conformance.diagnosis.probes import GROUPED, KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
 from f8emu.conformance.run.breakdown import HIGH, Contrast
 from f8emu.conformance.run.result import Progress, Result, Silent, Status
@@ -22,7 +23,16 @@ from f8emu.conformance.run.subject import Subject
 from f8emu.spec import HOPPER
 
 _SHOWN = 5
+_BEAM, _LAST, _ALIKE = 8, 2, 2
+"""How many first steps are gone on with, how many of three, and how many of them may alter the same parts."""
+_HEADLINE = 25
 Steps = tuple[Alteration, ...]
+
+
+def _in_words(said: Sequence[str], most: int | None = None) -> str:
+    """`it a`, `it a, and b`, `it a, b, and c`, as far as `most` words go."""
+    text = f"it {', '.join([*said[:-1], f'and {said[-1]}'] if len(said) > 1 else said)}"
+    return text if most is None or len(said) < 2 or len(text.split()) <= most else _in_words(said[:-1], most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +52,17 @@ class Explanation:
 
     @property
     def sentence(self) -> str:
-        said = "it " + "; and it ".join(step.sentence for step in self.steps)
-        return said if self.steps else "no alteration that the suite knows explains half of it"
+        """What it does instead, each step with its formula; empty without steps."""
+        details: dict[str, list[str]] = {}
+        for one in self.steps:
+            details.setdefault(one.sentence, []).extend([one.detail] * bool(one.detail))
+        said = [f"{sentence} ({'; '.join(told)})" if told else sentence for sentence, told in details.items()]
+        return _in_words(said) if said else "no alteration that the suite knows gives half of what differs"
+
+    @property
+    def headline(self) -> str:
+        """The same without formulas, and with the steps that 25 words hold."""
+        return _in_words(list(dict.fromkeys(one.sentence for one in self.steps)), _HEADLINE)
 
     @property
     def is_complete(self) -> bool:
@@ -70,8 +89,11 @@ class Diagnosis:
 
     @property
     def alternatives(self) -> tuple[Explanation, ...]:
-        """What else explains every bit: the probes do not tell these apart."""
-        return tuple(one for one in self.tried if one.is_complete and one != self.best)
+        """What else explains every bit in as many steps: the probes do not tell these apart."""
+        steps = () if self.best is None else self.best.steps
+        return tuple(
+            one for one in self.tried if one.is_complete and one.steps != steps and len(one.steps) <= len(steps)
+        )
 
     @property
     def is_nearly_explained(self) -> bool:
@@ -94,7 +116,7 @@ Diagnoses = Mapping[str, tuple[Diagnosis, ...]]
 def diagnose(
     subject: Subject,
     *,
-    kinds: Iterable[Kind] = KINDS,
+    kinds: Iterable[Kind] = (*KINDS, *GROUPED),
     progress: Progress | None = None,
     memory: Memory | None = None,
 ) -> tuple[Diagnosis, ...]:
@@ -113,11 +135,22 @@ def diagnose(
                 found.append(Diagnosis(kind=kind.name, error=given.reason, engine=subject.engine))
             continue
         observed, left_out = given
-        one = Search(observed, memory, progress, f"{subject.name}: {kind.name}").diagnosis(kind.name)
+        siblings = [one.steps for other in found for one in other.tried if one.is_complete]
+        search = Search(observed, memory, progress, f"{subject.name}: {kind.name}", list(dict.fromkeys(siblings)))
+        one = search.diagnosis(kind.name)
         if left_out and one.is_right:
             one = Diagnosis(kind=kind.name, error=f"no probe that is left differs; {left_out}")
         found.append(replace(one, left_out=left_out, engine=subject.engine))
-    return tuple(found)
+    return tuple(_agreeing(found))
+
+
+def _agreeing(found: Sequence[Diagnosis]) -> Iterator[Diagnosis]:
+    """Of what explains a kind alike, that whose steps explain the most kinds."""
+    complete = [[one for one in kind.tried if one.is_complete] for kind in found]
+    kinds = Counter(step for ones in complete for step in {step for one in ones for step in one.steps})
+    for kind, ones in zip(found, complete, strict=True):
+        shared = {one.steps: sum(kinds[step] for step in one.steps) / len(one.steps) for one in ones}
+        yield replace(kind, best=max(ones, key=lambda one: shared[one.steps])) if ones else kind
 
 
 def diagnosed(
@@ -144,10 +177,17 @@ class Search:
     """The rules that explain the outputs of one kind of GEMM, looked for from the chip's own rules.
 
     Most hypotheses miss the first probe that they are put to: one that explains every bit is looked for in this way,
-    and only where none does are shares counted.
+    and only where none does are shares counted. `siblings` are steps that explained other kinds of the same kernel.
     """
 
-    def __init__(self, given: Sequence[Observation], memory: Memory, progress: Progress, name: str) -> None:
+    def __init__(
+        self,
+        given: Sequence[Observation],
+        memory: Memory,
+        progress: Progress,
+        name: str,
+        siblings: Sequence[Steps] = (),
+    ) -> None:
         self.memory, self.progress, self.name = memory, progress, name
         right = rules_of(HOPPER, given[0].case)  # of all probes: they are of one kind
         # Probes that differ come first, and of them the quick ones.
@@ -155,6 +195,8 @@ class Search:
         self.probes = sorted(given, key=lambda one: (equal[one], one.case.k))
         self.own = self._counted(Explanation(steps=(), rules=right))
         self.alterations = (*ALTERATIONS, *from_there_on(first_wrong(self.probes, right, memory)))
+        self.claims = {one: claimed for one in self.alterations if (claimed := claims(one, right))}
+        self.siblings = siblings
 
     def diagnosis(self, kind: str) -> Diagnosis:
         """What the probes of a kind tell."""
@@ -187,53 +229,100 @@ class Search:
         # 1. All single alterations that explain every bit; from a row or column on only where no plainer one does.
         if complete := self._complete([self.own], "one alteration"):
             return [one for one in complete if one.steps[0] in ALTERATIONS] or complete
-        # 2. A second alteration on the best, then a third.
-        tried: list[Explanation] = []
-        best = self.own
-        for number, width in (("two", 4), ("three", 2)):
-            counted = list(map(self._counted, self._more([best], "shares of outputs")))
-            tried += [one for one in counted if one.rank != best.rank]
-            better = sorted((one for one in counted if one.rank > best.rank), key=lambda one: one.rank, reverse=True)
-            found = map(self._reduced, self._complete(better[:width], f"{number} alterations"))
-            if alike := {frozenset(one.steps): one for one in found}:  # the plainer one needs no late alteration
-                return [*sorted(alike.values(), key=lambda one: max(map(self.alterations.index, one.steps))), *tried]
-            if not better:
-                break
-            best = better[0]
+        # 2. What explains a sibling, and this kind with it.
+        siblings = [one for steps in self.siblings if (one := self._with(steps)) is not None]
+        if alike := self._plain(filter(self._is_complete, siblings)):
+            return alike
+        # 3. The best first steps, each with every second one; then the best pairs, each with every third.
+        tried = self._better([self.own], list(self.claims), "shares of outputs")
+        seconds = [one.steps[0] for one in tried if one.probes_equal > self.own.probes_equal]
+        bases = [*map(self._counted, siblings), *self._beam(tried)]
+        for number, width in (("two", _BEAM), ("three", _BEAM), ("four", _LAST)):
+            bases = bases[:width]
+            if alike := self._plain(self._complete(bases, f"{number} alterations")):
+                return [*alike, *tried]
+            better = self._better(bases, seconds, f"shares of {number}")
+            tried += better
+            bases = self._beam(better)
         return tried
 
-    def _complete(self, bases: list[Explanation], title: str) -> list[Explanation]:
+    def _beam(self, tried: Sequence[Explanation]) -> list[Explanation]:
+        """The best of those that explain more than the chip's rules, at most a few that alter the same parts."""
+        found, alike = list[Explanation](), Counter[frozenset[str]]()
+        for one in sorted(tried, key=lambda one: one.rank, reverse=True):
+            parts = frozenset(part for step in one.steps for part in self.claims[step])
+            alike[parts] += 1
+            if one.rank > self.own.rank and alike[parts] <= _ALIKE and len(found) < _BEAM:
+                found.append(one)
+        return found
+
+    def _complete(self, bases: Sequence[Explanation], title: str) -> list[Explanation]:
         """What explains every bit with one alteration more than a base has."""
-        return [self._counted(one) for one in self._more(bases, title) if self._is_complete(one)]
+        self.progress.begin(self.name, title, len(bases) * len(self.claims))
+        found: list[Explanation] = []
+        for base in bases:
+            # What the base does not explain is what another alteration must: most miss it at once.
+            missed = self._missed(base)
+            probes = [*missed, *(one for one in self.probes if one not in missed)]
+            found += [one for one in self._more(base, list(self.claims)) if self._is_complete(one, probes)]
+        return list(map(self._counted, found))
+
+    def _better(self, bases: Sequence[Explanation], alterations: Sequence[Alteration], title: str) -> list[Explanation]:
+        """What explains more, with one alteration more than a base has, of what the base does not explain."""
+        self.progress.begin(self.name, title, len(bases) * len(alterations))
+        found: list[Explanation] = []
+        for base in bases:
+            missed = self._missed(base)
+            for one in self._more(base, alterations):
+                equal = [probe.outputs_equal(one.rules, self.memory) for probe in missed]
+                if sum(equal) > sum(missed.values()) or any(n == x.size for n, x in zip(equal, missed, strict=True)):
+                    found.append(self._counted(one))
+        return list({one.rules: one for one in found}.values())
+
+    def _missed(self, base: Explanation) -> dict[Observation, int]:
+        """The probes that a base does not explain, and how many outputs of each it does."""
+        equal = {one: one.outputs_equal(base.rules, self.memory) for one in self.probes}
+        return {one: count for one, count in equal.items() if count < one.size}
+
+    def _plain(self, complete: Iterable[Explanation]) -> list[Explanation]:
+        """Each without the steps that every bit is explained without; the plainer ones, with few early steps, first."""
+        alike = {frozenset(one.steps): one for one in map(self._reduced, complete)}
+        found = map(self._counted, alike.values())
+        return sorted(found, key=lambda one: (len(one.steps), max(map(self.alterations.index, one.steps))))
 
     def _reduced(self, complete: Explanation) -> Explanation:
-        """Without the steps that every bit is explained without."""
         for step in complete.steps:
             fewer = self._with(tuple(other for other in complete.steps if other is not step))
-            if fewer.steps and self._is_complete(fewer):
-                return self._reduced(self._counted(fewer))
+            if fewer is not None and fewer.steps and self._is_complete(fewer):
+                return self._reduced(fewer)
         return complete
 
-    def _more(self, bases: list[Explanation], title: str) -> Iterator[Explanation]:
-        """Every base with every alteration that alters something, each set of rules once."""
-        self.progress.begin(self.name, title, len(bases) * len(self.alterations))
-        seen = {base.rules for base in bases}
-        for base, alteration in product(bases, self.alterations):
+    def _more(self, base: Explanation, alterations: Sequence[Alteration]) -> Iterator[Explanation]:
+        """A base with each alteration that alters something else, each set of rules once."""
+        seen = {base.rules}
+        for alteration in alterations:
             self.progress.advance()
             one = self._with((*base.steps, alteration))
-            # A chip's accumulation stands alone: changed again it is no chip's.
-            has_chip = any(step.is_of_chip for step in base.steps)
-            is_odd = (base.steps and alteration.is_of_chip) or (has_chip and one.rules.model != base.rules.model)
-            if one.rules not in seen and not is_odd:
+            if one is not None and one.rules not in seen:
                 seen.add(one.rules)
                 yield one
 
-    def _with(self, steps: Steps) -> Explanation:
-        rules = reduce(lambda rules, step: step.change(rules), steps, self.own.rules)
+    def _with(self, steps: Steps) -> Explanation | None:
+        """The chip's rules after these steps, as far as they mean something; None where two exclude each other."""
+        steps = tuple(sorted({step for step in steps if step in self.claims}, key=self.alterations.index))
+        claimed = [item for step in steps for item in self.claims[step].items()]
+        if any(dict(claimed)[part] != value for part, value in claimed):
+            return None
+        # What is asked of promotion comes last: other accumulations have none of their own.
+        in_order = sorted(steps, key=lambda step: "promote_k" in self.claims[step])
+        rules = reduce(lambda rules, step: step.change(rules), in_order, self.own.rules)
+        parts = rules.parts() if len(steps) > 1 else {}
+        if any(parts[part] != value for part, value in claimed if parts):
+            return None
         return Explanation(steps=steps, rules=rules)
 
-    def _is_complete(self, tried: Explanation) -> bool:
-        return all(one.outputs_equal(tried.rules, self.memory) == one.size for one in self.probes)
+    def _is_complete(self, tried: Explanation, probes: Sequence[Observation] = ()) -> bool:
+        return all(one.outputs_equal(tried.rules, self.memory) == one.size for one in probes or self.probes)
 
     def _counted(self, tried: Explanation) -> Explanation:
         sizes = [one.size for one in self.probes]
