@@ -1,6 +1,7 @@
 """The tables of cases: that they hold what the suite claims to try."""
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
@@ -9,10 +10,22 @@ import pytest
 
 from f8emu.conformance import load_subject
 from f8emu.conformance.cases import tables as cases
-from f8emu.conformance.cases.distributions import CODES, VALUES, codes_of, draw, draw_codes, dtype_of
-from f8emu.conformance.cases.families import BLOCKS, DENSE, code_cases
-from f8emu.conformance.cases.gemm import Family, Mode
+from f8emu.conformance.cases.distributions import (
+    CODES,
+    VALUES,
+    codes_of,
+    draw,
+    draw_codes,
+    dtype_of,
+    grouped_case,
+    rng,
+    scaled_case,
+    tiled_sample,
+)
+from f8emu.conformance.cases.families import BLOCK_PAIRS, BLOCKS, DENSE, Pair, code_cases
+from f8emu.conformance.cases.gemm import Family, Mode, Sample
 from f8emu.conformance.cases.tables import gemm_cases, is_aligned
+from f8emu.conformance.compare import different
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.layers.layer import LayerMode, Place, describe_layer, place_of
 from f8emu.conformance.layers.layer_cases import layer_cases
@@ -107,7 +120,7 @@ def test_each_combination_meets_each_family() -> None:
     for case in (*gemm_cases(), *for_kernels):
         pair = case.granularity_a, case.granularity_b
         met.setdefault(case.family, set()).add((pair, case.a.dtype.name, case.b.dtype.name, case.use_fast_accum))
-    sizes = {Family.ROW, Family.ROWS, Family.COLUMNS, Family.TILES, Family.K, Family.TWO_SIZES}
+    sizes = {Family.ROW, Family.ROWS, Family.COLUMNS, Family.TILES, Family.K, Family.DECODE, Family.PREFILL}
     of_all = {*sizes, Family.EVERY_CODE, Family.SCALES, Family.ALIGNMENT, Family.STRIDES, Family.TURNS}
     dense, blocks = (
         {(one.granularities, one.formats[0].name, one.formats[1].name, one.use_fast_accum) for one in combinations}
@@ -187,8 +200,9 @@ def test_a_difference_of_a_layer_is_explained() -> None:
 
 
 def test_layers_are_those_of_llama() -> None:
-    table = list(cases.live_cases())
-    assert len(table) == 8 * 3 * 2 * 2
+    whole = list(cases.live_cases())
+    assert len({case.id for case in whole}) == len(whole)
+    table = whole[: 8 * 3 * 2 * 2]
     for case in table:
         assert case.sample is not None
         assert case.output_shape == (24, 24) == (len(case.sample.rows), len(case.sample.cols))
@@ -196,3 +210,32 @@ def test_layers_are_those_of_llama() -> None:
         assert cases.TOKENS in (case.sample.m, case.k)
     sizes = {tuple(sorted((c.sample.m, c.sample.n, c.k))) for c in table if c.sample}
     assert (4096, 8192, 14336) in sizes and (8192, 8192, 28672) in sizes
+    # Then decode steps, block scales and groups: of every tile of 128 a row and a column.
+    others = whole[len(table) :]
+    assert {case.mode for case in others} == {Mode.TENSORWISE, Mode.ROWWISE, Mode.BLOCKWISE, Mode.GROUPED_ROWWISE}
+    assert {pair for c in others if c.mode is Mode.BLOCKWISE for pair in [(c.granularity_a, c.granularity_b)]} == {
+        *BLOCK_PAIRS
+    }
+    for case in others:
+        assert case.sample is not None
+        ends = case.sample.ends or range(127, case.sample.m, 128)
+        assert len(set(np.searchsorted(ends, case.sample.rows))) >= len(set(ends)), case.id
+        assert len({column // 128 for column in case.sample.cols}) == -(-case.sample.n // 128)
+
+
+@pytest.mark.parametrize("pair", [*BLOCK_PAIRS, None])
+def test_a_sample_is_judged_as_the_whole(pair: Pair | None) -> None:
+    """Block scales, and groups: the outputs of the sample are those of the GEMM in which it is embedded."""
+    if pair is None:
+        ends, rows = (130, 130, 300), (0, 1, 129, 130, 200, 299)
+        case = grouped_case("sampled", (3, 3, 6), (40, 144), "bits", rng("sampled"))
+        sample = Sample(m=300, n=272, rows=rows, cols=tuple(range(0, 240, 6)), ends=ends)
+    else:
+        sample = tiled_sample(300, 272, rng("sampled"))
+        sizes = len(sample.rows), len(sample.cols), 272
+        case = scaled_case("sampled", pair, (E4M3FN, E4M3FN), sizes, "bits", sample=sample)
+    case = replace(case, sample=sample)
+    found = load_subject("f8ref.numpy").gemm(case)
+    whole = replace(load_subject("f8emu.native"), runs_full_size=True).gemm(case)
+    assert found.shape == (len(sample.rows), len(sample.cols)) and not different(whole, found).any()
+    assert np.isfinite(found.astype(np.float32)).any()

@@ -178,6 +178,20 @@ def drawn_sample(m: int, n: int, r: np.random.Generator) -> Sample:
     return Sample(m=m, n=n, rows=rows, cols=cols)
 
 
+def tiled_sample(m: int, n: int, r: np.random.Generator, **fields: Any) -> Sample:
+    """Rows and columns of every tile of 128, its first and its last among them; `fields` are those of a Sample."""
+
+    def places(size: int) -> tuple[int, ...]:
+        if size <= SAMPLED:
+            return tuple(range(size))
+        first = np.arange(0, size, _BLOCK)
+        last = np.minimum(first + _BLOCK, size) - 1
+        found = first, last, r.integers(first, last + 1), r.choice(size, SAMPLED, replace=False)
+        return tuple(np.unique(np.concatenate(found)).tolist())
+
+    return Sample(m=m, n=n, rows=places(m), cols=places(n), **fields)
+
+
 def scaled_case(
     name: str,
     pair: tuple[Granularity, Granularity],
@@ -187,21 +201,28 @@ def scaled_case(
     *,
     with_bias: bool = False,
     out_dtype: Format = FLOAT32,
+    sample: Sample | None = None,
     **fields: Any,
 ) -> GemmCase:
-    """A scaled GEMM with drawn codes and scales; `fields` are those of a GemmCase."""
+    """A scaled GEMM with drawn codes and scales; `fields` are those of a GemmCase.
+
+    `shape` is M, N, K; of a sampled one those of its sample, but for 128x128 scales, which are of the whole.
+    """
     m, n, k = shape
+    whole = (m, n) if sample is None else (sample.m, sample.n)
+    of_a, of_b = (whole[side] if pair[side] is Granularity.BLOCKWISE_128X128 else shape[side] for side in range(2))
     return GemmCase(
         id=name,
         mode=Mode.BLOCKWISE if pair[0].is_blockwise else Mode(pair[0].value),
         a=draw_codes(distribution, (m, k), formats[0], name + "a"),
         b=draw_codes(distribution, (n, k), formats[1], name + "b"),
-        scale_a=drawn_scales(pair[0], m, k, name, "a"),
-        scale_b=drawn_scales(pair[1], n, k, name, "b").T,
+        scale_a=drawn_scales(pair[0], of_a, k, name, "a"),
+        scale_b=drawn_scales(pair[1], of_b, k, name, "b").T,
         granularity_a=pair[0],
         granularity_b=pair[1],
         bias=draw("normal", (1, n), out_dtype, name)[0] if with_bias else None,
         out_dtype=out_dtype,
+        sample=sample,
         distribution=distribution,
         **fields,
     )

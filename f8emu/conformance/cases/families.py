@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from f8emu.conformance.cases.distributions import codes_of, dtype_of, rng, scaled_case
-from f8emu.conformance.cases.gemm import Family, GemmCase, Placement
+from f8emu.conformance.cases.distributions import SAMPLED, codes_of, dtype_of, rng, scaled_case, tiled_sample
+from f8emu.conformance.cases.gemm import Family, GemmCase, Memory, Placement
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HIGH_PRECISION, HOPPER, Format, Granularity
 
 Shape = tuple[int, int, int]  # M, N, K
@@ -61,11 +61,13 @@ ALL_MEET: dict[Family, tuple[Shape, ...]] = {
     Family.COLUMNS: ((5, 416, 48), (3, 8208, 16)),
     Family.TILES: ((272, 272, 16),),
     Family.K: ((16, 16, 16), (16, 16, 528), (16, 16, 8240)),
-    Family.TWO_SIZES: ((80, 80, 2064),),
+    Family.DECODE: (),
+    Family.PREFILL: ((80, 80, 2064),),
 }
 ROWS = (
-    *range(2, 18), 24, 31, 33, 40, 48, 63, 64, 65, 80, 100, 127, 128, 129, 160, 192, 224, 255, 256, 257, 384, 511, 512,
-    513, 700, 768, 1000, 1024, 1025, 1536, 2048, 2049, 3000, 4096, 4099, 8192, 8209, 16400,
+    0, *range(2, 18), 24, 31, 33, 40, 48, 63, 64, 65, 80, 96, 100, 127, 128, 129, 160, 192, 224, 255, 256, 257, 320,
+    384, 448, 511, 512, 513, 576, 640, 700, 768, 896, 1000, 1024, 1025, 1536, 2048, 2049, 3000, 4096, 4099, 8192, 8209,
+    16400,
 )  # fmt: skip
 COLUMNS = (
     1, 7, 17, 31, 32, 33, 63, 64, 65, 80, 96, 112, 127, 128, 129, 144, 160, 192, 224, 255, 256, 257, 272, 320, 384, 417,
@@ -75,19 +77,23 @@ LENGTHS = (
     1, 7, 17, 32, 33, 48, 64, 80, 96, 112, 128, 144, 160, 192, 240, 256, 272, 320, 384, 400, 512, 640, 768, 1024, 1040,
     1536, 2048, 2064, 3072, 4096, 4208, 6144, 8192, 12288, 16384, 16400, 32768,
 )  # fmt: skip
-# Shapes that tensorwise and rowwise scales, fast and promoted, meet, each with the next pair of formats
+# Shapes that tensorwise and rowwise scales, fast and promoted, meet, each with the next pair of formats; large ones are
+# met less often
 SOME_MEET: dict[Family, tuple[Shape, ...]] = {
     Family.ROW: ((1, 1, 16), (1, 16, 8240), (1, 528, 80), (1, 2064, 48), (1, 65, 33), (3, 48, 144), (5, 272, 528)),
-    Family.ROWS: (*((m, 48 if i % 2 else 16, 48) for i, m in enumerate(ROWS)), (65553, 16, 16), (1040, 16, 1040)),
+    Family.ROWS: (*((m, 48 if m % 2 else 16, 48) for m in ROWS), (65553, 16, 16), (1040, 16, 1040)),
     Family.COLUMNS: (*((33 if i % 2 else 5, n, 48) for i, n in enumerate(COLUMNS)), (3, 65552, 16), (16, 1040, 1040)),
     Family.TILES: (
         (64, 64, 64), (65, 129, 80), (129, 257, 80), (192, 320, 64), (256, 256, 128), (130, 144, 1040), (260, 272, 272),
-        (130, 144, 528), (131, 160, 272), (300, 416, 48), (513, 528, 32), (1040, 1056, 16),
+        (130, 144, 528), (131, 160, 272), (300, 416, 48), (513, 528, 32), (1040, 1056, 16), (129, 8576, 256),
     ),
     Family.K: tuple((16, 16, k) for k in (*LENGTHS, 65552)),
-    Family.TWO_SIZES: (
-        (2064, 2064, 16), (2064, 16, 2064), (16, 2064, 2064), (144, 144, 4112), (272, 272, 528), (1, 4112, 2064),
-        (528, 48, 1040), (48, 528, 1040), (1, 528, 8208), (4112, 80, 80),
+    Family.DECODE: (
+        (1, 4096, 4096), (16, 4096, 4096), (1, 528, 8208), (48, 528, 1040),
+    ),
+    Family.PREFILL: (
+        (512, 1024, 1024), (2064, 2064, 16), (2064, 16, 2064), (144, 144, 4112), (272, 272, 528), (528, 48, 1040),
+        (4112, 80, 80),
     ),
 }  # fmt: skip
 # Shapes that every pair of block scales meets
@@ -97,8 +103,13 @@ BLOCK_SHAPES: dict[Family, tuple[Shape, ...]] = {
     Family.COLUMNS: tuple((5, n, 128) for n in (1, 17, 129, 255, 257, 417, 1040, 4112)),
     Family.TILES: ((129, 257, 144), (300, 416, 256)),
     Family.K: tuple((16, 16, k) for k in (16, 128, 144, 255, 384, 640, 1040, 2048, 4096, 8320, 16384)),
-    Family.TWO_SIZES: ((144, 144, 2064), (1, 1040, 1040), (1040, 272, 128)),
+    Family.DECODE: ((1, 1040, 1040), (16, 2048, 1152)),
+    Family.PREFILL: ((144, 144, 2064), (1040, 272, 128), (512, 256, 512), (1152, 16, 1152)),
 }
+# Products above which outputs are judged on samples, a shape is met with fewer options, and by one GEMM alone
+SAMPLED_ABOVE, FEW_ABOVE, ONE_ABOVE = 1 << 23, 1 << 24, 1 << 25
+# K that a library may split: such a GEMM is asked twice, and both outputs must be those of one S
+ASKED_TWICE = 1024
 
 # Values
 
@@ -179,10 +190,22 @@ def size_cases(combinations: Iterable[Combination], most: float = math.inf) -> I
         types = HIGH_PRECISION if family in (Family.ROW, Family.TILES) else (None,)
         plan = [*product(ALL_MEET[family], dense, types), *product(BLOCK_SHAPES[family], blocks, (None,))]
         for turn, shape in enumerate(SOME_MEET[family]):
-            plan += [(shape, group[(turn + i) % len(group)], None) for i, group in enumerate(groups)]
+            if math.prod(shape) > ONE_ABOVE:
+                first = turn % max(len(groups), 1)
+                plan += [(shape, one, BFLOAT16) for one in (*dense[first:], *dense[:first])]
+                continue
+            met = [(shape, group[(turn + i) % len(group)], None) for i, group in enumerate(groups)]
+            plan += met[turn % 2 :: 2] if math.prod(shape) > FEW_ABOVE else met
         for number, (shape, combination, out_dtype) in enumerate(plan):
-            if math.prod(shape) <= most:
-                yield _drawn(family, number, combination, shape, out_dtype=out_dtype)
+            if (size := math.prod(shape)) > most:
+                continue
+            case = _drawn(family, number, combination, shape, out_dtype=out_dtype)
+            if size > ONE_ABOVE:
+                case = replace(case, bias=None, one_of=f"{family.value} {shape}")
+            elif size <= FEW_ABOVE and shape[2] >= ASKED_TWICE:
+                small = _drawn(family, f"{number} between", combination, (32, 16, 128), out_dtype=case.out_dtype)
+                case = replace(case, between=(replace(small, bias=None),))
+            yield case
 
 
 def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
@@ -198,6 +221,13 @@ def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
         zeros = _drawn(Family.EVERY_CODE, f"{number} zeros", combination, (80, 144, k), out_dtype=BFLOAT16)
         codes_of(zeros.a if number % 2 else zeros.b)[:] = 0x80
         yield zeros.scaled(-1 if number % 3 else 1)
+        # 128 of K, and so whole steps, are zeros on one side, with NaN on the other.
+        for side in "ab":
+            case = _drawn(Family.EVERY_CODE, f"{number} idle {side}", combination, (16, 48, 384), out_dtype=FLOAT32)
+            one, other = (case.a, case.b) if side == "a" else (case.b, case.a)
+            codes_of(one)[:, 128:256] = 0
+            other[::3, 200] = np.nan
+            yield case
     corners = list(product((0, -1), repeat=2))
     by_formats = {one.formats: [c for c in combinations if c.formats == one.formats] for one in combinations}
     for formats, ones in by_formats.items():
@@ -213,22 +243,46 @@ def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
 
 
 PADDED_SHAPES: tuple[Shape, ...] = ((48, 80, 144), (144, 272, 48), (1, 48, 144), (5, 80, 528), (272, 48, 48))
-PADDINGS = ((16, 0), (0, 16), (112, 48))
+PADDINGS = ((16, 0), (0, 1040), (1040, 48))  # the longest is that of a slice of several matrices in one
 OFFSETS = (16, 32, 64, 128)
+# Scales and a bias begin at any element.
+ELEMENT_OFFSETS = (
+    Placement(offset_scale_a=4), Placement(offset_scale_b=4), Placement(offset_bias=2),
+    Placement(offset_scale_a=8, offset_scale_b=8, offset_bias=8),
+)  # fmt: skip
 
 
 def memory_cases(combinations: Iterable[Combination], *, padded_a: bool, padded_b: bool) -> Iterator[GemmCase]:
-    """Rows that are apart, in the operands that may be so, and operands that begin between boundaries."""
+    """Rows that are apart, in the operands that may be so; what begins between boundaries; an array in two roles."""
     combinations = tuple(combinations)
     table = product(PADDED_SHAPES, combinations, PADDINGS)
     for number, (shape, combination, (padding_a, padding_b)) in enumerate(table):
         placement = Placement(padding_a=padding_a * padded_a, padding_b=padding_b * padded_b)
         if placement != Placement():
             yield _drawn(Family.STRIDES, number, combination, shape, placement=placement)
-    placements = [Placement(**{f"offset_{side}": n for side in sides}) for n in OFFSETS for sides in ("a", "b", "ab")]
-    for number, (placement, combination) in enumerate(product(placements, combinations)):
+    offsets = [(n * ("a" in sides), n * ("b" in sides)) for n in OFFSETS for sides in ("a", "b", "ab")]
+    placements = [Placement(offset_a=of_a, offset_b=of_b) for of_a, of_b in offsets]
+    for number, (placement, combination) in enumerate(product((*placements, *ELEMENT_OFFSETS), combinations)):
         shape = (144, 272, 48) if number % 5 == 0 else (48, 80, 144)
-        yield _drawn(Family.ALIGNMENT, number, combination, shape, placement=placement)
+        with_bias = not combination.is_blockwise if placement.offset_bias else None
+        out_dtype = BFLOAT16 if with_bias else None
+        yield _drawn(
+            Family.ALIGNMENT,
+            number,
+            combination,
+            shape,
+            out_dtype=out_dtype,
+            with_bias=with_bias,
+            placement=placement,
+        )
+    for number, (combination, shape) in enumerate(product(combinations, ((48, 48, 144), (144, 144, 272)))):
+        turned = _drawn(Family.STRIDES, f"turned {number}", combination, (1, 80, shape[2]))
+        yield replace(turned, placement=Placement(is_turned=True))
+        if combination.formats[0] == combination.formats[1]:
+            case = _drawn(Family.ALIASES, number, combination, shape, placement=Placement(is_shared=True))
+            of_both = case.granularity_a is case.granularity_b
+            scale_b = case.scale_a.T.copy() if of_both and case.scale_a is not None else case.scale_b
+            yield replace(case, b=case.a.copy(), scale_b=scale_b)
 
 
 def large_value_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
@@ -242,7 +296,10 @@ def large_value_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]
 
 
 def turn_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
-    """A GEMM, others, and the first again: other codes, other scales and another bias, another size, and many."""
+    """A GEMM, others, and the first again: other codes, other scales and another bias, another size, and many.
+
+    And in the same memory, changed in place: other codes and scales, other scales.
+    """
     for number, (combination, kind) in enumerate(product(combinations, range(4))):
         with_bias = not combination.is_blockwise
         out_dtype = (BFLOAT16, FLOAT16)[number % 2]
@@ -252,6 +309,10 @@ def turn_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
         )
         scaled = replace(case, id=f"{case.id} scaled", scale_a=other.scale_a, scale_b=other.scale_b, bias=other.bias)
         yield replace(case, between=((other,), (scaled,), (larger,), 3 * (other, scaled, larger))[kind])
+        if kind < 2:
+            for memory in (Memory.OBJECTS, Memory.ADDRESSES):
+                again, changed = (replace(one, memory=memory) for one in (case, (other, scaled)[kind]))
+                yield replace(again, id=f"{case.id} in {memory.value}", between=(changed,))
 
 
 def _drawn(
@@ -280,6 +341,10 @@ def _drawn(
     else:
         next_bias = bool(r.integers(2))
     has_any = out_dtype != FLOAT32 and not pair[0].is_blockwise  # the library has no bias otherwise
+    sample = None
+    if math.prod(shape) > SAMPLED_ABOVE and max(shape[:2]) > SAMPLED:
+        sample = tiled_sample(*shape[:2], r, is_run=True)
+        shape = len(sample.rows), len(sample.cols), shape[2]
     case = scaled_case(
         name,
         pair,
@@ -288,6 +353,7 @@ def _drawn(
         "bits",
         with_bias=has_any and next_bias if with_bias is None else with_bias,
         out_dtype=out_dtype,
+        sample=sample,
         use_fast_accum=fast,
     )
     if zeros:

@@ -1,7 +1,7 @@
 """One GEMM as data, and how it is put to a subject by the verbs of f8emu."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -10,6 +10,9 @@ import numpy as np
 
 from f8emu.spec import BFLOAT16, Format, Granularity
 from f8emu.spec.gemm_call import GroupKind, Shaped, group_parts, scaled_grouped_mm_call
+
+_SQUARE = Granularity.BLOCKWISE_128X128
+_SIDE = 128
 
 Verbs = Mapping[str, Callable[..., Any]]  # verb -> function that takes and gives numpy arrays of ml_dtypes
 
@@ -38,14 +41,17 @@ class Family(Enum):
     COLUMNS = "numbers of columns"
     TILES = "tiles of rows and columns"
     K = "lengths of K"
-    TWO_SIZES = "two large sizes"
+    DECODE = "few rows of a layer"
+    PREFILL = "many rows of a layer"
     EVERY_CODE = "every product of two codes"
     SCALES = "values of scales"
     BIAS = "values of the bias"
     STRIDES = "padded strides"
     ALIGNMENT = "alignment of pointers"
+    ALIASES = "one array in two roles"
     TURNS = "calls in turn"
     GROUPS = "sizes of groups"
+    BEHIND = "rows behind the last group"
     PROBES = "probes of the diagnosis"
     LAYERS = "layers of models"
     RECORDED = "recorded"
@@ -59,6 +65,10 @@ class Sample:
     n: int
     rows: tuple[int, ...]
     cols: tuple[int, ...]
+    ends: tuple[int, ...] = ()
+    """Of groups of rows: where they end in the whole GEMM."""
+    is_run: bool = False
+    """True: a kernel runs the whole GEMM wherever it runs; False: on a GPU alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +79,27 @@ class Placement:
     padding_b: int = 0
     offset_a: int = 0  # bytes from a boundary of 256 to the first element
     offset_b: int = 0
+    offset_scale_a: int = 0
+    offset_scale_b: int = 0
+    offset_bias: int = 0
+    is_turned: bool = False  # a is one row, a column of its memory: the stride of the row is 1, not K
+    is_shared: bool = False  # a and b are one array where they are equal, and so are their scales
 
     @property
     def text(self) -> str:
-        paddings, offsets = (("a", self.padding_a), ("b", self.padding_b)), (("a", self.offset_a), ("b", self.offset_b))
-        words = [f"{name}'s rows {n} elements apart" for name, n in paddings if n]
-        return ", ".join(words + [f"{name} {n} bytes from a boundary" for name, n in offsets if n])
+        sides = "a", "b", "scale_a", "scale_b", "bias"
+        words = [f"{side}'s rows {n} elements apart" for side in sides[:2] if (n := getattr(self, f"padding_{side}"))]
+        words += [f"{side} {n} bytes from a boundary" for side in sides if (n := getattr(self, f"offset_{side}"))]
+        words += ["a row whose stride is 1"] * self.is_turned + ["one array in two roles"] * self.is_shared
+        return ", ".join(words)
+
+
+class Memory(Enum):
+    """The arrays of a call that follows another."""
+
+    NEW = "arrays of its own"
+    OBJECTS = "those of the call before, changed in place"
+    ADDRESSES = "new arrays in the memory of those of the call before"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,6 +133,10 @@ class GemmCase:
     """Where operands must lie, for a subject that is called with memory of its own."""
     between: "tuple[GemmCase, ...]" = ()
     """GEMMs to run next, followed by this one again. All outputs are read after the last call."""
+    memory: Memory = Memory.NEW
+    """Which arrays a kernel gets, if another of its calls came before."""
+    one_of: str = ""
+    """Of the GEMMs of one such word a kernel is asked the first that it does not refuse, and no other."""
 
     @property
     def k(self) -> int:
@@ -150,6 +179,9 @@ class GemmCase:
 
     def run(self, verbs: Verbs) -> np.ndarray:
         """The output that a verb gives. Where operands lie is nothing to a verb."""
+        if self.sample is not None and _SQUARE in (self.granularity_a, self.granularity_b):
+            along = int(self.granularity_b is _SQUARE)
+            return np.concatenate([block.run(verbs) for block in self._blocks()], axis=along)
         operands, options = (self.a, self.b.swapaxes(-1, -2)), dict[str, Any](out_dtype=self.out_dtype)
         if self.mode is Mode.BF16:
             return verbs[self.verb](*operands, **options, split_k=self.split_k)
@@ -159,6 +191,21 @@ class GemmCase:
             return out.reshape(-1, out.shape[-1]) if self.leading and out.ndim == 3 else out
         options |= {name: getattr(self, name) for name in ("granularity_a", "granularity_b", "bias", "split_k")}
         return verbs[self.verb](*operands, self.scale_a, self.scale_b, **options)
+
+    def _blocks(self) -> "Iterator[GemmCase]":
+        # Of a sample the rows of a, or of b, that share 128x128 scales.
+        sample, scale_a, scale_b = self.sample, self.scale_a, self.scale_b
+        assert sample is not None and scale_a is not None and scale_b is not None
+        is_b = self.granularity_b is _SQUARE
+        blocks = np.array(sample.cols if is_b else sample.rows) // _SIDE
+        for block in np.unique(blocks):
+            mine, one = blocks == block, slice(block, block + 1)
+            own = (
+                {"b": self.b[mine], "scale_b": scale_b[:, one]}
+                if is_b
+                else {"a": self.a[mine], "scale_a": scale_a[one]}
+            )
+            yield replace(self, **own, sample=None)
 
     def scaled(self, a: Any = 1, b: Any = 1) -> "GemmCase":
         """This GEMM with its scales times these float32 factors."""
@@ -209,21 +256,29 @@ class GemmCase:
         """This GEMM inside a larger one: its rows and columns at the places of `sample`, arbitrary codes elsewhere.
 
         An output of a GEMM depends on its own row and column alone, so the larger GEMM contains this one's outputs.
-        In blockwise and grouped GEMMs neighbours matter, so those are not embedded.
+        128x128 scales are those of the larger one already. Of groups, those of rows alone can be embedded.
         """
-        assert self.mode in (Mode.TENSORWISE, Mode.ROWWISE, Mode.BF16)
         # Elsewhere scales are one and biases zero: noise among the codes is enough to show where it must not.
         rows, cols = list(sample.rows), list(sample.cols)
-        whole: dict[str, np.ndarray] = {
+        whole: dict[str, Any] = {
             "a": _scatter(self.a, _noise((sample.m, self.k), self.a.dtype), rows),
-            "b": _scatter(self.b, _noise((sample.n, self.k), self.b.dtype), cols),
+            "b": _scatter(self.b, _noise((*self.b.shape[:-2], sample.n, self.k), self.b.dtype), cols),
         }
-        if self.mode is Mode.ROWWISE:
-            assert self.scale_a is not None and self.scale_b is not None
-            whole["scale_a"] = _scatter(self.scale_a, np.ones((sample.m, 1), np.float32), rows)
-            whole["scale_b"] = _scatter(self.scale_b.T, np.ones((sample.n, 1), np.float32), cols).T
+        if self.scale_a is not None and self.scale_b is not None:
+            if self.mode is Mode.ROWWISE:
+                whole["scale_a"] = _scatter(self.scale_a, np.ones((sample.m, 1), np.float32), rows)
+                whole["scale_b"] = _scatter(self.scale_b.T, np.ones((sample.n, 1), np.float32), cols).T
+            elif self.mode is Mode.BLOCKWISE:
+                whole["scale_a"] = _of_whole(self.scale_a, self.granularity_a, sample.m, rows)
+                whole["scale_b"] = _of_whole(self.scale_b.T, self.granularity_b, sample.n, cols).T
+            elif self.mode is Mode.GROUPED_ROWWISE:
+                whole["scale_a"] = np.ones(sample.m, np.float32)
+                whole["scale_b"] = np.ones((len(self.b), sample.n), np.float32)
+                whole["scale_a"][rows], whole["scale_b"][:, cols] = self.scale_a, self.scale_b
+                whole["offs"] = np.array(sample.ends, np.int32)
         if self.bias is not None:
-            whole["bias"] = _scatter(self.bias, np.zeros(sample.n, self.bias.dtype), cols)
+            whole["bias"] = np.zeros(sample.n, self.bias.dtype)
+            whole["bias"][cols] = self.bias
         return replace(self, **whole, sample=None)
 
     def padded(self, multiple: int) -> tuple["GemmCase", Sample]:
@@ -234,15 +289,27 @@ class GemmCase:
         return (self if (up_m, up_n) == (m, n) else self.embedded(sample)), sample
 
 
+_FINITE = np.uint8(0xFB)  # without a bit that every code of infinity and NaN has, in both formats
 _NOISE_PERIOD = 999_983  # a prime, so that rows differ: fresh noise for a layer of 70B would take longer than its GEMM
 
 
 def _scatter(part: np.ndarray, whole: np.ndarray, places: list[int]) -> np.ndarray:
-    whole[places] = part
+    whole[..., places, :] = part
     return whole
 
 
-def _noise(shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-    """Arbitrary bit patterns: whatever stands beside a sample must not reach it."""
+def _of_whole(scale: np.ndarray, granularity: Granularity, rows: int, places: list[int]) -> np.ndarray:
+    # Rows beside a sample have the scales of the first sampled one in their block of 128: they may be one scale.
+    if granularity is _SQUARE:
+        return scale
+    blocks, first = np.unique(np.array(places) // _SIDE, return_index=True)
+    assert len(blocks) == -(-rows // _SIDE), "every block has a sampled row"
+    return _scatter(scale, np.repeat(scale[first], _SIDE, axis=0)[:rows], places)
+
+
+def _noise(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Arbitrary bit patterns: whatever stands beside a sample must not reach it. Those of 8 bits are finite."""
     period = np.frombuffer(np.random.default_rng(0).bytes(_NOISE_PERIOD), np.uint8)
-    return np.resize(period, shape[0] * shape[1] * dtype.itemsize).view(dtype).reshape(shape)
+    if dtype.itemsize == 1:  # emulations take longer for NaN
+        period = period & _FINITE
+    return np.resize(period, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)

@@ -4,8 +4,10 @@ Every table is seeded: the same inputs on every machine. No expected value is he
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from f8emu.conformance.cases.distributions import (
     grouped_case,
     rng,
     scaled_case,
+    tiled_sample,
 )
 from f8emu.conformance.cases.families import BLOCK_PAIRS, VALUE_SHAPES, Pair, value_cases
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode
@@ -175,10 +178,27 @@ LAYERS: dict[str, tuple[int, int]] = {
 }
 
 
+# Tokens of a decode step
+DECODED_TOKENS = (1, 16, 64)
+# M, N, K of block scales: training, prefill and decode of DeepSeek-V3's layers
+BLOCK_LAYERS: tuple[tuple[int, int, int], ...] = (
+    (4096, 7168, 2048),
+    (8192, 2048, 7168),
+    (64, 4096, 7168),
+    (4, 16384, 2048),
+)
+# Where groups of tokens end, N and K of mixtures of experts: few experts, 64, 256, and a decode step
+EXPERTS: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = (
+    (tuple(range(1024, 8193, 1024)), (4096, 4096)), (tuple(range(128, 8193, 128)), (1536, 2048)),
+    (tuple(range(32, 8193, 32)), (256, 2048)), ((1, 1, 3, 8, 9, 9, 14, 16), (4096, 2048)),
+)  # fmt: skip
+
+
 def live_cases() -> Iterator[GemmCase]:
     """The three GEMMs of every layer for 8192 tokens, tensorwise and rowwise, in both chainings, sampled.
 
-    Formats are those of the recipes: gradients float8_e5m2 tensorwise, float8_e4m3fn rowwise.
+    Formats are those of the recipes: gradients float8_e5m2 tensorwise, float8_e4m3fn rowwise. Then decode steps, block
+    scales and groups, of which every tile of 128 is sampled.
     """
     for layer, (k, n) in LAYERS.items():
         gemms = {"output": (TOKENS, n, k), "grad_input": (TOKENS, k, n), "grad_weight": (n, k, TOKENS)}
@@ -197,6 +217,42 @@ def live_cases() -> Iterator[GemmCase]:
                 sample=drawn_sample(*shape[:2], rng("sample", name)),
                 family=Family.LAYERS,
             )
+
+    yield from _live_decode()
+    yield from _live_blocks()
+    yield from _live_groups()
+
+
+def _live_decode() -> Iterator[GemmCase]:
+    granularities = Granularity.TENSORWISE, Granularity.ROWWISE
+    for number, (m, (layer, (k, n))) in enumerate(product(DECODED_TOKENS, LAYERS.items())):
+        granularity = granularities[(number + m) % 2]
+        name = f"{layer} decode {m}x{n}x{k} {granularity.value}"
+        yield _live(name, (granularity, granularity), (m, n, k), out_dtype=BFLOAT16, use_fast_accum=number % 4 < 2)
+
+
+def _live_blocks() -> Iterator[GemmCase]:
+    for pair, shape in product(BLOCK_PAIRS, BLOCK_LAYERS):
+        name = f"{pair[0].value} x {pair[1].value} {'x'.join(map(str, shape))}"
+        yield _live(name, pair, shape, out_dtype=BFLOAT16)
+
+
+def _live(name: str, pair: Pair, shape: tuple[int, int, int], **fields: Any) -> GemmCase:
+    sample = tiled_sample(*shape[:2], rng("sample", name))
+    sizes = len(sample.rows), len(sample.cols), shape[2]
+    return scaled_case(name, pair, (E4M3FN, E4M3FN), sizes, "normal", sample=sample, family=Family.LAYERS, **fields)
+
+
+def _live_groups() -> Iterator[GemmCase]:
+    # Of each group its first rows and its last.
+    for ends, (n, k) in EXPERTS:
+        name = f"{len(ends)} experts {ends[-1]}x{n}x{k}"
+        starts = np.array([0, *ends[:-1]])
+        rows = np.unique(np.concatenate([np.repeat(starts, np.diff(ends, prepend=0) > 0), np.array(ends) - 1]))
+        sample = replace(tiled_sample(ends[-1], n, rng("sample", name)), rows=tuple(rows.tolist()), ends=ends)
+        within = tuple(np.searchsorted(rows, ends).tolist())
+        case = grouped_case(name, within, (len(sample.cols), k), "normal", rng(name), out_dtype=BFLOAT16)
+        yield replace(case, sample=sample, family=Family.LAYERS)
 
 
 CODE_DISTRIBUTIONS = ("bits", "normal", "same", "cancellation", "subnormals", "specials")

@@ -10,7 +10,7 @@ import numpy as np
 
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.cases.distributions import dtype_of
-from f8emu.conformance.cases.gemm import GemmCase, Mode, NotOffered, Placement
+from f8emu.conformance.cases.gemm import GemmCase, Memory, Mode, NotOffered, Placement
 from f8emu.conformance.compare import text_of
 from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written, unwritten
 from f8emu.conformance.kernels.imported import function_of
@@ -48,7 +48,7 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
     if case.bias is not None and not kernel.takes_bias:
         case, changes = replace(case, bias=None), [*changes, "no bias"]
     if case.scale_a is not None and _needs_squares(kernel, (case.granularity_a, case.granularity_b)):
-        case = replace(case, scale_a=_repeated(case.scale_a[::_SIDE], case.a.shape[0]))
+        case = replace(case, scale_a=case.scale_a[_first_of_block(case)])
         changes.append("a's scales in squares")
     has_inverse = any(layout.is_inverse for pair in kernel.scales.values() for layout in pair)
     if has_inverse and case.scale_a is not None and case.scale_b is not None:
@@ -77,7 +77,10 @@ def calls_of(kernel: Kernel, framework: Framework) -> Calls:
         return absent(str(reason))
 
     def calls(cases: Sequence[GemmCase]) -> tuple[np.ndarray, ...]:
-        begun = [called.begun(case) for case in cases]
+        begun, inputs = list[_Output](), _Inputs()
+        for case in cases:
+            output, inputs = called.begun(case, {} if case.memory is Memory.NEW else inputs)
+            begun.append(output)
         return tuple(output() for output in begun)
 
     return calls
@@ -94,6 +97,7 @@ def _refused(reason: str, cases: Sequence[GemmCase]) -> tuple[np.ndarray, ...]:
 
 # Looks at what a call returned, and at what it did beside: the output, or an exception.
 _Output = Callable[[], np.ndarray]
+_Inputs = dict[Arg, Guarded]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +108,8 @@ class _Called:
     framework: Framework
     function: Callable[..., Any]
 
-    def begun(self, case: GemmCase) -> _Output:
-        """Calls the kernel, and does not look at what it returned."""
+    def begun(self, case: GemmCase, before: _Inputs) -> tuple[_Output, _Inputs]:
+        """Calls the kernel, and does not look at what it returned; `before` are arrays that it is given again."""
         # 1. What the kernel does not declare is not offered.
         for reason in self._refusals(case):
             raise NotOffered(reason)
@@ -118,7 +122,8 @@ class _Called:
         values = self._values(case, m, up_n, k)
         # 3. The call, and later a look at what it returned.
         try:
-            output = self._output_of(values, (*case.leading, m, up_n), dtype_of(case.out_dtype))
+            inputs = self._inputs(case, values, before)
+            output = self._output_of(case, values, inputs, (*case.leading, m, up_n))
         except (NotOffered, KernelFault):
             raise
         except Exception as refusal:  # what no declaration says of memory a kernel may refuse, aloud
@@ -129,7 +134,7 @@ class _Called:
             if case.placement is None or not is_of_layout:
                 raise
             raise NotOffered(f"{name} refuses {case.placement.text}: {refusal}") from None
-        return lambda: output().reshape(-1, up_n)[:rows, :n]
+        return lambda: output().reshape(-1, up_n)[:rows, :n], inputs
 
     def _refusals(self, case: GemmCase) -> Iterator[str]:
         # Why the kernel does not have such a GEMM, by its declaration.
@@ -160,12 +165,14 @@ class _Called:
         kernel, at, offs = self.kernel, case.placement or Placement(), case.offs
         pair, scale_a, scale_b = self._scales(case, m, n, k)
         a, b = laid_operand(case.a, (m, k), kernel.a), laid_operand(case.b, (n, k), kernel.b)
+        if at.is_turned and m == 1:
+            a = a._replace(column_major=not a.column_major)
         values: dict[Arg, Any] = {
             Arg.A: a._replace(padding=at.padding_a, offset=at.offset_a),
             Arg.B: b._replace(padding=at.padding_b, offset=at.offset_b),
-            Arg.SCALE_A: scale_a,
-            Arg.SCALE_B: scale_b,
-            Arg.BIAS: None if case.bias is None else Laid(_wider(case.bias, n, 0)),
+            Arg.SCALE_A: scale_a._replace(offset=at.offset_scale_a) if isinstance(scale_a, Laid) else scale_a,
+            Arg.SCALE_B: scale_b._replace(offset=at.offset_scale_b) if isinstance(scale_b, Laid) else scale_b,
+            Arg.BIAS: None if case.bias is None else Laid(_wider(case.bias, n, 0), offset=at.offset_bias),
             Arg.GRANULARITY_A: kernel.granularity_word(pair[0]),
             Arg.GRANULARITY_B: kernel.granularity_word(pair[1]),
             Arg.OUT_DTYPE: self.framework.dtype(case.out_dtype),
@@ -203,15 +210,29 @@ class _Called:
         scale_a, scale_b = np.atleast_2d(scale_a), np.atleast_2d(scale_b.T)
         return pair, laid_scale(scale_a, pair[0], (m, k), of_a), laid_scale(scale_b, pair[1], (n, k), of_b)
 
-    def _output_of(self, values: dict[Arg, Any], shape: tuple[int, ...], dtype: np.dtype) -> _Output:
+    def _inputs(self, case: GemmCase, values: dict[Arg, Any], before: _Inputs) -> _Inputs:
+        # The arrays between guard zones: new ones, or those of the call before with other contents.
+        found = _Inputs()
+        for arg, laid in values.items():
+            if isinstance(laid, Laid) and arg in self.kernel.args:
+                known = before.get(arg)
+                if known is None or not known.refill(laid.array, in_new_array=case.memory is Memory.ADDRESSES):
+                    known = Guarded(self.framework, f"the input {arg.value}", laid)
+                found[arg] = known
+        return found
+
+    def _output_of(self, case: GemmCase, values: dict[Arg, Any], inputs: _Inputs, shape: tuple[int, ...]) -> _Output:
         # Calls the kernel; its output is [M, N] with the padding, of groups [G, M, N] too.
-        framework, kernel = self.framework, self.kernel
-        inputs = {
-            arg: Guarded(framework, f"the input {arg.value}", laid)
-            for arg, laid in values.items()
-            if isinstance(laid, Laid) and arg in kernel.args
-        }
+        framework, kernel, dtype = self.framework, self.kernel, dtype_of(case.out_dtype)
         given, out = {**values, **{arg: guarded.array for arg, guarded in inputs.items()}}, list[Guarded]()
+        if case.placement is not None and case.placement.is_shared:
+            for one, other in ((Arg.A, Arg.B), (Arg.SCALE_A, Arg.SCALE_B)):
+                if {one, other} <= inputs.keys() and (both := inputs[one].shared(values[other])) is not None:
+                    given[other] = both
+        # Rows behind the last group are zeros, or nobody's.
+        end = shape[-2]
+        if kernel.leaves_rows_behind and case.group_kind is GroupKind.ROWS and case.offs is not None:
+            end = int(case.offs[-1])
         if Arg.OUT in kernel.args:
             out = [Guarded(framework, "the output", Laid(unwritten(shape, dtype), kernel.out_column_major))]
             given[Arg.OUT] = out[0].array
@@ -233,8 +254,8 @@ class _Called:
             if computed.shape != shape:  # before the padding is cut off, which would hide it
                 raise TypeError(f"gave an output of shape {list(computed.shape)}, expected {list(shape)}")
             if out:
-                check_written(computed)
-            return computed
+                check_written(computed[..., :end, :])
+            return computed if end == shape[-2] else np.pad(computed[:end], ((0, shape[-2] - end), (0, 0)))
 
         return output
 
@@ -256,6 +277,13 @@ def _wider(x: np.ndarray, columns: int, value: int) -> np.ndarray:
 def _needs_squares(kernel: Kernel, pair: _Pair) -> bool:
     # A kernel of 128x128 by 128x128 scales is asked with 1x128 by 128x128 ones whose rows repeat.
     return pair == (_VECTOR, _SQUARE) and pair not in kernel.scales and (_SQUARE, _SQUARE) in kernel.scales
+
+
+def _first_of_block(case: GemmCase) -> np.ndarray:
+    # For each row of a the first of its block of 128; of a sample the first that is sampled.
+    rows = np.arange(case.a.shape[0]) if case.sample is None else np.array(case.sample.rows)
+    _, first, block = np.unique(rows // _SIDE, return_index=True, return_inverse=True)
+    return first[block]
 
 
 def _repeated(squares: np.ndarray, rows: int) -> np.ndarray:

@@ -75,6 +75,7 @@ class Guarded:
         contents, column_major, padding, offset = laid
         lying = np.array(contents.swapaxes(-1, -2) if column_major else contents, order="C")
         self._framework, self._name, self._contents, self._memory = framework, name, contents, None
+        self._column_major = column_major
         if framework.name == "jax":
             self.array = framework.load(lying.swapaxes(-1, -2) if column_major else lying)
             return
@@ -97,6 +98,29 @@ class Guarded:
         self._inside[begin : begin + rows * pitch].reshape(rows, pitch)[:, :columns] = True
         self._begin, self._end = begin, begin + rows * pitch - padding
         self.array = inside.swapaxes(-1, -2) if column_major else inside
+
+    def refill(self, contents: np.ndarray, *, in_new_array: bool) -> bool:
+        """Other contents in this memory, through this array or a new one, if they fit; raises as the checks."""
+        before = self._contents
+        if self._memory is None or (before.shape, before.dtype) != (contents.shape, contents.dtype):
+            return False
+        self.check_guards()
+        self.check_unchanged()
+        self._contents = contents
+        self.array[...] = self._framework.load(np.array(contents, order="C"))
+        if in_new_array:
+            self.array = self.array[...]
+        return True
+
+    def shared(self, laid: Laid) -> Any:
+        """This array, or its transpose, where it is also `laid`; None where it is not."""
+        found, lies_alike = self._contents, laid.column_major is self._column_major
+        is_vector = 1 in found.shape or found.ndim < 2
+        if (is_vector or lies_alike) and _are_equal(found, laid.array):
+            return self.array
+        if found.ndim > 1 and (is_vector or not lies_alike) and _are_equal(found.swapaxes(-1, -2), laid.array):
+            return self.array.swapaxes(-1, -2)
+        return None
 
     def check_guards(self) -> None:
         """Raises WroteOutOfBounds where a guard zone was changed."""
@@ -126,6 +150,10 @@ class Guarded:
                 f"{len(changed)} elements of {self._name} were changed, the first at {changed[0].tolist()}: "
                 f"{hexadecimal(before[index])} became {hexadecimal(after[index])}; inputs are read only"
             )
+
+
+def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.dtype == other.dtype and np.array_equal(bits(one), bits(other))
 
 
 def unwritten(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

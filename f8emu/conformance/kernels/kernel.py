@@ -150,10 +150,13 @@ class Kernel:
     accumulation: Accumulation = Accumulation.PROMOTED
     """The accumulation, if no argument selects it."""
     granularity_word: Callable[[Granularity], Any] = attrgetter("value")
-    multiples: tuple[int, int, int] = (16, 16, 16)
-    """Multiples of M, N and K. Smaller cases are padded with zeros, which change no other output."""
-    block_multiples: tuple[int, int, int] = (16, 16, 128)
+    multiples: tuple[int, int, int] = (1, 16, 16)
+    """Multiples of M, N and K. Smaller cases are padded with zeros, which change no other output: where that of M is
+    more than 1 the kernel is never called with one row."""
+    block_multiples: tuple[int, int, int] = (1, 16, 128)
     """Multiples of M, N and K with block scales."""
+    leaves_rows_behind: bool = False
+    """Whether a grouped kernel may leave the rows behind the last group as they are; otherwise they must be zeros."""
     arrays: str | None = None
     """torch, numpy or jax; None leaves it to the command line."""
     imports: tuple[str, ...] = ()

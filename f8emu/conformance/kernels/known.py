@@ -71,6 +71,7 @@ _FUNCTIONAL: _Options = {
 _LIBRARY_GROUPS: _Options = {
     "b": K_BY_ROWS,
     "group_multiples": {GroupKind.ROWS: 1, GroupKind.COLUMNS: 16, GroupKind.INNER: 16, GroupKind.BATCH: 1},
+    "leaves_rows_behind": True,
 }
 _TORCHAO: _Options = {
     "imports": ("torchao.prototype.blockwise_fp8_training.kernels",),
@@ -101,15 +102,13 @@ _GROUPS = "f8emu.conformance.kernels.deepgemm_groups"
 def _deepgemm_groups(function: str, of_library: str, **options: Any) -> _Options:
     # What the installed version lacks is not offered.
     imports = (f"deep_gemm:{of_library}",)
-    return (
-        _DEEPGEMM | {"function": f"{_GROUPS}:{function}", "imports": imports, "block_multiples": (128,) * 3} | options
-    )
+    taken: _Options = {"function": f"{_GROUPS}:{function}", "imports": imports, "block_multiples": (128, 128, 128)}
+    return _DEEPGEMM | taken | options
 
 
 def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
     """A function called as `torch._scaled_mm` is, by `loaded.CONTRACT`."""
-    # who asks whether bits depend on M must get the M that was asked for
-    return Kernel(name=name, function=function, arguments=_OPERANDS, multiples=(1, 16, 16), **_LIKE_TORCH)
+    return Kernel(name=name, function=function, arguments=_OPERANDS, **_LIKE_TORCH)
 
 
 def _declared(name: str, *, predicted: str, seen: str = "", function: str = "{0}:{1}", **options: Any) -> Kernel:
@@ -135,7 +134,7 @@ _KERNELS = (
             "keywords": {"bias": Arg.BIAS, "output_dtype": Arg.OUT_DTYPE, "use_fast_accum": Arg.USE_FAST_ACCUM},
             "scales": {**TENSORWISE_SCALARS, **ROWWISE_MATRICES, **_LIBRARY_BLOCKS},
         },
-        block_multiples=(128, 128, 128),
+        block_multiples=(128, 128, 128),  # torch wants whole blocks beside 128x128 scales
         predicted="on a Hopper GPU equal, every bit, block scales too: what was recorded [EPI-5]",
         seen="equal: 1,883,733 outputs of 774 GEMMs",
     ),
@@ -164,7 +163,7 @@ _KERNELS = (
         b=K_BY_ROWS,
         formats=HOPPER.format_pairs,
         out_dtypes=HIGH_PRECISION,
-        multiples=(16, 16, 128),
+        multiples=(1, 16, 128),
         install="pip install triton",
         predicted="on a Hopper GPU equal: `acc = tl.dot(a, b, acc)` never promotes [CHAIN-1], `acc += tl.dot(a, b)` "
         "after each BLOCK_K, here 128 [CHAIN-2]",
@@ -229,7 +228,7 @@ _KERNELS = (
         **_FBGEMM,
         arguments=(*_OPERANDS, 128, 128, 128),
         scales=BLOCKWISE_128X128,
-        block_multiples=(128, 128, 128),
+        block_multiples=(1, 128, 128),
         predicted="no library has 128x128 by 128x128 scales: judged as 1x128 by 128x128 with rows that repeat [EPI-5]",
         seen="equal: 274,031 outputs of 30 GEMMs",
     ),
@@ -237,7 +236,7 @@ _KERNELS = (
         "fbgemm.groupwise",
         **_FBGEMM,
         scales={(_VECTOR, _SQUARE): (ScaleLayout(k_first=True), ScaleLayout(k_first=True))},
-        block_multiples=(16, 128, 128),
+        block_multiples=(1, 128, 128),
         predicted="equal if its promotion is fma(p, scale_a * scale_b, total) [EPI-5]",
         seen="equal: 274,031 outputs of 30 GEMMs",
     ),
@@ -245,7 +244,7 @@ _KERNELS = (
         "deepgemm.fp8_gemm_nt",
         **_DEEPGEMM,
         scales=BLOCKWISE_1X128_128X128,
-        block_multiples=(16, 128, 128),
+        block_multiples=(1, 128, 128),
         predicted="equal: fma(scale_a * scale_b, p, total) [EPI-5]",
         seen="equal: 274,031 outputs of 30 GEMMs; on an H100 1,524,612 of 358",
     ),
@@ -268,7 +267,7 @@ _KERNELS = (
     ),
     _declared(
         "deepgemm.m_grouped_fp8_gemm_nt_masked",
-        **_deepgemm_groups("masked", "fp8_m_grouped_gemm_nt_masked"),
+        **_deepgemm_groups("masked", "fp8_m_grouped_gemm_nt_masked", block_multiples=(1, 128, 128)),
         scales=BLOCKWISE_1X128_128X128,
         predicted="equal, as deepgemm.m_grouped_fp8_gemm_nt_contiguous, in groups of any rows",
         seen="on an H100 equal: 1,524,612 outputs of 358 GEMMs",

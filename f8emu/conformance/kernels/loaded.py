@@ -34,7 +34,9 @@ function(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum) -> output
 a         [M, K] of float8_e4m3fn or float8_e5m2, row-major
 b         [K, N] of either, column-major: a transposed [N, K]. One of a and b at
           least is float8_e4m3fn. M is any number; N and K are multiples of 16.
-          There may be gaps between rows: the strides tell.
+          There may be gaps between rows: the strides tell. One row may have any
+          stride. Where M is 0 the output is empty, [0, N]. a and b may be one
+          array, and so may scale_a and scale_b.
 scale_a, scale_b
           float32 of any value, and they decode: value = code * scale
           tensorwise: one element each, without dimensions
@@ -46,13 +48,18 @@ use_fast_accum
           False: it promotes to float32 every 128 of K.
 output    [M, N] of out_dtype: a new array, which no later call changes
 
+Each call computes from what its arrays hold then: they may be those of an
+earlier call, or lie where those lay, with other contents. Asked the same again
+a kernel gives the same bits. a and b begin at multiples of 16 bytes, scales and
+a bias at any of their elements.
+
 Arrays are torch's, on the GPU if there is one; --arrays numpy or jax selects
 another framework. Inputs are read only, and so is the memory around them.
-NotImplementedError is "not offered": such a case never counts as equal. So are
-a RuntimeError that names CUBLAS_STATUS_NOT_SUPPORTED and, if rows lie apart or
-an operand does not begin at a multiple of 256 bytes, a ValueError and a
-RuntimeError that names strides, contiguity, alignment, or
-CUBLAS_STATUS_INVALID_VALUE. Any other exception is the error of its case.
+NotImplementedError is "not offered", and a refusal is no pass. So are a
+RuntimeError that names CUBLAS_STATUS_NOT_SUPPORTED and, if rows lie apart or an
+array does not begin at a multiple of 256 bytes, a ValueError and a RuntimeError
+that names strides, contiguity, alignment, or CUBLAS_STATUS_INVALID_VALUE. Any
+other exception is the error of its case, also where M is 0.
 sys.exit, os._exit and fork are faults.
 --isolate runs the kernel in its own process, for one that crashes or hangs.
 
@@ -61,6 +68,12 @@ Its name is package.module:function or path/to/file.py:function.
 A kernel that is called in another way, has block scales or multiplies groups is
 declared as data, an f8emu.conformance.Kernel, and named in the same way. Both
 are in examples/own_kernel.py. The expected bits: reference/NUMERICS.md.
+Rows behind the last group are zeros, unless a Kernel declares that it leaves
+them as they are.
+
+No finite suite finds everything. This one calls a kernel some thousand times,
+in one thread, with K up to 65,552: it does not see what is wrong for a longer
+K, from a later call on, or in a second thread.
 """
 """What a kernel that is called as `torch._scaled_mm` is given, returns, and may do: `f8emu verify --contract`."""
 

@@ -51,6 +51,8 @@ class Case:
     traits: Traits = field(default_factory=dict)
     own_split: Callable[[Parts, Parts], Split | None] | None = None
     """(given, expected) -> the S that explains what differs, of a subject that picks it; None where there is none."""
+    one_of: str = ""
+    """Of the cases of one such word the first that is not refused runs, and no other."""
     context: Hashable = None
     """What the answer depends on besides the question; cases of one id and context share an answer."""
 

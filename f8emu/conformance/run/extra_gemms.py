@@ -41,6 +41,14 @@ GROUPS: tuple[tuple[int, ...], ...] = (
 each, a tile and a row, large, many."""
 GROUPED_SHAPES: tuple[tuple[int, int], ...] = ((48, 512), (272, 48), (16, 4112), (32, 144))
 """N, K."""
+LAYER_GROUPS: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = (
+    ((5, 21, 21, 70), (528, 528)), ((9, 40), (1040, 144)), ((4096, 4105), (16, 144)),
+    (tuple(accumulate(n * 5 % 7 for n in range(64))), (272, 272)),
+    (tuple(accumulate(n % 3 for n in range(256))), (48, 144)),
+)  # fmt: skip
+"""Groups of rows of mixtures of experts, and N, K: wide, wider, of thousands of rows, 64, 256."""
+# Where the last group of rows ends before the last row: how many rows are behind it.
+BEHIND = 48
 # Multiply-adds of a GEMM: more than two threads are worth, and less than a second of the oracle for all GEMMs.
 _MOST = 1 << 23
 TAILS = (37, 141, 333)
@@ -120,6 +128,9 @@ def grouped_cases(
                 )
             )
     yield from cases
+    if GroupKind.ROWS in kinds:
+        yield from _layer_groups(use_fast_accum, kinds[GroupKind.ROWS])
+        yield from (_with_rows_behind(case) for case in cases[::8] if case.group_kind is GroupKind.ROWS)
     for number, case in enumerate(cases):
         if case.distribution == "bits":
             assert case.scale_a is not None and case.scale_b is not None
@@ -133,6 +144,22 @@ def grouped_cases(
             )
             turned = replace(case, id=f"{case.id} turned", scale_a=case.scale_a[::-1].copy())
             yield replace(case, id=f"{Family.TURNS.value} of groups {number}", between=(turned,), family=Family.TURNS)
+
+
+def _layer_groups(use_fast_accum: tuple[bool, ...], multiple: int) -> Iterator[GemmCase]:
+    for number, (ends, shape) in enumerate(LAYER_GROUPS):
+        sizes = [-(-size // multiple) * multiple for size in np.diff(ends, prepend=0).tolist()]
+        name, fast = f"grouped layer {number}", use_fast_accum[number % len(use_fast_accum)]
+        yield grouped_case(name, tuple(accumulate(sizes)), shape, "bits", rng(name), use_fast_accum=fast)
+
+
+def _with_rows_behind(case: GemmCase) -> GemmCase:
+    # The same groups among more rows, which are finite numbers and belong to none.
+    assert case.scale_a is not None
+    rows = np.resize(case.a, (len(case.a) + BEHIND, case.k))
+    return replace(
+        case, id=f"{case.id} behind", a=rows, scale_a=np.resize(case.scale_a, len(rows)), family=Family.BEHIND
+    )
 
 
 # The native engine

@@ -20,7 +20,8 @@ _DIGITS = 72
 
 def options_of(gemm: GemmCase) -> str:
     """`float8_e5m2 x float8_e4m3fn 64x96x512 -> bfloat16 fast`."""
-    (m, n), k = gemm.output_shape, gemm.k
+    is_whole = gemm.sample is not None and gemm.sample.is_run
+    (m, n), k = gemm.full_size if is_whole else gemm.output_shape, gemm.k
     chain = "" if gemm.mode is Mode.BF16 else " fast" if gemm.use_fast_accum else " promoted"
     split = f" split-K {gemm.split_k}" if gemm.split_k > 1 else ""
     return f"{gemm.a.dtype} x {gemm.b.dtype} {m}x{n}x{k} -> {gemm.out_dtype}{chain}{split}"
@@ -28,7 +29,9 @@ def options_of(gemm: GemmCase) -> str:
 
 def describe_gemm(gemm: GemmCase, index: tuple[int, ...]) -> str:
     """Row and column of an output: their codes, abbreviated, their scales and bias."""
-    names = [f"{side}[{place}]" for side, place in zip("ab", index, strict=True)]
+    sample = gemm.sample
+    places = index if sample is None else (sample.rows[index[0]], sample.cols[index[1]])
+    names = [f"{side}[{place}]" for side, place in zip("ab", places, strict=True)]
     gemm, row, column = gemm.alone(*index)
     words = [abbreviated(gemm.a[row], names[0]), abbreviated(gemm.b[column], names[1])]
     if gemm.mode is not Mode.BF16:
@@ -43,8 +46,10 @@ def _scales_of(gemm: GemmCase, row: int, column: int) -> tuple[np.ndarray, np.nd
     # The scales of a row of a and of a column of b, each one or those of its blocks of K.
     a, b = gemm.scale_a, gemm.scale_b
     assert a is not None and b is not None, "only a GEMM of bfloat16 has none"
-    scale_a = a if a.size == 1 else a[row // (gemm.granularity_a.block[0] or 1)]
-    return scale_a, b if b.size == 1 else b[:, column // (gemm.granularity_b.block[0] or 1)]
+    of_a, of_b = (one.block[0] or 1 for one in (gemm.granularity_a, gemm.granularity_b))
+    if gemm.sample is not None:  # 128x128 scales are those of the whole GEMM
+        row, column = gemm.sample.rows[row] if of_a > 1 else row, gemm.sample.cols[column] if of_b > 1 else column
+    return a if a.size == 1 else a[row // of_a], b if b.size == 1 else b[:, column // of_b]
 
 
 def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:

@@ -65,8 +65,13 @@ class Runner:
         self.progress.begin(subject.name, stage.title, len(cases))
         start = time.perf_counter()
 
+        met = set[str]()
+
         def run(index: int) -> Outcome:
-            outcome = run_case(cases[index], subject, answers[index])
+            case = cases[index]
+            outcome = Outcome(StageResult()) if case.one_of in met else run_case(case, subject, answers[index])
+            if case.one_of and outcome.result.cases_total:
+                met.add(case.one_of)
             self.progress.advance()
             return outcome
 

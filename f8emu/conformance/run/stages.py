@@ -207,6 +207,9 @@ def _gemm_case(
 
     def explained(given: Parts, expected: Parts) -> Split | None:
         found: Split | None = None
+        again = [given[part] for part, one in turns.items() if one is gemm]
+        if any(different(again[0], other).any() for other in again[1:]):
+            return None  # asked again it has another S, which no library has
         for part, right in expected.items():
             if own_split is not None and different(given[part], right).any():
                 found = own_split(turns[part], given[part], right)
@@ -222,6 +225,7 @@ def _gemm_case(
         describe=lambda part, index: describe_gemm(turns[part], index),
         snippet=lambda mismatch: torch_snippet(turns[mismatch.part], mismatch),
         traits=gemm_traits(gemm, inputs),
+        one_of=gemm.one_of,
     )
 
 
@@ -261,7 +265,7 @@ STAGES: dict[str, Stage] = {
         Stage(name="golden", title="recorded GEMMs", needs=("scaled_mm",), cases=_golden, judge=None),
         Stage(name="gemms", title="generated GEMMs", needs=("scaled_mm",), cases=_gemms, judge=gemm_oracle),
         Stage(name="layers", title="layers, forward and backward", needs=(), cases=_layers, judge=layer_oracle),
-        Stage(name="live", title="Llama-3 GEMMs on the GPU", needs=("scaled_mm",), cases=_live, judge=gemm_oracle),
+        Stage(name="live", title="large GEMMs on the GPU", needs=("scaled_mm",), cases=_live, judge=gemm_oracle),
     )
 }
 """Name -> stage, in the order in which they run."""

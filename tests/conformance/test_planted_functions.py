@@ -1,0 +1,204 @@
+"""Kernels that are wrong by what they remember or cannot take: put to the suite itself, with the arrays that it gives.
+
+Each is right but for its kind, and only the cases in which its kind can show are asked.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from f8emu.conformance import ROWWISE_VECTORS, Arg, Kernel, shipped_golden
+from f8emu.conformance.cases.distributions import codes_of
+from f8emu.conformance.cases.gemm import Family, GemmCase
+from f8emu.conformance.kernels.known import KERNELS, scaled_mm_kernel
+from f8emu.conformance.run import stages
+from f8emu.conformance.run.result import Silent, StageResult, Status
+from f8emu.conformance.run.runner import Runner
+from f8emu.conformance.run.subject import kernel_subject
+from f8emu.numpy import emulation as f8
+from f8emu.spec import Granularity
+
+Array = np.ndarray
+Function = Callable[..., Array]
+
+
+def right(a: Array, b: Array, scale_a: Array, scale_b: Array, **options: Any) -> Array:
+    """As `torch._scaled_mm` is called."""
+    options["out_dtype"] = str(options["out_dtype"])
+    if np.ndim(scale_a):
+        options |= dict.fromkeys(("granularity_a", "granularity_b"), Granularity.ROWWISE)
+    return f8.scaled_mm(a, b, scale_a, scale_b, **{"split_k": 1, **options})
+
+
+def remembering(key: Callable[[Array], object], *places: int) -> Callable[[], Function]:
+    """Some arguments are copied when their key is first seen, and never read again."""
+
+    def new() -> Function:
+        known: dict[object, tuple[Array, Array]] = {}
+
+        def kernel(*operands: Array, **options: Any) -> Array:
+            given = list(operands)
+            for place in places:
+                array = given[place]
+                # The array itself is kept, so that no other gets its id.
+                _, given[place] = known.setdefault((place, key(array), array.shape), (array, array.copy()))
+            return right(*given, **options)
+
+        return kernel
+
+    return new
+
+
+def address(array: Array) -> int:
+    return array.ctypes.data
+
+
+def random_slices() -> Function:
+    drawn = np.random.default_rng(0)
+
+    def kernel(a: Array, *rest: Any, **options: Any) -> Array:
+        slices = int(drawn.integers(1, 3)) if a.shape[1] >= 2048 else 1
+        return right(a, *rest, **options, split_k=slices)
+
+    return kernel
+
+
+def slices_of_a_call() -> Function:
+    """2 in every third call."""
+    calls = count()
+
+    def kernel(a: Array, *rest: Any, **options: Any) -> Array:
+        return right(a, *rest, **options, split_k=2 if next(calls) % 3 == 0 and a.shape[1] >= 2048 else 1)
+
+    return kernel
+
+
+def own_slices() -> Function:
+    """Right: 2 slices of a long K, each time."""
+
+    def kernel(a: Array, *rest: Any, **options: Any) -> Array:
+        return right(a, *rest, **options, split_k=2 if a.shape[1] >= 2048 else 1)
+
+    return kernel
+
+
+def no_rows_raise() -> Function:
+    def kernel(a: Array, *rest: Any, **options: Any) -> Array:
+        codes_of(a).max()
+        return right(a, *rest, **options)
+
+    return kernel
+
+
+def no_rows_refused() -> Function:
+    """Right: what a kernel may do."""
+
+    def kernel(a: Array, *rest: Any, **options: Any) -> Array:
+        if not len(a):
+            raise NotImplementedError("no rows")
+        return right(a, *rest, **options)
+
+    return kernel
+
+
+def aware_of_changes() -> Function:
+    """Right: what it packed is compared with what it is given."""
+    known: dict[int, Array] = {}
+
+    def kernel(a: Array, b: Array, *rest: Any, **options: Any) -> Array:
+        packed = known.get(address(b))
+        if packed is None or packed.shape != b.shape or packed.tobytes() != b.tobytes():
+            packed = known[address(b)] = b.copy()
+        return right(a, packed, *rest, **options)
+
+    return kernel
+
+
+TURNS, LONG, FEW_ROWS = "turns", "a long K", "few rows"
+WRONG: dict[str, tuple[str, Callable[[], Function]]] = {
+    "b packed once for each object": (TURNS, remembering(id, 1)),
+    "b packed once for each address": (TURNS, remembering(address, 1)),
+    "scale_a read once for each object": (TURNS, remembering(id, 2)),
+    "scale_b read once for each address": (TURNS, remembering(address, 3)),
+    "both scales read once for each object": (TURNS, remembering(id, 2, 3)),
+    "S of 1 or 2 at random": (LONG, random_slices),
+    "S of 2 in every third call": (LONG, slices_of_a_call),
+    "no rows raise": (FEW_ROWS, no_rows_raise),
+}
+RIGHT: dict[str, tuple[str, Callable[[], Function]]] = {
+    "an S of its own": (LONG, own_slices),
+    "no rows refused": (FEW_ROWS, no_rows_refused),
+    "packed, and compared": (TURNS, aware_of_changes),
+}
+
+
+@cache
+def cases_for_functions() -> tuple[GemmCase, ...]:
+    return tuple(kernel_subject(scaled_mm_kernel("any", right), "numpy").more_gemms())
+
+
+ANSWERS: dict[Any, Any] = {}
+"""What the oracle answers of each case: the same for every kernel."""
+
+
+def judged(kernel: Kernel, cases: Iterable[GemmCase]) -> StageResult:
+    """The stage of generated GEMMs, of these cases alone."""
+    subject = replace(kernel_subject(kernel, "numpy"), more_gemms=lambda: cases)
+    run = Runner(shipped_golden(), 3, Silent())
+    run.known = ANSWERS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "gemm_cases", tuple)
+        found = run.stage(stages.STAGES["gemms"], subject)
+    assert found.cases_total > 10 or found.status is Status.DIFFERENT
+    return found
+
+
+def met_by(kind: str) -> list[GemmCase]:
+    """The cases in which a kernel of this kind can be wrong."""
+    every = cases_for_functions()
+    if kind == LONG:
+        return [case for case in every if case.family is Family.K and case.between and case.k <= 4208][::2]
+    if kind == TURNS:
+        return [case for case in every if case.family is Family.TURNS]
+    return [case for case in every if case.family in (Family.ROW, Family.ROWS) and case.output_shape[0] < 20]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_function_is_found(name: str) -> None:
+    kind, new = WRONG[name]
+    assert judged(scaled_mm_kernel(name, new()), met_by(kind)).status is Status.DIFFERENT
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_function_is_not_accused(name: str) -> None:
+    kind, new = RIGHT[name]
+    found = judged(scaled_mm_kernel(name, new()), met_by(kind))
+    assert (found.cases_differing, found.outputs_differing) == (0, 0), found.mismatches
+
+
+def test_a_declared_kernel_is_asked_with_one_row() -> None:
+    """And with odd M, unless its declaration says that it pads."""
+    seen: set[int] = set()
+
+    def kernel(a: Array, b: Array, scale_a: Array, scale_b: Array) -> Array:
+        seen.add(len(a))
+        out = right(a, b, scale_a[:, None], scale_b[None], out_dtype="bfloat16")
+        return out * 0 if len(a) == 1 else out
+
+    pads = "fbgemm.groupwise", "torch._scaled_mm", "deepgemm.fp8_gemm_nt"
+    assert all({KERNELS[name].multiples[0], KERNELS[name].block_multiples[0]} == {1} for name in pads)
+    declared = Kernel(
+        name="declared",
+        function=kernel,
+        arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
+        scales=ROWWISE_VECTORS,
+        b=KERNELS["torch._scaled_mm"].b,
+    )
+    cases = met_by(FEW_ROWS)
+    assert judged(declared, cases).status is Status.DIFFERENT and {1, 3, 5} <= seen
+    assert judged(replace(declared, multiples=(16, 16, 16)), cases).status is Status.EQUAL
