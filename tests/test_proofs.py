@@ -4,7 +4,7 @@ Each alteration changes outputs and is undone. The layers have few rows and a lo
 """
 
 import json
-from dataclasses import replace
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,31 +12,41 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.proofs.evidence import ALTERATIONS, altered, changed
+from benchmarks.proofs.evidence import ALTERATIONS, altered, changed, recordings
 from benchmarks.proofs.recorded_layers import differences, layers
 from benchmarks.proofs.split_k import KINDS, OUTPUTS, compare
-from f8emu.conformance import GoldenFile, shipped_golden
+from f8emu.conformance.cases.golden import GoldenCase
 from f8emu.spec import H100, HOPPER, RECIPES, UnsupportedError
 from f8emu.split_k import ask as cublaslt
 from f8emu.split_k.ask import Question, question, split_k_at_hand
 from f8emu.split_k.plan import CHIP, PlannedGemm, Source, shipped_plan
 
-CASES = (16, 29, 61, 73, 100, 125, 157, 170)
-"""Tensorwise fast and promoted, 16 x 16 x 16, subnormals, split-K, 1x128 scales, bfloat16."""
+CASES = ((1, 16, 29, 61, 73, 100, 125, 140, 151, 157, 170), range(18), (2, 32, 36))
+"""Of the shipped file: bias, tensorwise fast and promoted, 16 x 16 x 16, subnormals, split-K, 1x128 scales, NaN,
+overflow, bfloat16. Of the epilogues all. Of the groups on an H100: rows and K."""
 
 
 @pytest.fixture(scope="module")
-def few() -> GoldenFile:
-    golden = shipped_golden()
-    return replace(golden, cases=[golden.cases[i] for i in CASES])
+def few() -> list[GoldenCase]:
+    return [golden.cases[i] for golden, chosen in zip(recordings(), CASES, strict=False) for i in chosen]
 
 
 @pytest.mark.parametrize("name", ALTERATIONS)
-def test_an_altered_rule_is_seen(name: str, few: GoldenFile) -> None:
+def test_an_altered_rule_is_seen(name: str, few: list[GoldenCase]) -> None:
     with altered(ALTERATIONS[name][1]):
         cases, outputs = changed(few)
     assert 0 < cases <= outputs
+
+
+def test_no_alteration_is_left_behind(few: list[GoldenCase]) -> None:
     assert changed(few) == (0, 0)
+
+
+def test_every_rule_of_a_gemm_is_altered() -> None:
+    numerics = (Path(__file__).parents[1] / "reference" / "NUMERICS.md").read_text()
+    rules = re.findall(r"^\[((?:OP|ACC|CHAIN|EPI|SPEC|BF16)-\d)\]", numerics, re.MULTILINE)
+    assert {rule for text, _ in ALTERATIONS.values() for rule in text.split(", ")} == set(rules)
+    assert len(rules) == 19
 
 
 RECORDING = json.loads((Path(__file__).parents[1] / "benchmarks/results/recorded_layers-h200.json").read_text())

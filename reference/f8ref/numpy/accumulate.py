@@ -101,19 +101,16 @@ def tensor_core_step(accumulator: Float64, a: Operand, b: Operand, model: Accumu
     [step_k, cases], the others [cases].
     Exactness: the bits of an H200, on the recorded cases.
     """
-    # [OP-2] The products are exact and not normalised.
-    values_a, values_b = _meeting(a, b, a.values, b.values)
-    exponents_a, exponents_b = _meeting(a, b, a.exponents, b.exponents)
-    product, exponent = values_a * values_b, exponents_a + exponents_b
+    product, exponent = products(a, b)
     start_exponent = exponents_of(accumulator, model.accumulator)
 
     if model.floored is None:
         # [ACC-2] The largest exponent.
         e_max = np.maximum(exponent.max(axis=0), start_exponent)
         to_units = power_of_two(model.aligned_fraction_bits - e_max)
-        # [ACC-3] Every term is cut toward zero to a multiple of one unit. [ACC-4] The cut terms are added exactly.
+        # [ACC-3] Every term is cut toward zero to a multiple of one unit.
         product *= to_units if product.dtype == np.float64 else _in_float32(to_units)
-        total = (cut(product).sum(axis=0) + cut(accumulator * to_units)) / to_units
+        total = added(cut(product), cut(accumulator * to_units)) / to_units
     else:
         dot, e_max = _floored_dot(product, exponent, model, model.floored)
         total = _floored_total(dot, e_max, accumulator, start_exponent, model.floored)
@@ -121,6 +118,18 @@ def tensor_core_step(accumulator: Float64, a: Operand, b: Operand, model: Accumu
     # [ACC-5] The sum is normalised and cut toward zero, [CHIP-4] or rounded.
     # [SPEC-1] What is not finite was added as IEEE 754 adds it, and is still there.
     return _normalized(total, model)
+
+
+def products(a: Operand, b: Operand) -> tuple[Any, Exponents]:
+    """[OP-2] Exact, with the sum of the exponents: not normalised. Those of a zero take no part in [ACC-2]."""
+    values_a, values_b = _meeting(a, b, a.values, b.values)
+    exponents_a, exponents_b = _meeting(a, b, a.exponents, b.exponents)
+    return values_a * values_b, exponents_a + exponents_b
+
+
+def added(terms: Any, start: Float64) -> Float64:
+    """[ACC-4] The cut terms and the accumulator, in units, exactly."""
+    return terms.sum(axis=0) + start
 
 
 def _in_float32(to_units: Float64) -> NDArray[np.float32]:

@@ -169,19 +169,37 @@ def product(gemm: Gemm) -> Array:
         elif call.granularities[0].is_blockwise:
             result = _blockwise(a_KM, b_KN, gemm.scale_a, gemm.scale_b, call)
         else:
-            factor_a, factor_b = gemm.scale_a, gemm.scale_b.T
             result = _accumulated(a_KM, b_KN, model, call.split_k or 1)
             if call.granularities[0] is Granularity.TENSORWISE:
-                result = result * (factor_a * factor_b) + np.float32(0)  # [EPI-1] -0 + 0 is +0
-            elif call.groups:
-                result = (result * factor_a) * factor_b  # [EPI-6]
+                result = scaled_by_tensor(result, gemm.scale_a, gemm.scale_b.T)
             else:
-                result = (result * factor_b) * factor_a  # [EPI-2]
-        # 3. [EPI-3] The bias, in float32.
+                scaled = scaled_in_groups if call.groups else scaled_by_row
+                result = scaled(result, gemm.scale_a, gemm.scale_b.T)
+        # 3. The bias.
         if gemm.bias is not None:
-            result = result + gemm.bias
+            result = with_bias(result, gemm.bias)
     # 4. [EPI-4] One rounding to the output type.
     return convert(result, call.out)
+
+
+def scaled_by_tensor(acc: Array, scale_a: Array, scale_b: Array) -> Array:
+    """[EPI-1] One factor; -0 + 0 is +0."""
+    return acc * (scale_a * scale_b) + np.float32(0)
+
+
+def scaled_by_row(acc: Array, scale_a: Array, scale_b: Array) -> Array:
+    """[EPI-2] The scales of columns first."""
+    return (acc * scale_b) * scale_a
+
+
+def scaled_in_groups(acc: Array, scale_a: Array, scale_b: Array) -> Array:
+    """[EPI-6] The scales of rows first."""
+    return (acc * scale_a) * scale_b
+
+
+def with_bias(result: Array, bias: Array) -> Array:
+    """[EPI-3] In float32, with a rounding of its own."""
+    return result + bias
 
 
 def _blockwise(
