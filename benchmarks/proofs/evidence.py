@@ -11,10 +11,12 @@ is then 1.
 import argparse
 import importlib
 import json
+import multiprocessing
 import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -201,19 +203,22 @@ def changed(recorded: Sequence[GoldenCase]) -> tuple[int, int]:
     return cases, outputs
 
 
+def replayed(name: str) -> dict[str, object]:
+    """What an alteration changes, or `none`."""
+    rules, patches = ALTERATIONS.get(name, ("", []))
+    with altered(patches):
+        cases, outputs = changed([case for golden in recordings() for case in golden.cases])
+    return {"rules": rules, "alteration": name, "cases": cases, "outputs": outputs}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RECORDED)
     options = parser.parse_args(arguments)
     files = recordings()
-    recorded = [case for golden in files for case in golden.cases]
-    rows = []
-    for name, (rules, patches) in tracked(
-        [("none", ("", [])), *ALTERATIONS.items()], "replaying", 1 + len(ALTERATIONS)
-    ):
-        with altered(patches):
-            cases, outputs = changed(recorded)
-        rows.append({"rules": rules, "alteration": name, "cases": cases, "outputs": outputs})
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        names = ["none", *ALTERATIONS]
+        rows = list(tracked(pool.map(replayed, names), "replaying", len(names)))
     for row in rows:
         print(f"{row['cases']:4d} cases {row['outputs']:8d} outputs change: {row['rules']:16} {row['alteration']}")
     record = {
