@@ -67,7 +67,7 @@ def run_task(task: Task, backends: dict[str, Backend]) -> list[Tally]:
     for name, backend in backends.items():
         for fmt in HOPPER.operand_formats:
             if task.is_cast:
-                tallies += [check_cast(name, backend, bits, fmt, overflow) for overflow in Overflow]
+                tallies += [check_cast(name, backend, bits, fmt, overflow) for overflow in backend.policies]
             else:
                 tallies += [check_scales(name, backend, bits.view(np.float32), fmt, rule) for rule in RULES]
     return [tally for tally in tallies if tally is not None]

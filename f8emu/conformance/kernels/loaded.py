@@ -50,8 +50,8 @@ output    [M, N] of out_dtype: a new array, which no later call changes
 
 Each call computes from what its arrays hold then: they may be those of an
 earlier call, or lie where those lay, with other contents. Asked the same again
-a kernel gives the same bits. a and b begin at multiples of 16 bytes, scales and
-a bias at any of their elements.
+a kernel gives the same bits. a and b begin at multiples of 16 bytes, scales at
+any of their elements, and so does a bias that is not on a GPU.
 
 Arrays are torch's, on the GPU if there is one; --arrays numpy or jax selects
 another framework. Inputs are read only, and so is the memory around them.
