@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.proofs.exhaustive_checks import BACKENDS, DEFAULT_BACKENDS, Backend, Tally, check_cast, check_scales
 from f8emu.conformance.record.record import tracked
 from f8emu.environment import versions
-from f8emu.spec import FLOAT32, HOPPER, Overflow, ScaleRule
+from f8emu.spec import FLOAT32, HOPPER, ScaleRule
 
 INPUTS = 1 << FLOAT32.bits
 SIGNIFICANDS = 1 << FLOAT32.fraction_bits

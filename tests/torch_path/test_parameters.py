@@ -132,6 +132,14 @@ def test_a_layer_multiplies_what_was_written(kind: str) -> None:
         assert torch.equal(model(x), fresh(x)), name
 
 
+@pytest.mark.parametrize("kind", ["gather", "rest"])
+def test_a_library_cannot_make_one_from_a_tensor(kind: str) -> None:
+    """As accelerate's `cpu_offload` does, `type(parameter)(value, requires_grad=...)`."""
+    weight = weights(model_of(kind))[0]
+    with pytest.raises(UnsupportedError, match=rf"makes a {type(weight).__name__} from a tensor, .* offload the model"):
+        type(weight)(torch.ones(48, 32), requires_grad=True)
+
+
 def test_a_gathered_weight_has_no_values() -> None:
     """It has no address either; who reads it says so."""
     model = model_of("gather shard")

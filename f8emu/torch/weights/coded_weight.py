@@ -12,7 +12,7 @@ from f8emu.spec.errors import UnsupportedError
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.layer.operands import Delayed, Operand
 from f8emu.torch.weights.codes import WeightCodes
-from f8emu.torch.weights.weight_tensor import WeightTensor
+from f8emu.torch.weights.weight_tensor import WeightTensor, require_own_call
 
 # What operators of autograd, modules, FSDP2 and initializations make of a weight that is no plain tensor. Each class of
 # weights answers some of these kinds in its `__torch_dispatch__`, or in `result_of`; all other operators need values.
@@ -59,7 +59,8 @@ class CodedWeight(WeightTensor):
         "enable_fsdp_float8_all_gather"
     )
 
-    def __new__(cls, codes: WeightCodes, dtype: torch.dtype, *_: Any) -> Any:
+    def __new__(cls, codes: WeightCodes, dtype: torch.dtype | None = None, *_: Any, **options: Any) -> Any:
+        require_own_call(cls, options)
         return internals.wrapper_of(cls, codes.rows, dtype)
 
     def __init__(self, codes: WeightCodes, dtype: torch.dtype) -> None:

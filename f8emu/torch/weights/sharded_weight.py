@@ -44,7 +44,7 @@ from f8emu.torch.weights.codes import (
     global_scales,
     has_one_scale,
 )
-from f8emu.torch.weights.weight_tensor import WeightTensor
+from f8emu.torch.weights.weight_tensor import WeightTensor, require_own_call
 
 # Weights with values of their own. Tensor parallelism pads unequal parts.
 _OTHERS = COPIES | EMPTIES | NEW | {torch.ops.aten.constant_pad_nd.default}
@@ -106,8 +106,14 @@ class ShardedWeight(WeightTensor):
     is_moved: bool = False  # whether it is a copy on another device, which shares what is known of the values
 
     def __new__(
-        cls, plain: Tensor, recipe: Recipe, state: GatherState | None = None, dtype: torch.dtype | None = None
+        cls,
+        plain: Tensor,
+        recipe: Recipe | None = None,
+        state: GatherState | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> "ShardedWeight":
+        require_own_call(cls, options)
         return internals.wrapper_of(cls, plain, dtype)
 
     def __init__(

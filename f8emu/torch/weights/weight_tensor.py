@@ -11,8 +11,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from f8emu.spec.errors import UnsupportedError
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.chip import FLOAT8_DTYPES
+
+
+def require_own_call(weight: type, options: dict[str, Any]) -> None:
+    """Raise UnsupportedError if a library makes a weight from a tensor and options of `nn.Parameter`."""
+    if options:
+        raise UnsupportedError(
+            f"f8emu.torch: a library makes a {weight.__name__} from a tensor, as cpu_offload of accelerate does, which "
+            "leaves its codes behind; offload the model before convert_to_float8_training, or convert it without "
+            "float8_primary_weights and enable_fsdp_float8_all_gather"
+        )
 
 
 class WeightTensor(Tensor):
