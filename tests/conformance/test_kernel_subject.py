@@ -55,7 +55,7 @@ def tiles(a, b, scale_a, scale_b, bias, out_dtype, fast):
     return out
 
 def rows(a, b, scale_a, scale_b, *rest):
-    if len(a) > 16 or a.shape[1] > 600:
+    if not 0 < len(a) <= 16 or a.shape[1] > 600:
         return tiles(a, b, scale_a, scale_b, *rest)
     found = [gemm(a[i:i + 1], b, scale_a[i:i + 1] if np.ndim(scale_a) else scale_a, scale_b, *rest)
              for i in range(len(a))]
