@@ -55,10 +55,10 @@ any of their elements, and so does a bias that is not on a GPU.
 
 Arrays are torch's, on the GPU if there is one; --arrays numpy or jax selects
 another framework. Inputs are read only, and so is the memory around them.
-NotImplementedError is "not offered", and a refusal is no pass. So are a
-RuntimeError that names CUBLAS_STATUS_NOT_SUPPORTED and, if rows lie apart or an
-array does not begin at a multiple of 256 bytes, a ValueError and a RuntimeError
-that names strides, contiguity, alignment, or CUBLAS_STATUS_INVALID_VALUE. Any
+NotImplementedError is "not offered". So are a RuntimeError that names
+CUBLAS_STATUS_NOT_SUPPORTED and, if rows lie apart or an array does not begin at
+a multiple of 256 bytes, a ValueError and a RuntimeError that names strides,
+contiguity, alignment, or CUBLAS_STATUS_INVALID_VALUE. A refusal is no pass. Any
 other exception is the error of its case, also where M is 0.
 sys.exit, os._exit and fork are faults.
 --isolate runs the kernel in its own process, for one that crashes or hangs.
