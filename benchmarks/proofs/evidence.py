@@ -124,16 +124,9 @@ def _two_roundings(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     return (x * y).astype(np.float32) + z
 
 
-def _a_then_b(acc: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray) -> np.ndarray:
-    return (acc * scale_a) * scale_b
-
-
-def _b_then_a(acc: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray) -> np.ndarray:
-    return (acc * scale_b) * scale_a
-
-
 _operand, _accumulate = scaled_mm_module.operand, scaled_mm_module.accumulate
 _products, _convert = accumulate_module.products, scaled_mm_module.convert
+_a_then_b, _b_then_a = scaled_mm_module.scaled_in_groups, scaled_mm_module.scaled_by_row
 _SPLIT = "CHAIN-3, BF16-2"
 # Alteration -> the rules that it breaks, and the parts of the oracle that it exchanges.
 ALTERATIONS: dict[str, tuple[str, list[Patch]]] = {

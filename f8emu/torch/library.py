@@ -26,10 +26,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.chip import has_float8_hardware
 from f8emu.torch.torch_internals import (
+    checkpoint_modes,
     dispatch_modes,
     functorch_transform,
-    has_giving_mode,
-    has_keeping_mode,
     is_batched,
 )
 
@@ -234,8 +233,8 @@ class _SeenCall:
     def __init__(self, seen: OpOverload, run: _Run) -> None:
         self.seen, self.run = seen, run
         self.result: Tensor | None = None
-        self.is_given = has_giving_mode()
-        self.is_kept = self.is_given or has_keeping_mode()
+        keeps, self.is_given = checkpoint_modes()
+        self.is_kept = keeps or self.is_given
 
     def seen_by_modes(self, found: Tensor) -> Tensor:
         """`found`, which the modes gave; what a checkpoint keeps is the result of this call, never another."""

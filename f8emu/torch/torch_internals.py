@@ -173,14 +173,12 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def has_keeping_mode() -> bool:
-    """Whether the dispatch mode of a checkpoint is active that keeps results of operators."""
-    return any(isinstance(mode, _checkpoint._CachingTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())
-
-
-def has_giving_mode() -> bool:
-    """Whether the dispatch mode of a checkpoint is active that gives the results which it has kept."""
-    return any(isinstance(mode, _checkpoint._CachedTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())
+def checkpoint_modes() -> tuple[bool, bool]:
+    """Whether dispatch modes of a checkpoint are active that keep results of operators, and that give what is kept."""
+    modes = _get_current_dispatch_mode_stack()
+    kinds = _checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode
+    keeps, gives = (any(isinstance(mode, kind) for mode in modes) for kind in kinds)
+    return keeps, gives
 
 
 def is_batched(x: Any) -> bool:

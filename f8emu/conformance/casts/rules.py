@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.conformance.diagnosis.arguments import SCALE_VALUES
+from f8emu.conformance.diagnosis.rules import ScaleValue
 from f8emu.dialects import CodeForm, Dialect, ScaleForm
 from f8emu.dialects.arithmetic import Factors, block_amax, encode, factors_from_amax, nan_code
 from f8emu.dialects.rules import Arithmetic, Block, CodeRule, Division, PowerOfTwo
@@ -141,18 +143,13 @@ class CastRule:
 Change = Callable[[np.ndarray], np.ndarray]
 
 
-def _power_of_two(scale: np.ndarray, limit: float) -> np.ndarray:
-    mantissa, exponent = np.frexp(scale)  # [0.5, 1)
-    powers = np.ldexp(np.float32(1), exponent - (mantissa <= limit)).astype(np.float32)
-    return np.where(np.isfinite(scale) & (scale > 0), powers, scale)
-
-
 CHANGES: dict[str, Change] = {
-    "up to a power of two": lambda s: _power_of_two(s, 0.5),
-    "down to a power of two": lambda s: _power_of_two(s, 1.0),
-    "to the nearest power of two": lambda s: _power_of_two(s, 0.75),
-    "to the power of two with the nearest logarithm": lambda s: _power_of_two(s, 0.5**0.5),
-    **{f"to {to}": lambda s, to=to: s.astype(dtype_of(to)).astype(np.float32) for to in (BFLOAT16, FLOAT16)},
+    "up to a power of two": SCALE_VALUES[ScaleValue.POWER_UP],
+    "down to a power of two": SCALE_VALUES[ScaleValue.POWER_DOWN],
+    "to the nearest power of two": SCALE_VALUES[ScaleValue.POWER_NEAREST],
+    "to the power of two with the nearest logarithm": SCALE_VALUES[ScaleValue.POWER_LOG],
+    "to bfloat16": SCALE_VALUES[ScaleValue.BFLOAT16],
+    "to float16": SCALE_VALUES[ScaleValue.FLOAT16],
 }
 """What may become of a scale."""
 _INVERSE = "as its reciprocal, which is multiplied"

@@ -67,13 +67,13 @@ def _power_of_two(threshold: float) -> Callable[[np.ndarray], np.ndarray]:
 
     def rounded(scale: np.ndarray) -> np.ndarray:
         significand, exponent = np.frexp(np.abs(scale))
-        power = np.ldexp(np.float32(0.5), exponent + ((significand > threshold) & (significand != 0.5)))
+        power = np.ldexp(np.float32(0.5), exponent + (significand > threshold))
         return np.where(np.isfinite(scale) & (scale != 0), np.copysign(power, scale), scale)
 
     return rounded
 
 
-_VALUES: dict[ScaleValue, Callable[[np.ndarray], np.ndarray]] = {
+SCALE_VALUES: dict[ScaleValue, Callable[[np.ndarray], np.ndarray]] = {
     ScaleValue.OWN: lambda scale: scale,
     ScaleValue.INVERTED: lambda scale: np.float32(1) / scale,
     ScaleValue.IGNORED: np.ones_like,
@@ -84,6 +84,7 @@ _VALUES: dict[ScaleValue, Callable[[np.ndarray], np.ndarray]] = {
     ScaleValue.POWER_NEAREST: _power_of_two(0.75),
     ScaleValue.POWER_LOG: _power_of_two(0.5**0.5),
 }
+"""What float32 scales become."""
 _SIGNS: dict[ScaleSign, Callable[[np.ndarray], np.ndarray]] = {
     ScaleSign.OWN: lambda scale: scale,
     ScaleSign.DROPPED: np.abs,
@@ -115,7 +116,7 @@ def _scales(case: GemmCase, rules: Rules) -> list[np.ndarray]:
     if Misreading.SCALES_FIRST_BLOCK in rules.misreads:
         scales = [scale[:, :1].repeat(scale.shape[1], 1) for scale in scales]
     scales = [_SIGNS[sign](scale) for sign, scale in zip(rules.scale_signs, scales, strict=True)]
-    return [_VALUES[value](scale) for value, scale in zip(rules.scale_values, scales, strict=True)]
+    return [SCALE_VALUES[value](scale) for value, scale in zip(rules.scale_values, scales, strict=True)]
 
 
 def _taken(x: np.ndarray, wrong: Misplaced, axis: int, nothing: int) -> np.ndarray:

@@ -120,7 +120,7 @@ def grouped_cases(
         for number, (ends, fast) in enumerate(asked):
             distribution = CODE_DISTRIBUTIONS[number % len(CODE_DISTRIBUTIONS)]
             name, shape = f"{words} {number} {distribution}", GROUPED_SHAPES[number // 2 % len(GROUPED_SHAPES)]
-            raised = [-(-size // multiple) * multiple for size in np.diff(ends, prepend=0).tolist()]
+            raised = _raised_sizes(ends, multiple)
             raised[-1] += -sum(raised) % last
             cases.append(
                 grouped_case(
@@ -146,9 +146,13 @@ def grouped_cases(
             yield replace(case, id=f"{Family.TURNS.value} of groups {number}", between=(turned,), family=Family.TURNS)
 
 
+def _raised_sizes(ends: tuple[int, ...], multiple: int) -> list[int]:
+    return [-(-size // multiple) * multiple for size in np.diff(ends, prepend=0).tolist()]
+
+
 def _layer_groups(use_fast_accum: tuple[bool, ...], multiple: int) -> Iterator[GemmCase]:
     for number, (ends, shape) in enumerate(LAYER_GROUPS):
-        sizes = [-(-size // multiple) * multiple for size in np.diff(ends, prepend=0).tolist()]
+        sizes = _raised_sizes(ends, multiple)
         name, fast = f"grouped layer {number}", use_fast_accum[number % len(use_fast_accum)]
         yield grouped_case(name, tuple(accumulate(sizes)), shape, "bits", rng(name), use_fast_accum=fast)
 
