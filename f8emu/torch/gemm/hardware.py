@@ -31,13 +31,15 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
         a, b = _aligned(a, is_traced), _aligned_columns(b, is_traced)
         # The library requires the alignment of scales too.
         scale_a, scale_b = (x if _starts_aligned(x, is_traced) else x.clone() for x in (scale_a, scale_b))
+    if bias is not None and not (bias.is_contiguous() and _starts_aligned(bias, is_traced)):
+        bias = bias.clone(memory_format=torch.contiguous_format)  # the library would read it at a misaligned address
     if not granularities[0].is_blockwise:
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a,
             b,
             scale_a,
             scale_b,
-            bias=None if bias is None else bias.contiguous(),
+            bias=bias,
             out_dtype=out_dtype,
             use_fast_accum=gemm.use_fast_accum,
         )
