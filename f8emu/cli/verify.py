@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from f8emu.cli import frame
 from f8emu.cli.frame import Arrays, Report, guarded, opened, say
-from f8emu.spec import Evidence, MissingExtraError, SpecError, UnsupportedError
+from f8emu.spec import Evidence, Granularity, MissingExtraError, Overflow, SpecError, UnsupportedError
+from f8emu.spec.formats import float8_format
 
 if TYPE_CHECKING:
     import typer
@@ -95,11 +96,9 @@ def add_to(app: "typer.Typer") -> None:
         format: Annotated[
             str | None, typer.Option(help="Format of codes that are returned as bytes, such as float8_e4m3fn.")
         ] = None,
-        overflow: Annotated[
-            str | None, typer.Option(help="What a cast must do: saturate or nonfinite. By default what it does.")
-        ] = None,
+        overflow: Annotated[Overflow | None, typer.Option(help="What a cast must do. By default what it does.")] = None,
         granularity: Annotated[
-            str | None, typer.Option(help="Which elements share a scale of a quantizer, such as rowwise.")
+            Granularity | None, typer.Option(help="Which elements share a scale of a quantizer.")
         ] = None,
         kernels: Annotated[
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
@@ -119,12 +118,11 @@ def add_to(app: "typer.Typer") -> None:
         options = _Options(subjects or [], *files, *chosen, errors, arrays.value, seconds, jobs, diagnose)
         if kernels or contract:
             raise typer.Exit(guarded(_list_kernels) if kernels else guarded(_show_contract, kind))
-        of_function = (format, overflow, granularity)
         if kind is not Kind.GEMM:
             if recordings is not None or chip or golden is not None or stage or seconds is not None or jobs is not None:
                 raise typer.BadParameter("--kind cast and quantize take no recordings, stages, processes or time limit")
-            raise typer.Exit(guarded(_verify_functions, options, kind.value, of_function))
-        if any(of_function):
+            raise typer.Exit(guarded(_verify_functions, options, kind.value, format, overflow, granularity))
+        if format or overflow or granularity:
             raise typer.BadParameter("--format, --overflow and --granularity need --kind cast or --kind quantize")
         if recordings is None and not chip:
             raise typer.Exit(guarded(_verify, options))
@@ -154,24 +152,30 @@ def _show_contract(kind: Kind) -> int:
     return 0
 
 
-def _verify_functions(options: _Options, kind: str, named: Sequence[str | None]) -> int:
-    from f8emu.conformance.casts.verify import Wanted, verify_function
+def _verify_functions(
+    options: _Options, kind: str, format: str | None, overflow: Overflow | None, granularity: Granularity | None
+) -> int:
+    from f8emu.conformance.casts.contracts import Wanted
+    from f8emu.conformance.casts.verify import verify_function
 
     if not options.subjects:
         raise SpecError(f"verify --kind {kind}: which function? Name it: path/to/file.py:FUNCTION")
-    wanted = Wanted.named(*named)
+    wanted = Wanted(float8_format("verify --format", format) if format else None, overflow, granularity)
+    flags = {"--kind": kind, "--format": format}
+    flags |= {"--overflow": overflow and overflow.value, "--granularity": granularity and granularity.value}
+    words = [word for flag, value in flags.items() if value for word in (flag, value)]
     frame.find_modules_here()
     more = {"arrays": options.arrays, "errors": options.errors, "cases": options.cases, "diagnose": options.diagnose}
     with _concluding(options) as conclude:
         with frame.progress_bar() as progress:
-            found = {name: verify_function(name, kind, wanted, progress=progress, **more) for name in options.subjects}
-        results = [one.result for one in found.values()]
+            verified = {
+                name: verify_function(name, kind, wanted, progress=progress, **more) for name in options.subjects
+            }
+        results = [function.result for function in verified.values()]
         result = replace(results[0], subjects=[subject for one in results for subject in one.subjects])
-        source = "; ".join(dict.fromkeys(one.follows for one in found.values()))
-        flags = zip(("--format", "--overflow", "--granularity"), named, strict=True)
-        words = ["--kind", kind, *(word for flag, value in flags if value for word in (flag, value))]
-        asked = {name: [*_words_of(name, options), *words] for name in found}
-        return conclude(result, source, functions=found, asked=asked)
+        source = "; ".join(dict.fromkeys(function.follows for function in verified.values()))
+        asked = {name: [*_words_of(name, options), *words] for name in verified}
+        return conclude(result, source, functions=verified, asked=asked)
 
 
 def _verify(options: _Options) -> int:

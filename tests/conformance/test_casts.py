@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.tables import float32_boundaries
-from f8emu.conformance.casts.diagnosis import Matrix, diagnose_cast, diagnose_quantizer
-from f8emu.conformance.casts.rules import CastRule, QuantizerRule, cast_alterations, own_dialects, scale_alterations
-from f8emu.conformance.casts.verify import Verified, Wanted, verify_function
+from f8emu.conformance.casts.alterations import cast_alterations, scale_alterations
+from f8emu.conformance.casts.contracts import Wanted
+from f8emu.conformance.casts.diagnosis import diagnose_cast, diagnose_quantizer
+from f8emu.conformance.casts.rules import CastRule, QuantizerRule, own_dialects
+from f8emu.conformance.casts.verify import Verified, verify_function
 from f8emu.conformance.compare import different
 from f8emu.spec import E4M3FN, E5M2, E5M2FNUZ, Overflow, SpecError
 from tests.conformance.command import invoke
@@ -77,10 +78,11 @@ def test_a_wrong_quantizer_is_named(name: str) -> None:
 def test_every_alteration_of_a_cast_is_found_again() -> None:
     x = float32_boundaries(E5M2FNUZ)
     right, ones = CastRule(format=E5M2FNUZ), np.ones_like(x)
-    for step in cast_alterations(E5M2FNUZ, None):
-        codes = step.of(right).codes(x).view(dtype_of(E5M2FNUZ))
-        if different(codes, right.codes(x).view(codes.dtype)).any():
-            found = diagnose_cast(x, ones, codes, right, None)
+    expected = right.cast(x)
+    for step in cast_alterations(E5M2FNUZ, right.overflow):
+        codes = step.of(right).cast(x).view(expected.dtype)
+        if different(codes, expected).any():
+            found = diagnose_cast(x, ones, codes, right)
             assert found.is_complete and len(found.alterations) == 1, (step, found)
 
 
@@ -90,11 +92,11 @@ def test_every_alteration_of_scales_is_found_again() -> None:
     x[3] = 0
     block = (1, 256)
     right = QuantizerRule.of(own_dialects(E4M3FN, block)[0])
-    for step in scale_alterations(E4M3FN):
+    for step in scale_alterations(E4M3FN, largest=416, least=1e-6):
         parts = step.of(right).parts(x, block)
         if all(not different(parts[name], one).any() for name, one in right.parts(x, block).items()):
             continue
-        found = diagnose_quantizer([Matrix(x, parts["codes"], parts["scales"], block)], [right])
+        found = diagnose_quantizer([(x, parts["codes"], parts["scales"])], block, [right])
         assert found.is_complete and len(found.alterations) == 1, (step, found)
 
 

@@ -1,53 +1,49 @@
-"""What a wrong cast or quantizer does instead: alterations of the right rule, one, then two, that give its bytes.
+"""What a wrong cast or quantizer does instead: the fewest alterations of the right rule that give what it gave.
 
-A quantizer's scales are explained first, then its codes under all rules that explain the scales. Where no rule explains
-everything, special inputs (NaN, infinity, zeros) are set aside, and what is given for them is said.
+A quantizer's scales are explained first, then its codes by every rule that explains its scales. Special inputs, such as
+infinity or blocks of zeros, for which a subject always gives the same, are told apart.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, product
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from f8emu.conformance.cases.distributions import dtype_of
-from f8emu.conformance.casts.rules import (
-    Alteration,
-    CastRule,
-    QuantizerRule,
-    Scaling,
-    amaxes_of,
-    cast_alterations,
-    code_alterations,
-    scale_alterations,
-)
+from f8emu.conformance.casts.alterations import Alteration, cast_alterations, code_alterations, scale_alterations
+from f8emu.conformance.casts.rules import CastRule, QuantizerRule, Scaling, amaxes_of
 from f8emu.conformance.compare import counted, different, show
 from f8emu.dialects.arithmetic import extent
-from f8emu.dialects.matching import numbers_differ
 from f8emu.dialects.rules import Block
-from f8emu.spec import FLOAT8, Format, Overflow
+from f8emu.spec import Overflow
 
-_LOOKED_AT = 1024
-"""Outputs that differ, and as many that do not, on which most alterations fail."""
-_ROUNDS = 4
+_SAMPLE = 512
+"""Outputs that the best rule gives, and as many that it does not, on which most hypotheses fail."""
 _KEPT = 12
-"""Rules that explain the scales alike, and whose codes are looked at."""
-_TELLING = 6
-"""Matrices whose codes are looked at."""
-Steps = tuple[Alteration, ...]
-_R = TypeVar("_R", CastRule, QuantizerRule)
+"""The most hypotheses, alike on a sample, that are tried on everything."""
+_VALUES = (
+    "NaN",
+    "infinity",
+    "finite values beyond the format",
+    "values that round down to the largest",
+    "negative zero",
+    "the top binade",
+)
+_BLOCKS = ("blocks with a NaN", "blocks with an infinity", "blocks of zeros")
+Matrix = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""x, its codes, and the float32 grid of its scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastDiagnosis:
     """What a subject does instead."""
 
-    alterations: tuple[str, ...]
-    """In words, the first the most telling."""
+    alterations: tuple[str, ...] = ()
+    """In words that follow "it"; empty where they do not explain half of what differs."""
     outputs_equal: int
-    """Codes and scales that the alterations give."""
+    """Codes and scales that the alterations give; of a cast each input counts once."""
     outputs_total: int
     contradictions: int = 0
     """Values that have several codes, by their places."""
@@ -58,268 +54,202 @@ class CastDiagnosis:
     def is_complete(self) -> bool:
         return self.outputs_equal == self.outputs_total
 
-    def if_telling(self, right: int) -> "CastDiagnosis":
-        """Itself, if it explains half of what differs; else that `right` outputs follow f8emu's rule."""
-        if 2 * (self.outputs_total - self.outputs_equal) <= self.outputs_total - right:
-            return self
-        return replace(self, alterations=(), outputs_equal=right, basis="")
-
     @property
     def headline(self) -> str:
         """One sentence."""
-        said = f"as dialect {self.basis}, but " * bool(self.basis) + "it " + "; and it ".join(self.alterations)
+        sentence = f"it {'; and it '.join(self.alterations)}"
+        if self.basis:
+            sentence = f"as dialect {self.basis}, but {sentence}"
         if self.alterations and self.is_complete:
-            return said
+            return sentence
         share = f"{self.outputs_equal}/{self.outputs_total} outputs"
         if self.contradictions:
             values = counted(self.contradictions, "value has", "values have")
             return f"NOT EXPLAINED: {values} several codes, by place, layout or dtype ({share} are right)"
-        return f"NOT EXPLAINED, best: {said} ({share})" if self.alterations else f"NOT EXPLAINED ({share} are right)"
+        return (
+            f"NOT EXPLAINED, best: {sentence} ({share})" if self.alterations else f"NOT EXPLAINED ({share} are right)"
+        )
 
 
-def _steps(alterations: Sequence[Alteration], depth: int) -> Iterator[Steps]:
-    yield ()
-    for count in range(1, depth + 1):
-        for steps in combinations(alterations, count):
-            if len({step.place for step in steps}) == count:
-                yield steps
+class Evidence(NamedTuple):
+    """Inputs, and what a subject gave for each."""
+
+    predict: Callable[..., np.ndarray]
+    """(rule, *inputs) -> what the rule gives."""
+    inputs: Sequence[np.ndarray]
+    outputs: np.ndarray
+    kinds: np.ndarray
+    """0 of an ordinary input; of a special one the place of its name in `names`, from 1."""
+    names: Sequence[str]
+
+    def missed(self, rule: Any) -> np.ndarray:
+        """The outputs that a rule does not give."""
+        return different(self.outputs, self.predict(rule, *self.inputs).view(self.outputs.dtype))
+
+    def sample(self, rule: Any) -> "Evidence":
+        """A few of the outputs that a rule gives, and of those that it does not."""
+        r, missed = np.random.default_rng(0), self.missed(rule)
+        at = np.concatenate([r.permutation(np.flatnonzero(part))[:_SAMPLE] for part in (missed, ~missed)])
+        return Evidence(self.predict, [x[at] for x in self.inputs], self.outputs[at], self.kinds[at], self.names)
+
+    def explained(self, rule: Any) -> tuple[list[str], int]:
+        """What is said of special inputs, beside a rule; and how many outputs neither gives."""
+        right = self.predict(rule, *self.inputs).view(self.outputs.dtype)
+        missed = different(self.outputs, right)
+        sentences = list[str]()
+        for kind in np.unique(self.kinds[missed]):
+            alike = self.kinds == kind
+            if kind and np.unique(np.abs(self.outputs[alike].astype(np.float32))).size == 1:
+                first = np.flatnonzero(missed & alike)[0]
+                instead, usual = show(self.outputs[first]), show(right[first])
+                sentences.append(f"gives {instead} for {self.names[kind - 1]}, not {usual}")
+                missed &= ~alike
+        return sentences, int(np.count_nonzero(missed))
 
 
-def _altered(rule: _R, steps: Steps) -> _R:
-    for step in steps:
-        rule = step.of(rule)
-    return rule
-
-
-def diagnose_cast(
-    x: np.ndarray, scale: np.ndarray, codes: np.ndarray, rule: CastRule, scaling: Scaling | None
-) -> CastDiagnosis:
-    """What gives `codes`, where `rule` does not; float32 inputs, their scales (1 where there is none), and float8."""
-    values = rule.scaled(x, scale)
-    kinds = _special(values, rule.format)
-
-    def given(steps: Steps, at: np.ndarray | slice = slice(None)) -> np.ndarray:
-        altered = _altered(rule, steps)
-        return altered.codes(altered.scaled(x[at], scale[at])).view(codes.dtype)
-
-    # 1. The rule of ordinary values. 2. What is given for those that were set aside.
-    best: CastDiagnosis | None = None
-    for steps in _steps_of(codes, given, cast_alterations(rule.format, scaling), kinds):
-        saturates = rule.overflow is Overflow.SATURATE
-        other = replace(rule, overflow=Overflow.NONFINITE if saturates else Overflow.SATURATE)
-        theirs = _altered(other, steps).codes(values).view(codes.dtype)
-        said, left = _of_special(codes, given(steps), theirs, kinds, "does not saturate" if saturates else "saturates")
-        equal, words = int(np.count_nonzero(~left)), (*(step.sentence for step in steps), *said)
-        if best is None or equal > best.outputs_equal:
-            best = CastDiagnosis(alterations=words, outputs_equal=equal, outputs_total=codes.size)
-        if best.is_complete:
-            break
-    assert best is not None, "there is always a hypothesis"
-    return best.if_telling(int(np.count_nonzero(~different(codes, given(())))))
-
-
-def _of_special(
-    codes: np.ndarray, ours: np.ndarray, theirs: np.ndarray, kinds: np.ndarray, policy: str
-) -> tuple[list[str], np.ndarray]:
-    # What special values have become, in words, and what they do not explain; `theirs` overflows in the other way.
-    said, left = list[str](), different(codes, ours)
-    at = np.isin(kinds, ["infinity", "overflow"])
-    if left[at].any() and not different(codes[at], theirs[at]).any():
-        said, left = [policy], left & ~at
-    for kind, words in _WORDS.items():
-        at = kinds == kind
-        if left[at].any() and np.unique(codes[at].view(np.uint8) & np.uint8(0x7F)).size == 1:
-            first = int(np.flatnonzero(left & at)[0])
-            said, left = [*said, f"gives {show(codes[first])} for {words}, not {show(ours[first])}"], left & ~at
-    return said, left
-
-
-def _steps_of(
-    codes: np.ndarray, given: Callable[..., np.ndarray], every: Sequence[Alteration], kinds: np.ndarray
-) -> Iterator[Steps]:
-    # The fewest alterations that give most codes of everything, or without special values: one, then two.
-    regions = [(), *((one,) for one in every if one.place == "region")]
-    others = [one for one in every if one.place != "region"]
-    r, wrong = np.random.default_rng(0), different(codes, given(()))
-    few = np.concatenate([_few(r, wrong), _few(r, ~wrong)])
-    for depth, aside in product((1, 2), ([], [*_WORDS][:-1], [*_WORDS])):
-        considered = ~np.isin(kinds, aside)
-        alterations = [steps + region for steps in _steps(others, depth) for region in regions]
-        steps: Steps = ()
-        for _ in range(_ROUNDS):
-            # 1. On a few outputs, of which most alterations give too few.
-            at = few[considered[few]]
-            scores = [int(np.count_nonzero(~different(codes[at], given(one, at)))) for one in alterations]
-            steps = min((one for one, score in zip(alterations, scores, strict=True) if score == max(scores)), key=len)
-            # 2. On all. What the best misses is looked at in the next round.
-            missed = considered & different(codes, given(steps))
-            if max(scores) < at.size or not missed.any():
-                break
-            few = np.concatenate([few, _few(r, missed)])
-        yield steps
-
-
-_WORDS = {
-    "NaN": "NaN",
-    "infinity": "infinity",
-    "overflow": "finite values beyond the format",
-    "above": "values that round down to the largest",
-    "zero": "negative zero",
-    "top": "the top binade",
-}
-"""Kinds of values that may be set aside, and their names."""
-
-
-def _special(values: np.ndarray, target: Format) -> np.ndarray:
-    # The kind of each value, "" of an ordinary one.
-    unbounded = CastRule(format=target, overflow=Overflow.NONFINITE).codes(values).view(dtype_of(target))
-    is_zero = (values == 0) & np.signbit(values)
-    magnitude = np.abs(values)
-    is_above, is_top = magnitude > target.max, magnitude >= 2.0**target.max_exponent
-    conditions = [np.isnan(values), np.isinf(values), ~np.isfinite(unbounded), is_above, is_zero, is_top]
-    return np.select(conditions, [*_WORDS], "")
-
-
-def _few(r: np.random.Generator, among: np.ndarray) -> np.ndarray:
-    found = np.flatnonzero(among)
-    return found if found.size <= _LOOKED_AT else r.choice(found, _LOOKED_AT, replace=False)
-
-
-# Quantizers
-
-
-class Matrix:
-    """What a quantizer made of a matrix."""
-
-    def __init__(self, x: np.ndarray, codes: np.ndarray, scale: np.ndarray, block: Block) -> None:
-        """`scale` is float32, the grid of blocks."""
-        height, width = extent(x.shape, block)
-        self.x, self.codes, self.scale, self.block = x, codes, scale, (height, width)
-        self.amaxes = amaxes_of(x, self.block)
-        # "n" of a block with a NaN or an infinity, "z" of one of zeros, "" of all others
-        self.kinds = np.select([~np.isfinite(self.amaxes[0]), self.amaxes[0] == 0], ["n", "z"], "")
-
-    def codes_wrong(self, rule: QuantizerRule, aside: str) -> int:
-        """How many codes a rule does not give, except in blocks of these kinds."""
-        found = different(self.codes, rule.codes(self.x, rule.factors(self.amaxes, self.x.dtype), self.block))
-        if found.any():
-            rows, columns = (np.arange(n) // side for n, side in zip(self.x.shape, self.block, strict=True))
-            found &= ~np.isin(self.kinds, [*aside])[rows[:, None], columns[None, :]]
-        return int(np.count_nonzero(found))
-
-    def parts_right(self, rule: QuantizerRule) -> int:
-        """How many scales and codes a rule gives."""
-        differ = numbers_differ(rule.factors(self.amaxes, self.x.dtype).stored, self.scale)
-        return self.scale.size - int(differ.sum()) + self.codes.size - self.codes_wrong(rule, "")
-
-
-class _Scales:
-    """The scales of all matrices of one dtype, those of equal blocks once."""
-
-    def __init__(self, matrices: Sequence[Matrix]) -> None:
-        self._dtype = matrices[0].x.dtype
-        rows = [np.stack([*(a.ravel() for a in one.amaxes), one.scale.ravel()]) for one in matrices]
-        kinds = np.concatenate([one.kinds.ravel() for one in matrices])
-        _, first = np.unique(np.concatenate(rows, axis=1).view(np.uint32), axis=1, return_index=True)
-        self._nan, self._fmax, self._scale = np.concatenate(rows, axis=1)[:, first]
-        self._kinds = kinds[first]
-
-    def wrong(self, rule: QuantizerRule) -> Counter[str]:
-        """How many scales of blocks of each kind a rule does not give."""
-        differ = numbers_differ(rule.factors((self._nan, self._fmax), self._dtype).stored, self._scale)
-        return Counter(self._kinds[differ].tolist())
-
-
-def diagnose_quantizer(matrices: Sequence[Matrix], bases: Sequence[QuantizerRule]) -> CastDiagnosis:
-    """What gives the codes and scales of `matrices`, where none of `bases` does; the first is f8emu's rule."""
-    target = bases[0].cast.format
-    # 1. The scales. Blocks of zeros and those that are not finite may be set aside.
-    dtypes = dict.fromkeys(one.x.dtype for one in matrices)
-    groups = [_Scales([one for one in matrices if one.x.dtype == dtype]) for dtype in dtypes]
-    alterations = (*_measured(matrices, target), *scale_alterations(target))
-    kept, aside = list[_Hypothesis](), ""
-    depths = [
-        [_Hypothesis(base, ()) for base in bases],
-        [_Hypothesis(bases[0], (one,)) for one in alterations],
-        [_Hypothesis(base, (one,)) for base in bases[1:] for one in alterations],
-        [_Hypothesis(bases[0], steps) for steps in _steps(alterations, 2) if len(steps) == 2],
-    ]
-    scores: list[list[Counter[str]]] = []
-    fewest = 1 << 62
-    for apart, (depth, hypotheses) in product(("", "n", "nz"), enumerate(depths)):
-        if depth == len(scores):
-            scores.append([sum((group.wrong(one.rule) for group in groups), Counter[str]()) for one in hypotheses])
-        wrong = [sum(score.values()) - sum(score[kind] for kind in apart) for score in scores[depth]]
-        if min(wrong) < fewest:
-            fewest, aside = min(wrong), apart
-            kept = [one for one, count in zip(hypotheses, wrong, strict=True) if count == fewest][:_KEPT]
-        if not fewest:
-            break
-    # 2. The codes, by every rule that is left: of a few matrices, and then also of those that the best gets wrong.
-    best, telling = kept[0], list[Matrix]()
-    for _ in range(_ROUNDS):
-        missed = {one: count for one in matrices if (count := one.codes_wrong(best.rule, aside))}
-        more = sorted(missed.keys() - {*telling}, key=lambda one: -missed[one])[:_TELLING]
-        if not more:
-            break
-        telling += more
-        best = _best_of_codes(telling, kept, aside, deep=not fewest)
-    # 3. What is given for blocks that were set aside, and how much is explained.
-    said = [step.sentence for step in best.steps]
-    scales = [numbers_differ(best.rule.factors(one.amaxes, one.x.dtype).stored, one.scale) for one in matrices]
-    for kind, words in (("n", "a NaN or an infinity"), ("z", "zeros alone")):
-        given = {
-            float(x)
-            for one, differ in zip(matrices, scales, strict=True)
-            for x in one.scale[differ & (one.kinds == kind)]
-        }
-        said += [f"gives the scale {given.pop():.9g} to blocks of {words}"] if len(given) == 1 else []
-    wrong = sum(int(one.sum()) for one in scales) + sum(one.codes_wrong(best.rule, "") for one in matrices)
-    total = sum(one.scale.size + one.codes.size for one in matrices)
-    basis = "" if best.base is bases[0] else best.base.dialect.name
-    found = CastDiagnosis(alterations=tuple(said), outputs_equal=total - wrong, outputs_total=total, basis=basis)
-    right = sum(one.parts_right(bases[0]) for one in matrices)
-    return found.if_telling(right)
-
-
-def _measured(matrices: Sequence[Matrix], target: Format) -> Iterator[Alteration]:
-    # What the scales show: the number that amax is scaled to, and the least amax.
-    with np.errstate(all="ignore"):
-        ratios = np.concatenate([(one.amaxes[0] / one.scale).ravel() for one in matrices])
-        scales = np.concatenate([one.scale.ravel() for one in matrices])
-    largest = float(f"{np.nanmedian(ratios):.4g}")
-    if np.isfinite(largest) and largest not in {fmt.max for fmt in FLOAT8}:
-        yield Alteration("scale.largest", largest, f"scales amax to {largest:g} instead of {target.max:g}")
-    floor = float(f"{np.nanmin(scales) * target.max:.3g}")
-    if 0 < floor < 1:
-        yield Alteration("scale.amax_floor", floor, f"keeps amax at least {floor:g}")
-
-
-def _best_of_codes(
-    matrices: Sequence[Matrix], kept: Sequence["_Hypothesis"], aside: str, *, deep: bool
-) -> "_Hypothesis":
-    # Two alterations of codes are tried only where the scales are explained: the others cost time, and tell nothing.
-    best, fewest = kept[0], 1 << 62
-    tried = [(0, one) for one in kept] + [(1, one) for one in kept] + [(2, one) for one in kept[: 2 * deep]]
-    for depth, one in tried:
-        for steps in _steps(code_alterations(one.base.cast.format), depth):
-            if len(steps) == depth and fewest:
-                altered, count = _Hypothesis(one.base, one.steps + steps), 0
-                for matrix in matrices:
-                    count += matrix.codes_wrong(altered.rule, aside)
-                    if count >= fewest:
-                        break
-                if count < fewest:
-                    best, fewest = altered, count
-    return best
-
-
-class _Hypothesis(NamedTuple):
+class Hypothesis(NamedTuple):
     """A rule, and how it is altered."""
 
-    base: QuantizerRule
-    steps: Steps
+    base: Any
+    steps: tuple[Alteration, ...] = ()
 
     @property
-    def rule(self) -> QuantizerRule:
-        return _altered(self.base, self.steps)
+    def rule(self) -> Any:
+        """The altered rule."""
+        return reduce(lambda rule, step: step.of(rule), self.steps, self.base)
+
+    def altered(self, alterations: Iterable[Alteration], count: int) -> Iterator["Hypothesis"]:
+        """This one with `count` more alterations, of different fields."""
+        for steps in combinations(alterations, count):
+            if len({step.field for step in steps}) == count:
+                yield Hypothesis(self.base, self.steps + steps)
+
+    def explained(self, evidence: Iterable[Evidence]) -> tuple[tuple[str, ...], int]:
+        """All that is said, and how many outputs it does not give."""
+        rule = self.rule
+        sentences, left = [step.sentence for step in self.steps], 0
+        for part in evidence:
+            special, missed = part.explained(rule)
+            sentences += special
+            left += missed
+        return tuple(dict.fromkeys(sentences)), left
+
+    def rank(self, evidence: Iterable[Evidence]) -> tuple[int, int, int]:
+        """Less is better: what is left, how much is said, and how much of that is of special inputs alone."""
+        sentences, left = self.explained(evidence)
+        return left, len(sentences), len(sentences) - len(self.steps)
+
+
+def _search(
+    bases: Sequence[Hypothesis], alterations: Iterable[Alteration], evidence: Sequence[Evidence]
+) -> list[Hypothesis]:
+    # The hypotheses that leave least; of those that leave nothing, the ones of which least is said.
+    alterations, first, others = list(alterations), bases[:1], bases[1:]
+    kept = list(first)
+    fewest = kept[0].rank(evidence)
+    for altered, count in ((bases, 0), (first, 1), (others, 1), (first, 2)):
+        # Most hypotheses fail on a few outputs, of which half are those that the best does not explain.
+        sample = [part.sample(kept[0].rule) for part in evidence]
+        ranks = {one: one.rank(sample) for base in altered for one in base.altered(alterations, count)}
+        least = min(ranks.values(), default=fewest)
+        for hypothesis in [one for one, rank in ranks.items() if rank == least][:_KEPT]:
+            rank = hypothesis.rank(evidence)
+            if rank < fewest:
+                kept, fewest = [hypothesis], rank
+            elif rank == fewest and hypothesis not in kept:
+                kept.append(hypothesis)
+        left, said, _ = fewest
+        if not left and said <= len(bases[0].steps) + count:
+            break
+    return kept
+
+
+def _diagnosis(best: Hypothesis, own: Any, evidence: Sequence[Evidence], contradictions: int = 0) -> CastDiagnosis:
+    sentences, left = best.explained(evidence)
+    wrong = sum(int(np.count_nonzero(part.missed(own))) for part in evidence)
+    is_telling = 2 * left <= wrong
+    total = sum(part.outputs.size for part in evidence)
+    return CastDiagnosis(
+        alterations=sentences if is_telling else (),
+        outputs_equal=total - (left if is_telling else wrong),
+        outputs_total=total,
+        contradictions=contradictions if left else 0,
+        basis="" if best.base is own or not is_telling else best.base.dialect.name,
+    )
+
+
+def _kinds(*conditions: np.ndarray) -> np.ndarray:
+    return np.select(conditions, range(1, len(conditions) + 1), 0)
+
+
+def diagnose_cast(x: np.ndarray, scale: np.ndarray, codes: np.ndarray, rule: CastRule) -> CastDiagnosis:
+    """What gives `codes`, where `rule` does not; float32 inputs, their scales (1 where there is none), and float8."""
+    # 1. Each input once, for the same numbers are asked in many ways; twice where it has two codes.
+    inputs = x.view(np.uint32).astype(np.uint64) << 32 | (scale.view(np.uint32) & ~np.uint32(255))
+    keys, once = np.unique(inputs | codes.view(np.uint8), return_index=True)
+    x, scale, codes = x[once], scale[once], codes[once]
+    several = int(np.count_nonzero(np.diff(keys[~np.isnan(x)] >> 8) == 0))
+    # 2. Which of them are special.
+    target, values = rule.format, rule.scaled(x, scale)
+    magnitude = np.abs(values)
+    kinds = _kinds(
+        np.isnan(values),
+        np.isinf(values),
+        ~np.isfinite(CastRule(format=target, overflow=Overflow.NONFINITE).cast(values)),
+        magnitude > target.max,
+        (values == 0) & np.signbit(values),
+        magnitude >= 2.0**target.max_exponent,
+    )
+    # 3. What explains them.
+    evidence = [Evidence(CastRule.cast, (x, scale), codes, kinds, _VALUES)]
+    alterations = cast_alterations(target, rule.overflow, with_scale=rule.scaling is Scaling.QUOTIENT)
+    best, *_ = _search([Hypothesis(rule)], alterations, evidence)
+    return _diagnosis(best, rule, evidence, several)
+
+
+def diagnose_quantizer(matrices: Sequence[Matrix], block: Block, rules: Sequence[QuantizerRule]) -> CastDiagnosis:
+    """What gives the codes and scales of `matrices`, where none of `rules` does; the first is f8emu's rule."""
+    own, target = rules[0], rules[0].cast.format
+    dtypes = dict.fromkeys(x.dtype for x, _, _ in matrices)
+    of_dtypes = [_evidence([matrix for matrix in matrices if matrix[0].dtype == dtype], block) for dtype in dtypes]
+    scales, codes = [scales for scales, _ in of_dtypes], [codes for _, codes in of_dtypes]
+    # The numbers that the scales show: what amax is scaled to, and the least scale.
+    stored = _joined(part.outputs for part in scales)
+    with np.errstate(all="ignore"):
+        largest = float(np.nanmedian(_joined(part.inputs[0] for part in scales) / stored))
+    alterations = scale_alterations(target, largest=largest, least=float(np.nanmin(stored)))
+    known = _search([Hypothesis(rule) for rule in rules], alterations, scales)
+    best, *_ = _search(known, code_alterations(target), codes)
+    return _diagnosis(best, own, [*scales, *codes])
+
+
+def _evidence(matrices: Sequence[Matrix], block: Block) -> tuple[Evidence, Evidence]:
+    # Of matrices of one dtype: their scales, and their codes, each with the amaxes of its block.
+    of_scales, of_codes = list[list[np.ndarray]](), list[list[np.ndarray]]()
+    for x, codes, scale in matrices:
+        height, width = extent(x.shape, block)
+        amax, amax_of_numbers = amaxes_of(x, block)
+        blocks = np.ix_(np.arange(x.shape[0]) // height, np.arange(x.shape[1]) // width)
+        of_scales.append([scale, amax, amax_of_numbers])
+        of_codes.append([codes, x, amax[blocks], amax_of_numbers[blocks]])
+    scales, *amaxes = (_joined(arrays) for arrays in zip(*of_scales, strict=True))
+    codes, x, *amaxes_of_codes = (_joined(arrays) for arrays in zip(*of_codes, strict=True))
+    predict = partial(QuantizerRule.stored, dtype=x.dtype)
+    return (
+        Evidence(predict, amaxes, scales, _kinds_of(amaxes[0]), [f"the scale of {name}" for name in _BLOCKS]),
+        Evidence(
+            QuantizerRule.codes_of_blocks,
+            (x, *amaxes_of_codes),
+            codes,
+            _kinds_of(amaxes_of_codes[0]),
+            [f"codes of {name}" for name in _BLOCKS],
+        ),
+    )
+
+
+def _joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([array.ravel() for array in arrays])
+
+
+def _kinds_of(amax: np.ndarray) -> np.ndarray:
+    return _kinds(np.isnan(amax), np.isinf(amax), amax == 0)

@@ -12,6 +12,7 @@ import numpy as np
 
 from f8emu.conformance.cases.distributions import dtype_of, rng
 from f8emu.conformance.cases.tables import all_codes, float32_boundaries
+from f8emu.conformance.compare import show
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HIGH_PRECISION, Format, Granularity
 
 
@@ -39,6 +40,17 @@ class Question:
         """What the function is given."""
         return self.lying[..., :: self.step] if self.step > 1 else self.lying
 
+    @property
+    def scale_or_1(self) -> np.ndarray:
+        """The scale, 1 where there is none."""
+        return np.full((), 1, np.float32) if self.scale is None else self.scale
+
+    def describe(self, part: str, index: tuple[int, ...]) -> str:
+        """The inputs that lead to a code."""
+        if part == "scales":
+            return ""
+        return f"x={show(self.x[index])}" + ("" if self.scale is None else f" scale={show(self.scale)}")
+
 
 _LYING: dict[str, dict[str, Any]] = {
     "column-major": {"column_major": True},
@@ -53,95 +65,96 @@ _SHAPES = ((0, 16), (3, 0), (1, 1), (1, 7), (13, 1), (31, 127), (521, 263), (), 
 
 def cast_questions(target: Format, *, with_scale: bool) -> Iterator[Question]:
     """Every 16-bit number, as it is and as float32; where a cast of float32 changes its mind; shapes; memory."""
-    scales = [np.full((), one, np.float32) for one in _SCALES] if with_scale else [None]
+    scales = [np.full((), scale, np.float32) for scale in _SCALES] if with_scale else [None]
     points = float32_boundaries(target)
-    every: list[tuple[str, np.ndarray]] = []
-    for source in (BFLOAT16, FLOAT16):
-        codes = all_codes(source).reshape(256, 256)
-        with np.errstate(invalid="ignore"):  # of signalling NaN
-            every += [(f"every {source}", codes), (f"every {source} as float32", codes.astype(np.float32))]
-    every.append(("float32 midpoints and neighbours", np.resize(points, (-(-points.size // 64), 64))))
-    for name, x in every:
-        for scale in scales:
-            of = "" if scale is None else f" scale {scale:g}"
-            yield Question(id=name + of, family=name, lying=x, scale=scale, may_refuse=x.dtype != np.float32)
-    for scale in scales:  # a product, a quotient and those by a rounded inverse differ next to midpoints
-        if scale is not None and np.frexp(scale)[0] != 0.5:
-            with np.errstate(all="ignore"):
-                x = np.concatenate([points * scale, points / scale])
-            family = "scaled midpoints and neighbours"
-            x = np.resize(x, (-(-x.size // 64), 64))
-            yield Question(id=f"{family}, scale {scale:g}", family=family, lying=x, scale=scale)
-    for i, shape in enumerate(_SHAPES):
-        x = rng("casts", shape).choice(points, shape)
-        how: dict[str, Any] = {"family": "shapes", "scale": scales[i % len(scales)], "may_refuse": x.ndim != 2}
-        yield Question(id=f"shape {list(shape)}", lying=x, **how)
-    for source in (FLOAT32, BFLOAT16):
-        for i, (name, how) in enumerate(_LYING.items()):
-            with np.errstate(all="ignore"):  # of signalling NaN
+    with np.errstate(all="ignore"):  # of signalling NaN
+        # 1. Values.
+        numbers = {"float32 midpoints and neighbours": points}
+        for source in (BFLOAT16, FLOAT16):
+            numbers[f"every {source}"] = all_codes(source)
+            numbers[f"every {source} as float32"] = all_codes(source).astype(np.float32)
+        for family, values in numbers.items():
+            for scale in scales:
+                name = family if scale is None else f"{family} scale {scale:g}"
+                refusable = values.dtype != np.float32
+                yield Question(id=name, family=family, lying=_matrix(values), scale=scale, may_refuse=refusable)
+        for scale in scales:  # a product, a quotient and those by a rounded inverse differ next to midpoints
+            if scale is not None and np.frexp(scale)[0] != 0.5:
+                x = _matrix(np.concatenate([points * scale, points / scale]))
+                family = "scaled midpoints and neighbours"
+                yield Question(id=f"{family}, scale {scale:g}", family=family, lying=x, scale=scale)
+        # 2. Shapes and memory.
+        for i, shape in enumerate(_SHAPES):
+            x, scale = rng("casts", shape).choice(points, shape), scales[i % len(scales)]
+            refusable = x.ndim != 2
+            yield Question(id=f"shape {list(shape)}", family="shapes", lying=x, scale=scale, may_refuse=refusable)
+        for source in (FLOAT32, BFLOAT16):
+            for i, (name, how) in enumerate(_LYING.items()):
                 x = rng("casts", name).choice(points, (37, 54)).astype(dtype_of(source))
-            how = {**how, "family": "memory", "scale": scales[i % len(scales)], "may_refuse": source != FLOAT32}
-            yield Question(id=f"{source} {name}", lying=x, **how)
+                how = {**how, "scale": scales[i % len(scales)], "may_refuse": source != FLOAT32}
+                yield Question(id=f"{source} {name}", family="memory", lying=x, **how)
 
 
-_MAGNITUDES = (1e-7, 1e-5, 3e-3, 1.0, 700.0, 1e6, 1e30)
-_TINY = (1e-39, 3e-38, 1e-14, 1e-13, 1e-11, 1e-9, 1e-6)
+def _matrix(values: np.ndarray) -> np.ndarray:
+    return np.resize(values, (-(-values.size // 256), 256))
+
+
+_MAGNITUDES = (1e-39, 3e-38, 1e-14, 1e-13, 1e-11, 1e-9, 1e-7, 1e-6, 1e-5, 3e-3, 1.0, 700.0, 1e6, 1e30)
 _SHAPES_OF_BLOCKS = ((1, 1), (1, 128), (2, 129), (130, 131), (3, 5001), (2, 8192), (640, 256), (0, 128))
 
 
 def quantize_questions(granularity: Granularity, target: Format) -> Iterator[Question]:
     """Blocks of many magnitudes: random, zero, huge, tiny, at powers of two, with NaN and infinity; shapes; memory."""
+    height = 128 if granularity is Granularity.BLOCKWISE_128X128 else 16
     for source in HIGH_PRECISION:
-        dtype, r = dtype_of(source), rng("quantizers", source.name)
-
-        def question(family: str, name: str, x: np.ndarray, dtype=dtype, source=source, **how: Any) -> Question:
-            with np.errstate(all="ignore"):
-                how = {"may_refuse": source != FLOAT32, **how}
-                return Question(id=f"{source} {name}", family=family, lying=x.astype(dtype), **how)
-
-        # 1. One magnitude in the whole matrix, then one in each row.
-        height = 128 if granularity is Granularity.BLOCKWISE_128X128 else 16
+        r = rng("quantizers", source.name)
         normal = r.standard_normal((height, 256)).astype(np.float32)
-        unit = np.clip(normal / 4, -1, 1)
-        for magnitude in (*_MAGNITUDES, *_TINY):
-            yield question("magnitudes", f"of magnitude {magnitude:g}", normal * np.float32(magnitude))
-        rows = np.exp2(r.uniform(-60, 60, (height, 1))).astype(np.float32)
-        yield question("magnitudes", "of a magnitude in each row", normal * rows)
-        yield question(
-            "magnitudes", "of tiny rows", normal * np.geomspace(1e-15, 1e-2, height, dtype=np.float32)[:, None]
-        )
-        # 2. Largest magnitudes where a logarithm rounds: 448 * 2^k and its neighbours.
-        for by in (-1, 0, 1):
-            x = unit.copy()
-            x[:, ::128] = 1.0
-            top = np.float32(target.max).view(np.int32) + np.int32(by)
-            powers = np.exp2(np.arange(height, dtype=np.float32) * 3 % 40 - 20)[:, None]
-            yield question(
-                "powers of two",
-                f"up to {target.max:g} times a power of two, {by:+d}",
-                x * top.view(np.float32) * powers,
-            )
-        # 3. Zeros, huge numbers, special ones; values that become zero.
-        sparse = normal.copy()
-        sparse[3:6] = 0
-        sparse[6:9] = -0.0
-        sparse[9:, 1:] *= np.float32(1e-9)
-        huge = np.float32(np.finfo(np.float32).max if source == FLOAT32 else 3.3e38 if source == BFLOAT16 else 65504)
-        yield question("zeros", "all zero", np.zeros_like(normal))
-        yield question("zeros", "rows of zeros, and values that become zero", sparse)
-        yield question("magnitudes", "near the largest number", unit * huge)
-        for name, value in (("NaN", np.nan), ("infinity", np.inf), ("-infinity", -np.inf)):
-            x = normal.copy()
-            x[5, 7] = value
-            yield question("NaN and infinity", f"one {name}", x)
-        # 4. Shapes and memory.
-        if source == FLOAT16:
-            continue
-        for shape in _SHAPES_OF_BLOCKS:
-            x = r.standard_normal(shape)
-            is_block = all(n % (side or 1) == 0 for n, side in zip(shape, granularity.block, strict=True))
-            yield question(
-                "shapes", f"shape {list(shape)}", x, may_refuse=source != FLOAT32 or not is_block or 0 in shape
-            )
-        for name, how in _LYING.items():
-            yield question("memory", name, np.resize(normal, (height, 512)) if "step" in how else normal, **how)
+        matrices = [*_blocks(normal, r, source, target)]
+        if source != FLOAT16:
+            matrices += [("shapes", f"shape {list(shape)}", r.standard_normal(shape)) for shape in _SHAPES_OF_BLOCKS]
+            wide = np.resize(normal, (height, 512))
+            matrices += [("memory", name, wide if name == "every second column" else normal) for name in _LYING]
+        for family, name, x in matrices:
+            is_whole = all(n and n % (side or 1) == 0 for n, side in zip(x.shape, granularity.block, strict=True))
+            with np.errstate(all="ignore"):
+                yield Question(
+                    id=f"{source} {name}",
+                    family=family,
+                    lying=x.astype(dtype_of(source)),
+                    may_refuse=source != FLOAT32 or not is_whole,
+                    **_LYING.get(name, {}),
+                )
+
+
+def _blocks(
+    normal: np.ndarray, r: np.random.Generator, source: Format, target: Format
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    # (family, name, float32 matrix) of the values of blocks.
+    height = len(normal)
+    # 1. One magnitude in the whole matrix, then one in each row.
+    for magnitude in _MAGNITUDES:
+        yield "magnitudes", f"of magnitude {magnitude:g}", normal * np.float32(magnitude)
+    rows = np.exp2(r.uniform(-60, 60, (height, 1))).astype(np.float32)
+    yield "magnitudes", "of a magnitude in each row", normal * rows
+    tiny = np.geomspace(1e-15, 1e-2, height, dtype=np.float32)[:, None]
+    yield "magnitudes", "of tiny rows", normal * tiny
+    unit = np.clip(normal / 4, -1, 1)
+    largest = {FLOAT32: float(np.finfo(np.float32).max), BFLOAT16: 3.3e38, FLOAT16: 65504.0}[source]
+    yield "magnitudes", "near the largest number", unit * np.float32(largest)
+    # 2. Largest magnitudes where a logarithm rounds: 448 * 2^k and its neighbours.
+    unit[:, ::128] = 1.0
+    powers = np.exp2(np.arange(height, dtype=np.float32) * 3 % 40 - 20)[:, None]
+    for by in (-1, 0, 1):
+        top = (np.float32(target.max).view(np.int32) + np.int32(by)).view(np.float32)
+        yield "powers of two", f"up to {target.max:g} times a power of two, {by:+d}", unit * top * powers
+    # 3. Zeros, special numbers, values that become zero.
+    yield "zeros", "all zero", np.zeros_like(normal)
+    sparse = normal.copy()
+    sparse[3:6] = 0
+    sparse[6:9] = -0.0
+    sparse[9:, 1:] *= np.float32(1e-9)
+    yield "zeros", "rows of zeros, and values that become zero", sparse
+    for name, value in (("NaN", np.nan), ("infinity", np.inf), ("-infinity", -np.inf)):
+        x = normal.copy()
+        x[5, 7] = value
+        yield "NaN and infinity", f"one {name}", x
