@@ -7,16 +7,17 @@ from f8emu.conformance.casts.verify import Verified
 from f8emu.report.page import Section, Text
 
 
-def function_section(name: str, found: Verified) -> Section:
+def function_section(name: str, verified: Verified) -> Section:
     """In one sentence."""
-    assert found.diagnosis is not None, "what differs is diagnosed"
-    return Section(title=f"Diagnosis of {name}", blocks=[Text(points=[f"{name}: {found.diagnosis.headline}"])])
+    assert verified.diagnosis is not None, "what differs is diagnosed"
+    return Section(title=f"Diagnosis of {name}", blocks=[Text(points=[f"{name}: {verified.diagnosis.headline}"])])
 
 
-def function_json(found: Verified | None) -> dict[str, Any]:
+def function_json(verified: Verified | None) -> dict[str, Any]:
     """As plain data; empty of a subject that is neither."""
-    if found is None:
+    if verified is None:
         return {}
-    one = found.diagnosis
-    facts = {} if one is None else asdict(one) | {"complete": one.is_complete, "headline": one.headline}
-    return {"follows": found.follows, "function": facts}
+    diagnosis, facts = verified.diagnosis, {}
+    if diagnosis is not None:
+        facts = asdict(diagnosis) | {"complete": diagnosis.is_complete, "headline": diagnosis.headline}
+    return {"follows": verified.follows, "function": facts}

@@ -10,15 +10,12 @@ from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.casts.diagnosis import CastDiagnosis, diagnose_cast, diagnose_quantizer
 from f8emu.conformance.casts.questions import Question, cast_questions, quantize_questions
 from f8emu.conformance.casts.rules import CastRule, QuantizerRule, Scaling, own_dialects
-from f8emu.conformance.casts.subject import Function, fitted, granularity_of, scale_grid, typed_codes
+from f8emu.conformance.casts.subject import Function, codes_of, granularity_of, scales_of
 from f8emu.conformance.compare import different, said_by
 from f8emu.conformance.run.check import Parts
 from f8emu.dialects import DIALECTS
 from f8emu.dialects.matching import fitting
 from f8emu.spec import FLOAT8, Format, Granularity, Overflow, SpecError
-
-_SHOWN = 4
-"""Dialects that are named; those that agree on everything may be more."""
 
 
 class Wanted(NamedTuple):
@@ -122,7 +119,7 @@ class CastContract(Contract):
         return diagnose_cast(x, scale, codes, self._rule)
 
     def _parts(self, q: Question, returned: tuple[np.ndarray, ...]) -> Parts:
-        return {"": fitted(typed_codes(returned[0], self._target), q.x.shape, self._target)}
+        return {"": codes_of(returned[0], q.x.shape, self._target)}
 
     def _outputs_equal(self, rule: CastRule) -> int:
         pairs = ((parts[""], rule.cast(q.x, q.scale_or_1)) for q, parts in self.answered())
@@ -154,9 +151,7 @@ class QuantizerContract(Contract):
             self.judged_by = f"f8ref.numpy, {what}"
         else:
             self._judge = QuantizerRule.of(left[0])
-            names = ", ".join(dialect.name for dialect in left[:_SHOWN])
-            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
-            self.follows = f"as dialect {names}{more}, {what}"
+            self.follows = f"as dialect {', '.join(dialect.name for dialect in left)}, {what}"
             self.judged_by = f"f8emu.dialects, {left[0].name}"
 
     def expected(self, q: Question) -> Parts:
@@ -183,9 +178,7 @@ class QuantizerContract(Contract):
         return diagnose_quantizer(matrices, self._block, rules) if matrices else None
 
     def _parts(self, q: Question, returned: tuple[np.ndarray, ...]) -> Parts:
-        rows, k = q.x.shape
-        codes = fitted(typed_codes(returned[0], self._target), (rows, k), self._target)
+        codes = codes_of(returned[0], q.x.shape, self._target)
         if not q.x.size:  # stacks do not agree on how many scales nothing has
             return {"codes": codes}
-        grid = self._granularity.scale_shape(rows, k)
-        return {"scales": fitted(scale_grid(returned[1], grid), grid), "codes": codes}
+        return {"scales": scales_of(returned[1], self._granularity.scale_shape(*q.x.shape)), "codes": codes}

@@ -97,12 +97,14 @@ class Evidence(NamedTuple):
         right = self.predict(rule, *self.inputs).view(self.outputs.dtype)
         missed = different(self.outputs, right)
         sentences = list[str]()
-        for kind in np.unique(self.kinds[missed]):
+        for kind, name in enumerate(self.names, 1):
             alike = self.kinds == kind
-            if kind and np.unique(np.abs(self.outputs[alike].astype(np.float32))).size == 1:
+            if not (missed & alike).any():
+                continue
+            magnitudes = np.abs(self.outputs[alike].astype(np.float32))
+            if np.array_equal(magnitudes, np.full_like(magnitudes, magnitudes[0]), equal_nan=True):
                 first = np.flatnonzero(missed & alike)[0]
-                instead, usual = show(self.outputs[first]), show(right[first])
-                sentences.append(f"gives {instead} for {self.names[kind - 1]}, not {usual}")
+                sentences.append(f"gives {show(self.outputs[first])} for {name}, not {show(right[first])}")
                 missed &= ~alike
         return sentences, int(np.count_nonzero(missed))
 

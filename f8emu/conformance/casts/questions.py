@@ -147,7 +147,12 @@ def _blocks(
     for by in (-1, 0, 1):
         top = (np.float32(target.max).view(np.int32) + np.int32(by)).view(np.float32)
         yield "powers of two", f"up to {target.max:g} times a power of two, {by:+d}", unit * top * powers
-    # 3. Zeros, special numbers, values that become zero.
+    # 3. What a product and a quotient give another code.
+    points = float32_boundaries(target)
+    x = r.choice(points[np.abs(points) < target.max], normal.shape)
+    x[:, ::128] = target.max
+    yield "midpoints", "midpoints of codes and their neighbours, scaled", x * r.uniform(1, 2, (height, 1))
+    # 4. Zeros, special numbers, values that become zero.
     yield "zeros", "all zero", np.zeros_like(normal)
     sparse = normal.copy()
     sparse[3:6] = 0

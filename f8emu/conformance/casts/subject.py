@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from f8emu.conformance.kernels.faults import Guarded, KernelFault
 from f8emu.conformance.kernels.imported import INTERPRETED, function_of, is_interpreted
 from f8emu.conformance.kernels.kernel import Laid
 from f8emu.conformance.kernels.loaded import load_kernel
-from f8emu.spec import E8M0FNU, FLOAT32, Format, Granularity, SpecError
+from f8emu.spec import E8M0FNU, Format, Granularity, SpecError
 
 _ARRAYS = """\
 Arrays are torch's, on the GPU if there is one; --arrays numpy or jax selects
@@ -90,10 +91,10 @@ class Function:
         q, framework = question, self.framework
         memory = Guarded(framework, "x", Laid(q.lying, q.column_major, q.padding, q.offset))
         x = memory.array[..., :: q.step] if q.step > 1 else memory.array
-        given = (x,) if q.scale is None else (x, framework.load(q.scale))
+        arguments = (x,) if q.scale is None else (x, framework.load(q.scale))
         try:
             with np.errstate(all="ignore"):  # numpy would warn of what it is asked on purpose
-                returned = self.call(*given)
+                returned = self.call(*arguments)
         except NotImplementedError as reason:
             raise NotOffered(text_of(reason)) from None
         except KernelFault:
@@ -105,12 +106,13 @@ class Function:
         if not is_first:
             memory.check_guards()
             memory.check_unchanged()
-        found = returned if isinstance(returned, tuple | list) else (returned,)
-        expected, kinds = 1 if self.kind == "cast" else 2, (framework.array_type, np.generic)
-        if len(found) != expected or not all(isinstance(one, kinds) for one in found):
-            types = ", ".join(type(one).__name__ for one in found)
-            raise TypeError(f"gave {types}, expected {'codes' if expected == 1 else 'codes and scales'}")
-        return tuple(np.array(framework.store(one)) for one in found)
+        outputs = returned if isinstance(returned, tuple | list) else (returned,)
+        expected = ("codes",) if self.kind == "cast" else ("codes", "scales")
+        is_array = [isinstance(output, framework.array_type | np.generic) for output in outputs]
+        if len(outputs) != len(expected) or not all(is_array):
+            types = ", ".join(type(output).__name__ for output in outputs)
+            raise TypeError(f"gave {types}, expected {' and '.join(expected)}")
+        return tuple(np.array(framework.store(output)) for output in outputs)
 
 
 def load_function(name: str, kind: str, arrays: str) -> Function:
@@ -139,34 +141,35 @@ def load_function(name: str, kind: str, arrays: str) -> Function:
     return Function(name=name, kind=kind, engine=engine, framework=framework, call=call, takes_scale=len(needed) == 2)
 
 
-def typed_codes(codes: np.ndarray, target: Format) -> np.ndarray:
-    """Codes in the dtype of their format, bytes too."""
-    return codes.view(dtype_of(target)) if codes.dtype.name in ("uint8", "int8") else codes
+def codes_of(returned: np.ndarray, shape: tuple[int, ...], target: Format) -> np.ndarray:
+    """Codes in the dtype of their format, bytes too; a TypeError says what they are instead."""
+    codes = returned.view(dtype_of(target)) if returned.dtype.name in ("uint8", "int8") else returned
+    return _fitted(codes, np.empty(shape, dtype_of(target)))
 
 
-def scale_grid(scale: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Scales as float32 in the shape of their grid, where they have as many numbers; bytes are powers of two."""
-    scale = scale.view(dtype_of(E8M0FNU)) if scale.dtype.name in ("uint8", "int8") else scale
+def scales_of(returned: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    """Scales as float32 in their grid; bytes are powers of two; a TypeError says what they are instead."""
+    scales = returned.view(dtype_of(E8M0FNU)) if returned.dtype.name in ("uint8", "int8") else returned
     with np.errstate(invalid="ignore"):
-        numbers = scale.astype(np.float32)
-    is_squeezed = [n for n in scale.shape if n != 1] == [n for n in shape if n != 1]
-    return numbers.reshape(shape) if is_squeezed else numbers
+        numbers = scales.astype(np.float32)
+    is_squeezed = [n for n in scales.shape if n != 1] == [n for n in grid if n != 1]
+    return _fitted(numbers.reshape(grid) if is_squeezed else numbers, np.empty(grid, np.float32))
 
 
-def fitted(array: np.ndarray, shape: tuple[int, ...], fmt: Format = FLOAT32) -> np.ndarray:
-    """The array, if it is of this format and shape; a TypeError says what it is."""
-    if fault := shape_fault(array, np.empty(shape, dtype_of(fmt))):
+def _fitted(array: np.ndarray, like: np.ndarray) -> np.ndarray:
+    if fault := shape_fault(array, like):
         raise TypeError(fault)
     return array
 
 
 def granularity_of(name: str, scale: np.ndarray, shape: tuple[int, int]) -> Granularity:
     """What shares the scales of a matrix of this shape, in which every granularity has another grid."""
-    grids = {one: one.scale_shape(*shape) for one in Granularity}
-    for one, grid in grids.items():
-        if scale_grid(scale, grid).shape == grid:
-            return one
-    known = ", ".join(f"{list(grid)} of {one.value}" for one, grid in grids.items())
+    grids = {granularity: granularity.scale_shape(*shape) for granularity in Granularity}
+    for granularity, grid in grids.items():
+        with suppress(TypeError):
+            scales_of(scale, grid)
+            return granularity
+    known = ", ".join(f"{list(grid)} of {granularity.value}" for granularity, grid in grids.items())
     raise SpecError(
         f"f8emu verify {name}: scales of a matrix {list(shape)} must be {known}; got {list(scale.shape)}; "
         "reshape them, or name one with --granularity"
