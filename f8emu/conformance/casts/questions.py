@@ -69,10 +69,11 @@ def cast_questions(target: Format, *, with_scale: bool) -> Iterator[Question]:
     points = float32_boundaries(target)
     with np.errstate(all="ignore"):  # of signalling NaN
         # 1. Values.
-        numbers = {"float32 midpoints and neighbours": points}
+        numbers: dict[str, np.ndarray] = {}
         for source in (BFLOAT16, FLOAT16):
             numbers[f"every {source}"] = all_codes(source)
             numbers[f"every {source} as float32"] = all_codes(source).astype(np.float32)
+        numbers["float32 midpoints and neighbours"] = points
         for family, values in numbers.items():
             for scale in scales:
                 name = family if scale is None else f"{family} scale {scale:g}"
