@@ -146,7 +146,8 @@ def _search(
     bases: Sequence[Hypothesis], alterations: Iterable[Alteration], evidence: Sequence[Evidence]
 ) -> list[Hypothesis]:
     # The hypotheses that leave least; of those that leave nothing, the ones of which least is said.
-    alterations, first, others = list(alterations), bases[:1], bases[1:]
+    alterations = list(alterations)
+    first, others = bases[:1], bases[1:]
     kept = list(first)
     fewest = kept[0].rank(evidence)
     for altered, count in ((bases, 0), (first, 1), (others, 1), (first, 2)):
@@ -189,7 +190,7 @@ def diagnose_cast(x: np.ndarray, scale: np.ndarray, codes: np.ndarray, rule: Cas
     # 1. Each input once, for the same numbers are asked in many ways; twice where it has two codes.
     inputs = x.view(np.uint32).astype(np.uint64) << 32 | (scale.view(np.uint32) & ~np.uint32(255))
     keys, once = np.unique(inputs | codes.view(np.uint8), return_index=True)
-    x, scale, codes = x[once], scale[once], codes[once]
+    x, scale, codes = (array[once] for array in (x, scale, codes))
     several = int(np.count_nonzero(np.diff(keys[~np.isnan(x)] >> 8) == 0))
     # 2. Which of them are special.
     target, values = rule.format, rule.scaled(x, scale)
