@@ -118,7 +118,6 @@ class Contrast:
 
     @property
     def difference(self) -> float:
-        """The difference of the shares."""
         return _share(self.inside) - _share(self.outside)
 
     @property

@@ -30,14 +30,8 @@ class Progress(Protocol):
         """A case is done."""
 
 
-class Silent:
+class Silent(Progress):
     """Progress that nobody looks at."""
-
-    def begin(self, subject: str, stage: str, cases: int) -> None:
-        pass
-
-    def advance(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,7 +57,6 @@ class DifferenceMap:
         return int(self.differing.sum()) / int(np.prod(self.shape))
 
     def summary(self) -> str:
-        """What the picture shows, in words."""
         words = [f"{int(self.differing.sum()):,} of {int(np.prod(self.shape)):,} outputs differ"]
         places: list[str] = []
         for axis, name in enumerate(("rows", "columns")):

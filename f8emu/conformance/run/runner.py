@@ -2,13 +2,12 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import TypeVar
 
 import numpy as np
 
@@ -33,8 +32,6 @@ _TOO_FEW = (
     "the chosen cases cannot tell split-K from promotion: they are right with slices of one promotion; "
     "run the whole stage, without --case"
 )
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 class Runner:
@@ -47,7 +44,6 @@ class Runner:
         self.known: dict[tuple[str, str, str, object], Parts | Exception] = {}
 
     def stage(self, stage: Stage, subject: Subject) -> StageResult:
-        """The result of one stage of one subject."""
         # 1. The cases of the subject, and who judges them.
         about = StageResult(stage=stage.name, title=stage.title)
         try:
@@ -60,23 +56,30 @@ class Runner:
             return replace(about, reason=str(reason))
         assert judge is None or judge.name != subject.name, f"{subject.name} would judge itself"
         assert len({case.id for case in cases}) == len(cases), f"{stage.name}: two cases of one name share an answer"
-        # 2. What is expected, then what the subject gives; its time alone is counted.
-        answers = self._answers(stage, cases, judge, subject.name)
-        self.progress.begin(subject.name, stage.title, len(cases))
-        start = time.perf_counter()
+        # 2. What the subject gives, while what is expected of later cases is computed; its time alone is counted.
+        seconds, met = list[float](), set[str]()
 
-        met = set[str]()
-
-        def run(index: int) -> Outcome:
-            case = cases[index]
-            outcome = Outcome(StageResult()) if case.one_of in met else run_case(case, subject, answers[index])
+        def run(case: Case, expected: "Future[Parts | Exception]") -> Outcome:
+            answers = expected.result()
+            start = time.perf_counter()
+            outcome = Outcome(StageResult()) if case.one_of in met else run_case(case, subject, answers)
+            seconds.append(time.perf_counter() - start)
             if case.one_of and outcome.result.cases_total:
                 met.add(case.one_of)
             self.progress.advance()
             return outcome
 
-        outcomes = _mapped(run, range(len(cases)), subject)
-        seconds = time.perf_counter() - start
+        self.progress.begin(subject.name, stage.title, len(cases))
+        judging, running = ThreadPoolExecutor(_threads(judge)), _threads(subject)
+        try:
+            expected = [judging.submit(self._answer, stage, case, judge) for case in cases]
+            if running == 1:
+                outcomes = list(map(run, cases, expected))
+            else:
+                with ThreadPoolExecutor(running) as pool:
+                    outcomes = list(pool.map(run, cases, expected))
+        finally:
+            judging.shutdown(cancel_futures=True)
         # 3. [CHAIN-3] Whether the S that a subject picked itself explain all that differs. An error, or an output of
         # another shape, is a difference of its own, and says nothing of S.
         splits = [outcome.own_split for outcome in outcomes if outcome.own_split]
@@ -88,31 +91,21 @@ class Runner:
             elif not stage.is_whole:
                 return replace(about, reason=_TOO_FEW)
         oracle = f"recorded on {self.golden.device}" if judge is None else judge.engine
-        return joined([replace(about, oracle=oracle, seconds=seconds), *found], self.errors)
+        return joined([replace(about, oracle=oracle, seconds=sum(seconds) / running), *found], self.errors)
 
-    def _answers(self, stage: Stage, cases: list[Case], judge: Subject | None, subject: str) -> list[Parts | Exception]:
+    def _answer(self, stage: Stage, case: Case, judge: Subject | None) -> Parts | Exception:
         # An answer that a judge gave for an earlier subject is reused.
         if judge is None:
-            return [answer(case, None) for case in cases]
-
-        def expected(case: Case) -> Parts | Exception:
-            key = (judge.name, stage.name, case.id, case.context)
-            if key not in self.known:
-                self.known[key] = answer(case, judge)
-            self.progress.advance()
-            return self.known[key]
-
-        self.progress.begin(subject, f"{stage.title}, asking {judge.name}", len(cases))
-        return _mapped(expected, cases, judge)
+            return answer(case, None)
+        key = (judge.name, stage.name, case.id, case.context)
+        if key not in self.known:
+            self.known[key] = answer(case, judge)
+        return self.known[key]
 
 
-def _mapped(function: Callable[[_T], _R], items: Sequence[_T], subject: Subject) -> list[_R]:
-    # `function` of each item, in order; in threads where the subject can, because a compiler uses one core.
-    threads = min(_THREADS, os.cpu_count() or 1) if subject.is_thread_safe else 1
-    if threads == 1:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(function, items))
+def _threads(subject: Subject | None) -> int:
+    # Where the subject can, several: a compiler uses one core.
+    return min(_THREADS, os.cpu_count() or 1) if subject is not None and subject.is_thread_safe else 1
 
 
 # The first call
