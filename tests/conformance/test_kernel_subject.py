@@ -245,7 +245,7 @@ def test_a_sample_of_a_larger_gemm_accuses_nobody(tmp_path: Path) -> None:
 def test_what_refuses_padded_rows_is_not_accused(kernels: Any) -> None:
     """Of torch's contract they are a part, but an exception is no wrong bit."""
     kernel = load_subject("own_kernels:of_contiguous", arrays="numpy")
-    case = next(case for case in kernel.more_gemms() if case.placement and case.placement.padding_a)
+    case = next(case for case in kernel.more_gemms() if case.placement and case.placement.paddings)
     with pytest.raises(NotOffered, match="refuses a's rows 16 elements apart: a must be contiguous"):
         kernel.gemm(case)
     kernels.REFUSAL[0] = RuntimeError("strides must be K")

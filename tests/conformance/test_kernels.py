@@ -496,7 +496,7 @@ def test_reads_and_writes_beside_an_input_are_found() -> None:
         own_rowwise(a, b, out)
         a[0][:2].base.view(np.uint8)[:] = 0
 
-    placed = replace(case, placement=Placement(padding_a=16, offset_a=64))
+    placed = replace(case, placement=Placement(paddings={"a": 16}, offsets={"a": 64}))
     with pytest.raises(WroteOutOfBounds, match=r"outside the input a were written: .* 64 between its rows"):
         answer(own(function=whole_rows, a=PADDED_ROWS_BY_K, multiples=(1, 1, 1)), placed)
 
@@ -507,8 +507,8 @@ def test_operands_lie_where_the_case_says(arrays: str) -> None:
     case = rowwise_case(5)
     for placement, expected in (
         (None, (case.k, 0)),
-        (Placement(padding_a=16), (case.k + 16, 0)),
-        (Placement(offset_a=16, offset_b=64), (case.k, 16)),
+        (Placement(paddings={"a": 16}), (case.k + 16, 0)),
+        (Placement(offsets={"a": 16, "b": 64}), (case.k, 16)),
     ):
         a, _ = operands(replace(case, placement=placement), arrays=arrays, a=PADDED_ROWS_BY_K)
         pitch, address = (a.stride(0), a.data_ptr()) if arrays == "torch" else (a.strides[0], a.ctypes.data)

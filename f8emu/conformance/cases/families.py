@@ -5,7 +5,7 @@ of calls matter to code that is written for tiles, and to a compiler each size w
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import cycle, product
 from typing import NamedTuple
@@ -81,19 +81,20 @@ LENGTHS = (
 # met less often
 SOME_MEET: dict[Family, tuple[Shape, ...]] = {
     Family.ROW: ((1, 1, 16), (1, 16, 8240), (1, 528, 80), (1, 2064, 48), (1, 65, 33), (3, 48, 144), (5, 272, 528)),
-    Family.ROWS: (*((m, 48 if m % 2 else 16, 48) for m in ROWS), (65553, 16, 16), (1040, 16, 1040)),
-    Family.COLUMNS: (*((33 if i % 2 else 5, n, 48) for i, n in enumerate(COLUMNS)), (3, 65552, 16), (16, 1040, 1040)),
+    Family.ROWS: (*((m, 48 if m % 2 and m < 4096 else 16, 48) for m in ROWS), (65553, 16, 16), (1040, 16, 1040)),
+    Family.COLUMNS: (
+        *((33 if i % 2 and n < 4096 else 5, n, 48) for i, n in enumerate(COLUMNS)), (3, 65552, 16), (16, 1040, 1040),
+    ),
     Family.TILES: (
         (64, 64, 64), (65, 129, 80), (129, 257, 80), (192, 320, 64), (256, 256, 128), (130, 144, 1040), (260, 272, 272),
-        (130, 144, 528), (131, 160, 272), (300, 416, 48), (513, 528, 32), (1040, 1056, 16), (129, 8576, 256),
+        (130, 144, 528), (131, 160, 272), (300, 416, 48), (513, 528, 32), (129, 8576, 256),
     ),
     Family.K: tuple((16, 16, k) for k in (*LENGTHS, 65552)),
     Family.DECODE: (
         (1, 4096, 4096), (16, 4096, 4096), (1, 528, 8208), (48, 528, 1040),
     ),
     Family.PREFILL: (
-        (512, 1024, 1024), (2064, 2064, 16), (2064, 16, 2064), (144, 144, 4112), (272, 272, 528), (528, 48, 1040),
-        (4112, 80, 80),
+        (512, 1024, 1024), (2064, 2064, 16), (2064, 16, 2064), (144, 144, 4112), (528, 48, 1040),
     ),
 }  # fmt: skip
 # Shapes that every pair of block scales meets
@@ -147,7 +148,6 @@ def value_cases() -> Iterator[GemmCase]:
 
 
 def _scaled_by(values: tuple[float, float], number: int | str, combination: Combination, shape: Shape) -> GemmCase:
-    """A GEMM with these tensorwise scales."""
     case = _drawn(Family.SCALES, number, combination, shape, zeros=True, with_bias=False)
     one, other = (np.full((1, 1), value, np.float32) for value in values)
     return replace(case, id=f"{case.id} {values[0]:.3g} and {values[1]:.3g}", scale_a=one, scale_b=other)
@@ -195,14 +195,14 @@ def size_cases(combinations: Iterable[Combination], most: float = math.inf) -> I
                 plan += [(shape, one, BFLOAT16) for one in (*dense[first:], *dense[:first])]
                 continue
             met = [(shape, group[(turn + i) % len(group)], None) for i, group in enumerate(groups)]
-            plan += met[turn % 2 :: 2] if math.prod(shape) > FEW_ABOVE else met
+            plan += met[turn % 2 :: 2] if math.prod(shape) >= FEW_ABOVE else met
         for number, (shape, combination, out_dtype) in enumerate(plan):
             if (size := math.prod(shape)) > most:
                 continue
             case = _drawn(family, number, combination, shape, out_dtype=out_dtype)
             if size > ONE_ABOVE:
                 case = replace(case, bias=None, one_of=f"{family.value} {shape}")
-            elif size <= FEW_ABOVE and shape[2] >= ASKED_TWICE:
+            elif size < FEW_ABOVE and shape[2] >= ASKED_TWICE:
                 small = _drawn(family, f"{number} between", combination, (32, 16, 128), out_dtype=case.out_dtype)
                 case = replace(case, between=(replace(small, bias=None),))
             yield case
@@ -243,46 +243,35 @@ def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
 
 
 PADDED_SHAPES: tuple[Shape, ...] = ((48, 80, 144), (144, 272, 48), (1, 48, 144), (5, 80, 528), (272, 48, 48))
-PADDINGS = ((16, 0), (0, 1040), (1040, 48))  # the longest is that of a slice of several matrices in one
-OFFSETS = (16, 32, 64, 128)
+PADDINGS = ({"a": 16}, {"b": 1040}, {"a": 1040, "b": 48})  # the longest is that of a slice of several matrices in one
 # Scales and a bias begin at any element.
-ELEMENT_OFFSETS = (
-    Placement(offset_scale_a=4), Placement(offset_scale_b=4), Placement(offset_bias=2),
-    Placement(offset_scale_a=8, offset_scale_b=8, offset_bias=8),
-)  # fmt: skip
+OFFSETS = (
+    *(dict.fromkeys(sides, n) for n in (16, 32, 64, 128) for sides in ("a", "b", "ab")),
+    *({"scale_a": 4}, {"scale_b": 4}, {"bias": 2}, {"scale_a": 8, "scale_b": 8, "bias": 8}),
+)
 
 
-def memory_cases(combinations: Iterable[Combination], *, padded_a: bool, padded_b: bool) -> Iterator[GemmCase]:
+def memory_cases(combinations: Iterable[Combination], padded: Collection[str]) -> Iterator[GemmCase]:
     """Rows that are apart, in the operands that may be so; what begins between boundaries; an array in two roles."""
     combinations = tuple(combinations)
-    table = product(PADDED_SHAPES, combinations, PADDINGS)
-    for number, (shape, combination, (padding_a, padding_b)) in enumerate(table):
-        placement = Placement(padding_a=padding_a * padded_a, padding_b=padding_b * padded_b)
-        if placement != Placement():
-            yield _drawn(Family.STRIDES, number, combination, shape, placement=placement)
-    offsets = [(n * ("a" in sides), n * ("b" in sides)) for n in OFFSETS for sides in ("a", "b", "ab")]
-    placements = [Placement(offset_a=of_a, offset_b=of_b) for of_a, of_b in offsets]
-    for number, (placement, combination) in enumerate(product((*placements, *ELEMENT_OFFSETS), combinations)):
+    for number, (shape, combination, apart) in enumerate(product(PADDED_SHAPES, combinations, PADDINGS)):
+        if paddings := {name: n for name, n in apart.items() if name in padded}:
+            case = _drawn(Family.STRIDES, number, combination, shape)
+            yield replace(case, placement=Placement(paddings=paddings))
+    for number, (offsets, combination) in enumerate(product(OFFSETS, combinations)):
         shape = (144, 272, 48) if number % 5 == 0 else (48, 80, 144)
-        with_bias = not combination.is_blockwise if placement.offset_bias else None
+        with_bias = not combination.is_blockwise if "bias" in offsets else None
         out_dtype = BFLOAT16 if with_bias else None
-        yield _drawn(
-            Family.ALIGNMENT,
-            number,
-            combination,
-            shape,
-            out_dtype=out_dtype,
-            with_bias=with_bias,
-            placement=placement,
-        )
+        case = _drawn(Family.ALIGNMENT, number, combination, shape, out_dtype=out_dtype, with_bias=with_bias)
+        yield replace(case, placement=Placement(offsets=offsets))
     for number, (combination, shape) in enumerate(product(combinations, ((48, 48, 144), (144, 144, 272)))):
         turned = _drawn(Family.STRIDES, f"turned {number}", combination, (1, 80, shape[2]))
         yield replace(turned, placement=Placement(is_turned=True))
         if combination.formats[0] == combination.formats[1]:
-            case = _drawn(Family.ALIASES, number, combination, shape, placement=Placement(is_shared=True))
+            case = _drawn(Family.ALIASES, number, combination, shape)
             of_both = case.granularity_a is case.granularity_b
             scale_b = case.scale_a.T.copy() if of_both and case.scale_a is not None else case.scale_b
-            yield replace(case, b=case.a.copy(), scale_b=scale_b)
+            yield replace(case, b=case.a.copy(), scale_b=scale_b, placement=Placement(is_shared=True))
 
 
 def large_value_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
@@ -324,7 +313,6 @@ def _drawn(
     out_dtype: Format | None = None,
     zeros: bool = False,
     with_bias: bool | None = None,
-    placement: Placement | None = None,
 ) -> GemmCase:
     """A GEMM of a family, of any output type and with a bias or without it where neither is asked for.
 
@@ -361,4 +349,4 @@ def _drawn(
     elif not pair[0].is_blockwise:
         shapes = pair[0].scale_shape(*case.a.shape), pair[1].scale_shape(*case.b.shape)[::-1]
         case = case.scaled(*(r.choice(np.array([-1, 1], np.float32), one) for one in shapes))
-    return replace(case, family=family, placement=placement)
+    return replace(case, family=family)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -73,25 +73,23 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the operands of a GEMM lie in memory. An implementation that copies its operands can ignore it."""
+    """Where the arrays of a GEMM lie in memory, by their names. An implementation that copies them can ignore it."""
 
-    padding_a: int = 0  # elements from the end of a row to the begin of the next: the stride of a row is K and these
-    padding_b: int = 0
-    offset_a: int = 0  # bytes from a boundary of 256 to the first element
-    offset_b: int = 0
-    offset_scale_a: int = 0
-    offset_scale_b: int = 0
-    offset_bias: int = 0
+    paddings: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Elements from the end of a row of an operand to the begin of the next."""
+    offsets: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Bytes from a boundary of 256 to the first element."""
     is_turned: bool = False  # a is one row, a column of its memory: the stride of the row is 1, not K
     is_shared: bool = False  # a and b are one array where they are equal, and so are their scales
 
     @property
     def text(self) -> str:
-        sides = "a", "b", "scale_a", "scale_b", "bias"
-        words = [f"{side}'s rows {n} elements apart" for side in sides[:2] if (n := getattr(self, f"padding_{side}"))]
-        words += [f"{side} {n} bytes from a boundary" for side in sides if (n := getattr(self, f"offset_{side}"))]
-        words += ["a row whose stride is 1"] * self.is_turned + ["one array in two roles"] * self.is_shared
-        return ", ".join(words)
+        if self.is_turned:
+            return "a row whose stride is 1"
+        if self.is_shared:
+            return "one array in two roles"
+        words = [f"{name}'s rows {n} elements apart" for name, n in self.paddings.items()]
+        return ", ".join([*words, *(f"{name} {n} bytes from a boundary" for name, n in self.offsets.items())])
 
 
 class Memory(Enum):
@@ -137,6 +135,11 @@ class GemmCase:
     """Which arrays a kernel gets, if another of its calls came before."""
     one_of: str = ""
     """Of the GEMMs of one such word a kernel is asked the first that it does not refuse, and no other."""
+
+    @property
+    def scales(self) -> tuple[np.ndarray, np.ndarray]:
+        assert self.scale_a is not None and self.scale_b is not None, "only a GEMM of bfloat16 has none"
+        return self.scale_a, self.scale_b
 
     @property
     def k(self) -> int:
@@ -194,8 +197,8 @@ class GemmCase:
 
     def _blocks(self) -> "Iterator[GemmCase]":
         # Of a sample the rows of a, or of b, that share 128x128 scales.
-        sample, scale_a, scale_b = self.sample, self.scale_a, self.scale_b
-        assert sample is not None and scale_a is not None and scale_b is not None
+        sample, (scale_a, scale_b) = self.sample, self.scales
+        assert sample is not None
         is_b = self.granularity_b is _SQUARE
         blocks = np.array(sample.cols if is_b else sample.rows) // _SIDE
         for block in np.unique(blocks):
@@ -209,21 +212,19 @@ class GemmCase:
 
     def scaled(self, a: Any = 1, b: Any = 1) -> "GemmCase":
         """This GEMM with its scales times these float32 factors."""
-        assert self.scale_a is not None and self.scale_b is not None
-        factors = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        return replace(self, scale_a=self.scale_a * factors[0], scale_b=self.scale_b * factors[1])
+        scale_a, scale_b = self.scales
+        return replace(self, scale_a=scale_a * np.asarray(a, np.float32), scale_b=scale_b * np.asarray(b, np.float32))
 
     def groups(self) -> "list[tuple[GemmCase, tuple[Any, ...]]]":
         """The GEMM of each group, rowwise, and where in the output of the call it is; OperandError as the verb."""
-        assert self.scale_a is not None and self.scale_b is not None, "only such a GEMM has groups"
-        b_KN = self.b.swapaxes(-1, -2)
-        arrays = (self.a, b_KN, self.scale_a, self.scale_b, self.offs)
+        b_KN, (scale_a, scale_b) = self.b.swapaxes(-1, -2), self.scales
+        arrays = (self.a, b_KN, scale_a, scale_b, self.offs)
         call = scaled_grouped_mm_call(*(Shaped(x.shape, x.dtype.name) for x in arrays if x is not None))
         rowwise = dict.fromkeys(("granularity_a", "granularity_b"), Granularity.ROWWISE)
         found: list[tuple[GemmCase, tuple[Any, ...]]] = []
         for part in group_parts(call, None if self.offs is None else self.offs.tolist()):
-            scales = self.scale_a[part.scale_a][:, None], self.scale_b[part.scale_b][None]
-            own = {"a": self.a[part.a], "b": b_KN[part.b].T, "scale_a": scales[0], "scale_b": scales[1], "offs": None}
+            scales = {"scale_a": scale_a[part.scale_a][:, None], "scale_b": scale_b[part.scale_b][None]}
+            own = {"a": self.a[part.a], "b": b_KN[part.b].T, **scales, "offs": None}
             found.append((replace(self, mode=Mode.ROWWISE, **own, **rowwise), part.out))
         return found
 
@@ -240,17 +241,13 @@ class GemmCase:
 
     def part(self, rows: np.ndarray, cols: np.ndarray) -> "GemmCase":
         """The GEMM of some rows and columns, which gives the same outputs; for tensorwise or rowwise scales."""
-        assert self.mode in (Mode.TENSORWISE, Mode.ROWWISE) and self.scale_a is not None and self.scale_b is not None
-        is_rowwise = self.mode is Mode.ROWWISE
-        return replace(
-            self,
-            a=self.a[rows],
-            b=self.b[cols],
-            scale_a=self.scale_a[rows] if is_rowwise else self.scale_a,
-            scale_b=self.scale_b[:, cols] if is_rowwise else self.scale_b,
-            bias=None if self.bias is None else self.bias[cols],
-            sample=None,
-        )
+        assert self.mode in (Mode.TENSORWISE, Mode.ROWWISE)
+        scale_a, scale_b = self.scales
+        if self.mode is Mode.ROWWISE:
+            scale_a, scale_b = scale_a[rows], scale_b[:, cols]
+        bias = None if self.bias is None else self.bias[cols]
+        a, b = self.a[rows], self.b[cols]
+        return replace(self, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias, sample=None)
 
     def embedded(self, sample: Sample) -> "GemmCase":
         """This GEMM inside a larger one: its rows and columns at the places of `sample`, arbitrary codes elsewhere.

@@ -99,9 +99,8 @@ _GRIDS: dict[Grid, Callable[[np.ndarray], np.ndarray]] = {
 
 def _scales(case: GemmCase, rules: Rules) -> list[np.ndarray]:
     """Both scales, [M, B] and [N, B]."""
-    assert case.scale_a is not None and case.scale_b is not None
     # 1. As they lie in memory: one taken for the other, or for another memory order.
-    scales = [case.scale_a, case.scale_b.T]
+    scales = [case.scales[0], case.scales[1].T]
     if Misreading.SCALES_SWAPPED in rules.misreads and scales[0].shape == scales[1].shape:
         scales.reverse()
     scales = [_GRIDS[grid](scale) for grid, scale in zip(rules.grids, scales, strict=True)]

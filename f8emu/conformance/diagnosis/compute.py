@@ -117,9 +117,7 @@ def _misplaced_outputs(case: GemmCase, rules: Rules, wrong: Misplaced, at: Part 
 
 
 def _of_equal_scales(case: GemmCase, rules: Rules) -> Rules:
-    """The epilogue that such a kernel chooses for these scales."""
-    assert case.scale_a is not None and case.scale_b is not None
-    looked_at = (case.scale_a,) if rules.equal_scales is EqualScales.OF_A else (case.scale_a, case.scale_b)
+    looked_at = case.scales[:1] if rules.equal_scales is EqualScales.OF_A else case.scales
     rules = replace(rules, equal_scales=EqualScales.ROWWISE)
     if all((scale == scale.flat[:1]).all() for scale in looked_at):
         return replace(rules, scales=ScaleOrder.PRODUCT, adds_zero=True)
@@ -128,7 +126,7 @@ def _of_equal_scales(case: GemmCase, rules: Rules) -> Rules:
 
 def _grouped(case: GemmCase, rules: Rules, at: Part | None, memory: Memory) -> np.ndarray:
     """Groups of rows [EPI-6]: those that share b and its scales are a rowwise GEMM, or zeros where no group is read."""
-    assert case.offs is not None and case.scale_a is not None and case.scale_b is not None
+    assert case.offs is not None
     m, n = case.output_shape
     read, inner = rules.groups.rows(case.offs, m), replace(rules, groups=OWN_GROUPS)
     output = np.zeros((m, n), dtype_of(case.out_dtype))
@@ -142,9 +140,7 @@ def _grouped(case: GemmCase, rules: Rules, at: Part | None, memory: Memory) -> n
 
 
 def _group(case: GemmCase, read: Rows, rows: np.ndarray) -> GemmCase:
-    """Some rows, which share b and its scales, as a rowwise GEMM."""
-    assert case.scale_a is not None and case.scale_b is not None
-    first = rows[0]
+    first, (scale_a, scale_b) = rows[0], case.scales
     return replace(
         case,
         mode=Mode.ROWWISE,
@@ -152,8 +148,8 @@ def _group(case: GemmCase, read: Rows, rows: np.ndarray) -> GemmCase:
         granularity_b=Granularity.ROWWISE,
         a=case.a[rows],
         b=case.b[read.b[first]],
-        scale_a=case.scale_a[read.scale_a[rows]][:, None],
-        scale_b=case.scale_b[read.scale_b[first]][None],
+        scale_a=scale_a[read.scale_a[rows]][:, None],
+        scale_b=scale_b[read.scale_b[first]][None],
         offs=None,
     )
 
@@ -170,12 +166,13 @@ def _accumulators(case: GemmCase, read: Arguments, rules: Rules, memory: Memory)
         of, key = (*codes, read.scale_a_MB, read.scale_b_BN), (*key, rules.split_k, rules.scales)
         return memory.get(of, key, lambda: _scaled_before(read, rules))
     if case.mode is Mode.BLOCKWISE:
-        return memory.get(codes, (*key, "blocks"), lambda: _partials(*operands(read, rules), rules))
+        return memory.get(codes, (*key, "blocks"), lambda: _partials(read, rules))
     return memory.get(codes, (*key, rules.split_k), lambda: sliced(*operands(read, rules), rules))
 
 
-def _partials(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
-    """The accumulator of each block of K [EPI-5], [B, M, N]."""
+def _partials(read: Arguments, rules: Rules) -> np.ndarray:
+    """[EPI-5] Of each block of K, [B, M, N]."""
+    a, b = operands(read, rules)
     partials = [promoted(*blocks, rules) for blocks in side_by_side(a, b, BLOCK_K)]
     return np.concatenate([np.zeros((0, a.rows, b.rows), np.float32), *partials])
 

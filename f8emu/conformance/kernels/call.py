@@ -168,11 +168,11 @@ class _Called:
         if at.is_turned and m == 1:
             a = a._replace(column_major=not a.column_major)
         values: dict[Arg, Any] = {
-            Arg.A: a._replace(padding=at.padding_a, offset=at.offset_a),
-            Arg.B: b._replace(padding=at.padding_b, offset=at.offset_b),
-            Arg.SCALE_A: scale_a._replace(offset=at.offset_scale_a) if isinstance(scale_a, Laid) else scale_a,
-            Arg.SCALE_B: scale_b._replace(offset=at.offset_scale_b) if isinstance(scale_b, Laid) else scale_b,
-            Arg.BIAS: None if case.bias is None else Laid(_wider(case.bias, n, 0), offset=at.offset_bias),
+            Arg.A: a,
+            Arg.B: b,
+            Arg.SCALE_A: scale_a,
+            Arg.SCALE_B: scale_b,
+            Arg.BIAS: None if case.bias is None else Laid(_wider(case.bias, n, 0)),
             Arg.GRANULARITY_A: kernel.granularity_word(pair[0]),
             Arg.GRANULARITY_B: kernel.granularity_word(pair[1]),
             Arg.OUT_DTYPE: self.framework.dtype(case.out_dtype),
@@ -186,12 +186,15 @@ class _Called:
         if Arg.SCALE_PRODUCT in kernel.args and case.scale_a is not None and case.scale_b is not None:
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 values[Arg.SCALE_PRODUCT] = float((case.scale_a.reshape(-1) * case.scale_b.reshape(-1))[0])
+        for arg, laid in values.items():
+            if isinstance(laid, Laid):
+                padding, offset = at.paddings.get(arg.value, 0), at.offsets.get(arg.value, 0)
+                values[arg] = laid._replace(padding=padding, offset=offset)
         return values
 
     def _scales(self, case: GemmCase, m: int, n: int, k: int) -> tuple[_Pair, Laid | float, Laid | float]:
         # In granularities that the kernel takes: rows of 1x128 scales that repeat are 128x128 ones.
-        kernel, pair, scale_a, scale_b = self.kernel, _pair(case), case.scale_a, case.scale_b
-        assert scale_a is not None and scale_b is not None, "only a GEMM of bfloat16 has none"
+        kernel, pair, (scale_a, scale_b) = self.kernel, _pair(case), case.scales
         if case.group_kind is not None:
             is_wider = case.group_kind is GroupKind.ROWS
             return pair, Laid(scale_a), Laid(_wider(scale_b, n, 1) if is_wider else scale_b)

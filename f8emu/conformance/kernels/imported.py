@@ -132,7 +132,8 @@ def _near(name: str, known: Iterable[str]) -> str:
     base = {os.path.basename(one): one for one in known if not os.path.basename(one).startswith("_")}
     near = [base.pop(one) for one in get_close_matches(os.path.basename(name), base, 1)]
     said = f"; did you mean {near[0]}?" if near else ""
-    return said + (f"; {'also ' * bool(near)}there: {', '.join([*base.values()][:_NAMED])}" if base else "")
+    where = "also there" if near else "there"
+    return said + (f"; {where}: {', '.join([*base.values()][:_NAMED])}" if base else "")
 
 
 def is_interpreted(function: Callable[..., Any] | str) -> bool:

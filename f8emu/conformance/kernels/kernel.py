@@ -192,7 +192,6 @@ class Kernel:
 
     @property
     def args(self) -> tuple[Arg, ...]:
-        """The `Arg`s of its call."""
         return tuple(_args((self.arguments, tuple(self.keywords.values()))))
 
     @property

@@ -142,7 +142,6 @@ class IsolatedKernel:
         self.loaded = found._replace(calls=self.calls)
 
     def calls(self, cases: Sequence[GemmCase]) -> tuple[np.ndarray, ...]:
-        """The outputs of GEMMs in the child."""
         # 1. A kernel that never answers costs no more time.
         if self._lost == _LOST:
             raise ProcessEnded(
@@ -170,7 +169,6 @@ class IsolatedKernel:
         return found[0]
 
     def close(self) -> None:
-        """End the child."""
         if self._worker is not None:
             self._worker.end()
             self._worker = None
@@ -189,7 +187,6 @@ class IsolatedKernel:
         return found[0]
 
     def _reply(self, request: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
-        """What the child answers."""
         assert self._worker is not None, "a child that was started is asked"
         try:
             self._worker.connection.send(request)

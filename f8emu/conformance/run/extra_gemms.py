@@ -30,8 +30,8 @@ from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.spec import HIGH_PRECISION, HOPPER, Granularity
 from f8emu.spec.gemm_call import GroupKind
 
-BLOCK_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 128), (16, 256, 1536), (256, 384, 512))
-"""M, N, K: one block, many along K, more than a tile of any kernel; every distribution with the first two."""
+# M, N, K: one block, and many along K
+BLOCK_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 128), (16, 256, 1536))
 GROUPS: tuple[tuple[int, ...], ...] = (
     (16, 48, 48, 128), (0, 0, 160, 160), (32, 64, 96, 128), (1, 2, 3, 4, 5, 6, 7, 8), (7, 8, 31, 94, 95), (0, 5, 5, 69),
     (48,), (130, 387, 700), (63, 128, 193, 193), (1025, 1026, 2304),
@@ -77,30 +77,24 @@ def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
             for case in (case for probe in probes(kind, takes_any_size=True) for case in probe.cases()):
                 if case.out_dtype in kernel.out_dtypes:
                     yield replace(case, id=f"probe {kind.name}: {case.id}", family=Family.PROBES)
-    combinations = [
-        one
-        for one in (*DENSE, *BLOCKS)
-        if one.granularities in asked
-        and one.formats in kernel.formats
-        and kernel.has_accumulation(one.granularities, one.use_fast_accum)
-    ]
+    combinations = [one for one in (*DENSE, *BLOCKS) if one.granularities in asked and one.formats in kernel.formats]
+    combinations = [one for one in combinations if kernel.has_accumulation(one.granularities, one.use_fast_accum)]
     for family in (size_cases, code_cases, large_value_cases, turn_cases):
         yield from family(combinations)
     if kernel.arrays != "jax":  # where an array of JAX lies is JAX's choice
-        yield from memory_cases(combinations, padded_a=kernel.a.takes_padding, padded_b=kernel.b.takes_padding)
+        layouts = {"a": kernel.a, "b": kernel.b}
+        yield from memory_cases(combinations, [name for name, layout in layouts.items() if layout.takes_padding])
 
 
 def _blockwise(pair: tuple[Granularity, Granularity]) -> Iterator[GemmCase]:
     formats, words = HOPPER.block_scaled_format_pairs[0], f"{pair[0].value} x {pair[1].value}"
-    for shape in BLOCK_SHAPES:
-        for distribution in CODE_DISTRIBUTIONS if shape[0] < BLOCK_SHAPES[-1][0] else ("normal",):
-            name = f"{words} {distribution} {'x'.join(map(str, shape))}"
-            yield scaled_case(name, pair, formats, shape, distribution)
+    for shape, distribution in product(BLOCK_SHAPES, CODE_DISTRIBUTIONS):
+        name = f"{words} {distribution} {'x'.join(map(str, shape))}"
+        yield scaled_case(name, pair, formats, shape, distribution)
     for number, value in enumerate(dict.fromkeys(VECTOR_SCALES)):
         name = f"{Family.SCALES.value} {number} {words} {value:.3g}"
         case = scaled_case(name, pair, formats, (144, 144, 272), "normal", family=Family.SCALES)
-        assert case.scale_a is not None and case.scale_b is not None
-        scale_a, scale_b = case.scale_a.copy(), case.scale_b.copy()
+        scale_a, scale_b = (scale.copy() for scale in case.scales)
         scale_a[-1], scale_b[:, -1] = value, value
         yield replace(case, scale_a=scale_a, scale_b=scale_b)
 
@@ -120,50 +114,40 @@ def grouped_cases(
         for number, (ends, fast) in enumerate(asked):
             distribution = CODE_DISTRIBUTIONS[number % len(CODE_DISTRIBUTIONS)]
             name, shape = f"{words} {number} {distribution}", GROUPED_SHAPES[number // 2 % len(GROUPED_SHAPES)]
-            raised = _raised_sizes(ends, multiple)
-            raised[-1] += -sum(raised) % last
-            cases.append(
-                grouped_case(
-                    name, tuple(accumulate(raised)), shape, distribution, rng(name), kind=kind, use_fast_accum=fast
-                )
-            )
+            ends = _raised(ends, multiple)
+            ends = (*ends[:-1], -(-ends[-1] // last) * last)
+            cases.append(grouped_case(name, ends, shape, distribution, rng(name), kind=kind, use_fast_accum=fast))
     yield from cases
     if GroupKind.ROWS in kinds:
         yield from _layer_groups(use_fast_accum, kinds[GroupKind.ROWS])
         yield from (_with_rows_behind(case) for case in cases[::8] if case.group_kind is GroupKind.ROWS)
     for number, case in enumerate(cases):
         if case.distribution == "bits":
-            assert case.scale_a is not None and case.scale_b is not None
-            scales = np.array(VECTOR_SCALES, np.float32)
-            yield replace(
-                case,
-                id=f"{Family.SCALES.value} of groups {number}",
-                scale_a=np.resize(scales, case.scale_a.shape),
-                scale_b=np.resize(scales[::-1], case.scale_b.shape),
-                family=Family.SCALES,
+            (scale_a, scale_b), values = case.scales, np.array(VECTOR_SCALES, np.float32)
+            scaled = replace(
+                case, scale_a=np.resize(values, scale_a.shape), scale_b=np.resize(values[::-1], scale_b.shape)
             )
-            turned = replace(case, id=f"{case.id} turned", scale_a=case.scale_a[::-1].copy())
+            yield replace(scaled, id=f"{Family.SCALES.value} of groups {number}", family=Family.SCALES)
+            turned = replace(case, id=f"{case.id} turned", scale_a=scale_a[::-1].copy())
             yield replace(case, id=f"{Family.TURNS.value} of groups {number}", between=(turned,), family=Family.TURNS)
 
 
-def _raised_sizes(ends: tuple[int, ...], multiple: int) -> list[int]:
-    return [-(-size // multiple) * multiple for size in np.diff(ends, prepend=0).tolist()]
+def _raised(ends: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    """Where groups end whose sizes are raised to a multiple."""
+    return tuple(accumulate(-(-size // multiple) * multiple for size in np.diff(ends, prepend=0).tolist()))
 
 
 def _layer_groups(use_fast_accum: tuple[bool, ...], multiple: int) -> Iterator[GemmCase]:
     for number, (ends, shape) in enumerate(LAYER_GROUPS):
-        sizes = _raised_sizes(ends, multiple)
         name, fast = f"grouped layer {number}", use_fast_accum[number % len(use_fast_accum)]
-        yield grouped_case(name, tuple(accumulate(sizes)), shape, "bits", rng(name), use_fast_accum=fast)
+        yield grouped_case(name, _raised(ends, multiple), shape, "bits", rng(name), use_fast_accum=fast)
 
 
 def _with_rows_behind(case: GemmCase) -> GemmCase:
     # The same groups among more rows, which are finite numbers and belong to none.
-    assert case.scale_a is not None
     rows = np.resize(case.a, (len(case.a) + BEHIND, case.k))
-    return replace(
-        case, id=f"{case.id} behind", a=rows, scale_a=np.resize(case.scale_a, len(rows)), family=Family.BEHIND
-    )
+    scale_a = np.resize(case.scales[0], len(rows))
+    return replace(case, id=f"{case.id} behind", a=rows, scale_a=scale_a, family=Family.BEHIND)
 
 
 # The native engine
@@ -196,7 +180,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @cache
 def engine_cases() -> tuple[GemmCase, ...]:
-    """All of them."""
+    """GEMMs of every family that is cheap, and what a GPU would refuse."""
     ones = (*DENSE, *BLOCKS)
     found = [*size_cases(ones, _MOST), *code_cases(ones), *large_value_cases(ones)]
     # Of every output type: which scale comes first shows in one of 10^5 outputs of 16 bits.
@@ -223,11 +207,9 @@ def _layouts() -> Iterator[GemmCase]:
             family=Family.STRIDES,
         )
         of_a, of_b = LAYOUTS[layout], LAYOUTS[other]
-        assert case.scale_a is not None and case.scale_b is not None
+        scale_a, scale_b = case.scales
         bias = None if case.bias is None else of_a(case.bias[:, None])[:, 0]
-        yield replace(
-            case, a=of_a(case.a), b=of_b(case.b), scale_a=of_b(case.scale_a), scale_b=of_a(case.scale_b), bias=bias
-        )
+        yield replace(case, a=of_a(case.a), b=of_b(case.b), scale_a=of_b(scale_a), scale_b=of_a(scale_b), bias=bias)
 
 
 def _bfloat16() -> Iterator[GemmCase]:

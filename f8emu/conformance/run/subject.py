@@ -70,7 +70,6 @@ class Subject:
 
     @property
     def offers(self) -> Collection[str]:
-        """The verbs that it has."""
         return self.verbs.keys() if self.calls is None else ("scaled_mm", "scaled_grouped_mm")
 
     @property
@@ -82,7 +81,7 @@ class Subject:
         """Whether a generated GEMM is in this subject's range."""
         if case.split_k != 1 and self.chooses_split_k:
             return False
-        if self.runs_full_size and case.placement is not None and case.placement.offset_bias:
+        if self.runs_full_size and case.placement is not None and "bias" in case.placement.offsets:
             return False  # of a bias at 2 bytes `torch._scaled_mm` itself leaves a GPU with a misaligned address
         return self.takes_any_size or is_aligned(case)
 
