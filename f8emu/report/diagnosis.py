@@ -15,6 +15,7 @@ from f8emu.report.page import Block, Cell, Page, Row, Section, Share, Table, Tex
 
 FIT_SCHEMA = 2
 """Version of the JSON layout of a fit."""
+OTHER_BITS = "it gives other bits when the same GEMM is asked again: nothing else follows from them"
 
 
 # A diagnosis
@@ -48,7 +49,7 @@ def diagnosis_lines(name: str, kinds: tuple[Diagnosis, ...]) -> Iterator[str]:
         found = kind.best
         left = None if found is None or found.left is None else found.left.names
         names = found and frozenset(found.alterations)
-        key = kind.error, names, found and found.is_complete, kind.is_nearly_explained, left
+        key = kind.error, kind.is_random, names, found and found.is_complete, kind.is_nearly_explained, left
         alike.setdefault(key, []).append(kind)
     for same in alike.values():
         every = len(same) == len(kinds) > 1
@@ -67,6 +68,8 @@ def diagnosis_lines(name: str, kinds: tuple[Diagnosis, ...]) -> Iterator[str]:
 
 def _headline(kinds: Sequence[Diagnosis]) -> str:
     """What most kinds of GEMM that are explained have in common: the explanation that holds with some of its steps."""
+    if any(kind.is_random for kind in kinds):
+        return OTHER_BITS
     found = [kind.best for kind in kinds if kind.best and (kind.best.is_complete or kind.is_nearly_explained)]
     held = [sum(set(one.alterations) <= set(most.alterations) for one in found) for most in found]
     most = max(zip(held, found, strict=True), key=lambda pair: pair[0], default=None)
@@ -78,6 +81,8 @@ def _words(alike: Sequence[Diagnosis]) -> str:
     first, best = alike[0], alike[0].best
     if first.error:
         return f"not diagnosed: {first.error}"
+    if first.is_random:
+        return f"not diagnosed: {OTHER_BITS}"
     total = sum(kind.outputs_total for kind in alike)
     if best is None:
         return f"{'follow' if len(alike) > 1 else 'follows'} the chip's rules, {_shares(total, total)}"
@@ -118,7 +123,7 @@ def _shares(equal: int, total: int) -> str:
 
 def diagnosis_json(kinds: Sequence[Diagnosis]) -> list[dict[str, Any]]:
     """The diagnoses of one subject as plain data."""
-    names = ("kind", "cases", "outputs_equal", "outputs_total", "left_out", "error")
+    names = ("kind", "cases", "outputs_equal", "outputs_total", "left_out", "error", "is_random")
     return [
         {name: getattr(kind, name) for name in names}
         | {"best": kind.best and _explanation_json(kind.best), "tried": list(map(_explanation_json, kind.tried))}

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from f8emu.conformance.cases.gemm import Mode
-from f8emu.conformance.diagnosis.groups import GROUP_RULES, GroupRule
+from f8emu.conformance.diagnosis.groups import GROUP_RULES
 from f8emu.conformance.diagnosis.places import Misplaced, Places, Taken
 from f8emu.conformance.diagnosis.rules import (
     MODEL_PARTS,
@@ -72,6 +72,8 @@ _IN_FLOAT32: Mapping[str, Any] = {"adder": _FLOAT32, "promote_k": None}
 _IN_FLOAT64: Mapping[str, Any] = {"adder": _EXACT, "promote_k": None}
 _OF_TERMS = {"aligned_fraction_bits": list(range(12, 26))}
 _OF_SUMS = {"result_fraction_bits": list(range(12, 26))}
+# Fields that have a meaning in one mode alone.
+_MODES = {"equal_scales": Mode.ROWWISE, "groups": Mode.GROUPED_ROWWISE}
 _STEP_PARTS = (MODEL_PARTS - {"promote_k", "split_k_multiple"}) | {"terms", "sums"}
 
 
@@ -83,22 +85,22 @@ def changing(**changed: Any) -> Change:
         of_model["result_fraction_bits"] = min(changed["result_fraction_bits"], SUM_BITS[0])
 
     def change(rules: Rules) -> Rules:
-        if (
-            rules.mode is Mode.BLOCKWISE and (changed.get("promote_k") or 0) >= _BLOCK_K
-        ):  # no more than a block of scales
+        # 1. What has a meaning for this GEMM. A block of scales is promoted as a whole.
+        is_whole_block = rules.mode is Mode.BLOCKWISE and (changed.get("promote_k") or 0) >= _BLOCK_K
+        if is_whole_block or any(rules.mode is not _MODES.get(name, rules.mode) for name in changed):
             return rules
         model, others = dict(of_model), dict(of_rules)
-        # 1. Steps, bits and their rounding are those of a tensor core.
+        # 2. Steps, bits and their rounding are those of a tensor core.
         if rules.adder is not Adder.TENSOR_CORE:
             model = {name: value for name, value in model.items() if name == "promote_k"}
             others = {name: value for name, value in others.items() if name not in ("terms", "sums")}
-        # 2. Misreadings add up; what stands in one place is the last that was said of it.
+        # 3. Misreadings add up; what stands in one place is the last that was said of it.
         if "misreads" in others:
             others["misreads"] |= rules.misreads
         if "misplaced" in others:
             places = {one.of for one in others["misplaced"]}
             others["misplaced"] = (*(one for one in rules.misplaced if one.of not in places), *others["misplaced"])
-        return replace(rules, model=replace(rules.model, **model), **others)
+        return replace(rules, model=replace(rules.model, **model) if model else rules.model, **others)
 
     return change
 
@@ -165,17 +167,16 @@ def _chips() -> Iterator[Alteration]:
     # 1. What Triton does on Hopper with tiles that are too small for wgmma, and a kernel that converts by itself.
     turns = BLACKWELL_MMA.float8
     for place, model in ((", pairs of K by turns [CHIP-2]", turns), (" in the order of K", replace(turns, order=()))):
+        where = "" if model is turns else place
         for length in (None, *PROMOTIONS):
             adds = replace(model, promote_k=length)
             promotes = f"promotes every {length} of K" if length else "never promotes"
-            detail = "as mma.sync on Blackwell [CHIP-3]" if adds == turns else "steps of 16 [BF16-1]"
-            where = "" if model is turns else place
             yield Alteration(
                 name=f"products of float16{where}, {f'promotion every {length}' if length else 'no promotion'}",
                 sentence=f"converts float8 to float16, adds 16 products a step{place}, and {promotes}",
-                detail=detail,
+                detail="as mma.sync on Blackwell [CHIP-3]" if adds == turns else "steps of 16 [BF16-1]",
                 is_of_chip=True,
-                change=partial(_of_instruction, model=adds),
+                change=partial(_of_chip, model=adds),
             )
     # 2. Other chips; an H100 adds as Hopper does.
     for chip, fast in product((chip for chip in CHIPS.values() if chip is not H100), (True, False)):
@@ -187,17 +188,11 @@ def _chips() -> Iterator[Alteration]:
         )
 
 
-def _of_instruction(rules: Rules, *, model: AccumulationModel) -> Rules:
-    """A promotion is no longer than a block of scales."""
+def _of_chip(rules: Rules, *, model: AccumulationModel) -> Rules:
+    """A promotion is shorter than a block of scales."""
     fits = rules.mode is not Mode.BLOCKWISE or (model.promote_k or 0) < _BLOCK_K
     model = replace(model, split_k_multiple=rules.model.split_k_multiple)
     return replace(rules, model=model) if fits and rules.adder is Adder.TENSOR_CORE else rules
-
-
-def _of_chip(rules: Rules, *, model: AccumulationModel) -> Rules:
-    """Without scales of blocks."""
-    fits = rules.mode is not Mode.BLOCKWISE and rules.adder is Adder.TENSOR_CORE
-    return replace(rules, model=model) if fits else rules
 
 
 # Scales, groups
@@ -222,14 +217,6 @@ def _scale_orders() -> Iterator[Alteration]:
             detail=order.value,
             change=partial(_scaled, order=order),
         )
-
-
-def _equal(rules: Rules, *, equal: EqualScales) -> Rules:
-    return replace(rules, equal_scales=equal) if rules.mode is Mode.ROWWISE else rules
-
-
-def _grouped(rules: Rules, *, rule: GroupRule) -> Rules:
-    return replace(rules, groups=rule) if rules.mode is Mode.GROUPED_ROWWISE else rules
 
 
 def _of_one_or_both(field: str, choices: Sequence[ScaleValue | ScaleSign | Grid]) -> Iterator[Alteration]:
@@ -294,11 +281,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
     ),
     # 2. Scales, bias, output.
     *_scale_orders(),
-    *(
-        Alteration(name=equal.alteration, sentence=equal.value, change=partial(_equal, equal=equal))
-        for equal in EqualScales
-        if equal.alteration
-    ),
+    *(_row(equal.alteration, equal.value, equal_scales=equal) for equal in EqualScales if equal.alteration),
     *_of_one_or_both("scale_values", [one for one in ScaleValue if one.alteration]),
     *_of_one_or_both("scale_signs", [one for one in ScaleSign if one.alteration]),
     *_of_one_or_both("grids", [one for one in Grid if one.alteration]),
@@ -318,7 +301,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
     *_rows("tail of K beyond a multiple of {} dropped", "drops K beyond a multiple of {}", k_multiple=_MULTIPLES),
     *_rows("last {} of K dropped", "drops the last {} of K", k_less=[32, 64, 128]),
     *_misplacements(),
-    *(Alteration(name=str(rule), sentence=rule.sentence, change=partial(_grouped, rule=rule)) for rule in GROUP_RULES),
+    *(_row(rule.name, rule.sentence, groups=rule) for rule in GROUP_RULES),
     # 4. Slices of K, and steps of the tensor core.
     *_rows("split-K {}", "splits K into {} slices", "their float32 results are added [CHAIN-3]", split_k=_SPLITS),
     *_rows("split-K {} of a long K", "splits a K above 512 into {} slices", split_k=_SPLITS, split_above=_SPLIT_ABOVE),

@@ -20,7 +20,7 @@ from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis.arguments import Part
 from f8emu.conformance.diagnosis.compute import Memory
-from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, observe
+from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, is_random, observe
 from f8emu.conformance.diagnosis.probes import MANY, Kind
 from f8emu.conformance.diagnosis.rules import Rules
 from f8emu.conformance.run.breakdown import Contrast
@@ -36,7 +36,6 @@ MS, _N, _K = (1, 2, 7, 16, 17, 64, 128, 129, 256), 32, 6144
 MANY_MS, _SHORT_K = (257, 513, 1040, 4112), 128
 _MIDDLE_K, _LONG_K, _LONG_K_ROWS = 1152, 8320, 144
 OTHER_BITS = "run again after others, it gave other bits"
-_AGAIN = 4
 _SPLITS = (*range(1, 9), 15, 16)
 
 
@@ -104,16 +103,9 @@ def _unsteady(subject: Subject, whole: Observation, sample: Observation) -> str:
     again = observe(subject, whole.case)
     if isinstance(again, NoOutput):
         return f"{whole.case.id}: run again after others, it gave no output: {again.reason}"
-    if different(first, again.outputs).any() or _is_random(subject, again):
+    if different(first, again.outputs).any() or is_random(subject, again):
         return f"{whole.case.id}: {OTHER_BITS}"
     return ""
-
-
-def _is_random(subject: Subject, one: Observation) -> bool:
-    """Whether the same GEMM, asked again a few times, has other bits."""
-    first = one.outputs.copy()
-    again = (observe(subject, one.case) for _ in range(_AGAIN))
-    return any(isinstance(more, Observation) and different(first, more.outputs).any() for more in again)
 
 
 def _random_cases(kind: Kind) -> Iterator[tuple[GemmCase, Part]]:
@@ -184,15 +176,13 @@ def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ())
         # 3. A sample of rows and columns, under the rules as they are and under other splits of K.
         r, memory = rng("sizes", found.name), Memory()
         sample = one.part((_places(r, m, 8), _places(r, n, 8)))
-        under = {rules.split_k: sample.outputs_equal(rules, memory)}
-        for s in _SPLITS:
-            if sample.size not in under.values():
-                under[s] = sample.outputs_equal(replace(rules, split_k=s), memory)
-        split_k = next((s for s, equal in under.items() if equal == sample.size), None)
+        splits = (rules.split_k, *_SPLITS)
+        equal = (sample.outputs_equal(replace(rules, split_k=s), memory) for s in splits)
+        split_k = next((s for s, count in zip(splits, equal, strict=True) if count == sample.size), None)
         # 4. Before a difference is put down to the size: is it there when the same is asked again?
-        is_random = (not found.is_same or split_k != rules.split_k) and _is_random(subject, one)
-        counts = {"outputs_equal": under[rules.split_k], "outputs_total": sample.size}
-        yield replace(found, **counts, split_k=split_k, is_random=is_random)
+        has_other_bits = (not found.is_same or split_k != rules.split_k) and is_random(subject, one)
+        counts = {"outputs_equal": sample.outputs_equal(rules, memory), "outputs_total": sample.size}
+        yield replace(found, **counts, split_k=split_k, is_random=has_other_bits)
 
 
 def _case(kind: Kind, name: str, shape: tuple[int, int, int], distribution: str = "normal", **options: Any) -> GemmCase:

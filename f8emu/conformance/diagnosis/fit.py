@@ -61,7 +61,6 @@ class Fitted:
         return self.holds_on_random and is_steady and not any(one.misses or one.has_failed for one in self.sizes)
 
     def ran(self, dimension: str) -> list[int]:
-        """The sizes of a dimension that ran."""
         return [one.size for one in self.sizes if one.dimension == dimension and not one.reason]
 
     @property

@@ -23,6 +23,8 @@ from f8emu.spec.gemm_call import GroupKind
 
 _LOST = 3
 """After so many crashes or hangs in a row the other probes of a kind are not waited for."""
+_AGAIN = 4
+"""How often a GEMM is asked again, to see whether its bits are random."""
 _COVERAGE = 0.99
 """The share of the differing outputs that must have a trait, for the trait to describe them."""
 
@@ -40,26 +42,20 @@ class Observation:
         return self.outputs.size
 
     def part(self, at: Part) -> "Observation":
-        """Some rows and columns of a whole output."""
         return Observation(case=self.case, at=at, outputs=self.outputs[np.ix_(*at)])
 
     def outputs_equal(self, rules: Rules, memory: Memory) -> int:
         """How many outputs are those of the rules, bit for bit."""
-        return self.size - self._differing(rules, memory)[1]
+        return self.size - int(self.differing(rules, memory).sum())
 
     def differing(self, rules: Rules, memory: Memory) -> np.ndarray:
         """Which outputs are not those of the rules."""
-        return self._differing(rules, memory)[0]
-
-    def _differing(self, rules: Rules, memory: Memory) -> tuple[np.ndarray, int]:
-        """Which outputs, and how many."""
         expected = [compute(self.case, one, at=self.at, memory=memory) for one in rules.of_rows()]
 
-        def compared() -> tuple[np.ndarray, int]:
+        def compared() -> np.ndarray:
             wrong = np.stack([different(self.outputs, one) for one in expected])
             nearest = wrong.sum(axis=2).argmin(axis=0)  # of each row
-            wrong = wrong[nearest, np.arange(len(nearest))]
-            return wrong, int(wrong.sum())
+            return wrong[nearest, np.arange(len(nearest))]
 
         return memory.get((self.outputs, *expected), "wrong", compared)
 
@@ -95,6 +91,13 @@ def observe(subject: Subject, case: GemmCase, at: Part | None = None) -> Observa
     return whole if at is None else whole.part(at)
 
 
+def is_random(subject: Subject, one: Observation) -> bool:
+    """Whether the same GEMM, asked again a few times, has other bits."""
+    first = one.outputs.copy()
+    again = (observe(subject, one.case, one.at) for _ in range(_AGAIN))
+    return any(isinstance(more, Observation) and different(first, more.outputs).any() for more in again)
+
+
 def observe_probes(subject: Subject, kind: Kind) -> tuple[list[Observation], str] | NoOutput:
     """What a subject gives to the probes of a kind that it offers; if it gives or offers nothing, why.
 
@@ -104,25 +107,25 @@ def observe_probes(subject: Subject, kind: Kind) -> tuple[list[Observation], str
     found: list[Observation] = []
     failures: list[NoOutput] = []
     refusals: list[NoOutput] = []
-    lost: list[NoOutput] = []  # in a row
-    # A probe counts in the first output type that gives one, or in all where every type shows something else.
+    lost = 0  # in a row
     multiple = subject.kernel.group_multiples.get(GroupKind.ROWS, 1) if subject.kernel else 1
     multiple = multiple if subject.takes_any_size else max(multiple, ALIGNED)
     for probe in probes(kind, takes_any_size=subject.takes_any_size, group_multiple=multiple):
+        # A probe counts in the first output type that gives one, or in all where every type shows something else.
         for case in probe.cases():
             if subject.question(case).out_dtype != case.out_dtype:
                 continue
             one = observe(subject, case, probe.at)
             if isinstance(one, Observation):
-                lost.clear()
+                lost = 0
                 found.append(one)
                 if not probe.needs_all:
                     break
                 continue
-            lost = [*lost, one] if one.is_lost else []
-            if len(lost) == _LOST:
-                return lost[0]
             (refusals if one.is_refusal else failures).append(one)
+            lost = lost + 1 if one.is_lost else 0
+            if lost == _LOST:
+                return failures[-_LOST]
     if not found:
         none = NoOutput(reason=f"{subject.name} has none of the output types", is_refusal=True)
         return [*failures, *refusals, none][0]

@@ -18,6 +18,9 @@ class Choice(Enum):
         one._value_, one.alteration = words, alteration
         return one
 
+    # Rules are hashed often, and Enum's own hash is a Python function.
+    __hash__ = object.__hash__
+
 
 class Places(Choice):
     """What has places."""

@@ -14,8 +14,15 @@ from operator import eq
 from f8emu.conformance.compare import said_by
 from f8emu.conformance.diagnosis.alterations import ALTERATIONS, Alteration, claims, from_there_on
 from f8emu.conformance.diagnosis.compute import Memory
-from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, first_wrong, observe_probes
-from f8emu.conformance.diagnosis.probes import GROUPED, KINDS, Kind
+from f8emu.conformance.diagnosis.observations import (
+    NoOutput,
+    Observation,
+    common_trait,
+    first_wrong,
+    is_random,
+    observe_probes,
+)
+from f8emu.conformance.diagnosis.probes import GROUPED, KINDS, LONG_K, Kind
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
 from f8emu.conformance.run.breakdown import HIGH, Contrast
 from f8emu.conformance.run.result import Progress, Result, Silent, Status
@@ -55,8 +62,8 @@ class Explanation:
         """What it does instead, each step with its formula; empty without steps."""
         details: dict[str, list[str]] = {}
         for one in self.steps:
-            details.setdefault(one.sentence, []).extend([one.detail] * bool(one.detail))
-        said = [f"{sentence} ({'; '.join(told)})" if told else sentence for sentence, told in details.items()]
+            details.setdefault(one.sentence, []).append(one.detail)
+        said = [f"{one} ({'; '.join(filter(None, told))})" if any(told) else one for one, told in details.items()]
         return _in_words(said) if said else "no alteration that the suite knows gives half of what differs"
 
     @property
@@ -85,6 +92,7 @@ class Diagnosis:
     tried: tuple[Explanation, ...] = ()  # the best first; all alterations that explain every bit alone are among them
     left_out: str = ""  # how many probes the subject failed on, and how on the first: the rest is diagnosed
     error: str = ""  # what it failed with where no probe is left that tells anything; then nothing is diagnosed
+    is_random: bool = False  # the same GEMM, asked again, has other bits: no rules are looked for
     engine: str = ""
 
     @property
@@ -105,8 +113,7 @@ class Diagnosis:
 
     @property
     def is_right(self) -> bool:
-        """It follows the chip's rules."""
-        return not self.error and self.outputs_equal == self.outputs_total
+        return not self.error and not self.is_random and self.outputs_equal == self.outputs_total
 
 
 Diagnoses = Mapping[str, tuple[Diagnosis, ...]]
@@ -137,6 +144,9 @@ def diagnose(
         observed, left_out = given
         siblings = [one.steps for other in found for one in other.tried if one.is_complete]
         search = Search(observed, memory, progress, f"{subject.name}: {kind.name}", list(dict.fromkeys(siblings)))
+        if not search.own.is_complete and is_random(subject, search.longest):
+            found.append(Diagnosis(kind=kind.name, is_random=True, engine=subject.engine))
+            continue
         one = search.diagnosis(kind.name)
         if left_out and one.is_right:
             one = Diagnosis(kind=kind.name, error=f"no probe that is left differs; {left_out}")
@@ -188,18 +198,20 @@ class Search:
         name: str,
         siblings: Sequence[Steps] = (),
     ) -> None:
-        self.memory, self.progress, self.name = memory, progress, name
+        self.memory = memory
+        self.progress = progress
+        self.name = name
         right = rules_of(HOPPER, given[0].case)  # of all probes: they are of one kind
         # Probes that differ come first, and of them the quick ones.
         equal = {one: one.outputs_equal(right, memory) == one.size for one in given}
         self.probes = sorted(given, key=lambda one: (equal[one], one.case.k))
+        self.longest = max(given, key=lambda one: (not equal[one], one.case.k))  # of those that differ
         self.own = self._counted(Explanation(steps=(), rules=right))
         self.alterations = (*ALTERATIONS, *from_there_on(first_wrong(self.probes, right, memory)))
         self.claims = {one: claimed for one in self.alterations if (claimed := claims(one, right))}
         self.siblings = siblings
 
     def diagnosis(self, kind: str) -> Diagnosis:
-        """What the probes of a kind tell."""
         tried = [] if self.own.is_complete else self._searched()
         ranked = sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
         return Diagnosis(
@@ -273,6 +285,7 @@ class Search:
         found: list[Explanation] = []
         for base in bases:
             missed = self._missed(base)
+            missed = {one: count for one, count in missed.items() if one.case.k < LONG_K} or missed  # the quick ones
             for one in self._more(base, alterations):
                 equal = [probe.outputs_equal(one.rules, self.memory) for probe in missed]
                 if sum(equal) > sum(missed.values()) or any(n == x.size for n, x in zip(equal, missed, strict=True)):
