@@ -185,7 +185,7 @@ def _scales(amax: Float32, form: ScaleForm, dtype: np.dtype[Any]) -> tuple[Float
             t = (t.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
         elif form.power_of_two is PowerOfTwo.DOWN_LOG2:
             t = np.exp2(np.floor(_log2(t)))
-        s = fl(np.float32(1.0) / t).astype(np.float32)
+        s = np.float32(1.0) / t
     else:
         s = fl(a / largest if form.division is Division.QUOTIENT else a * reciprocal(largest)).astype(np.float32)
         t = (np.float32(largest) / a.astype(np.float32)).astype(np.float32)

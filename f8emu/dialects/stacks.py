@@ -252,9 +252,14 @@ _MODELOPT = (
     _mo("modelopt_fake", "tensor_quant.py: fp8_eager", _fake, _BY_T, (TENSOR, ROW)),
 )
 
+_AUTOFP8 = _of("AutoFP8", "AutoFP8 084feb8")(
+    *("autofp8_tensor", "auto_fp8/quantize.py: per_tensor_quantize"),
+    *(_T2(arithmetic=_INPUT, amax_floor=1e-12), replace(_BY_T, arithmetic=_INPUT), (TENSOR,), _WEIGHT),
+)
+
 _SERVING = (*_VLLM, *_SGLANG, *_DEEPSEEK, *_FBGEMM)
 _TRAINING = (*_TRANSFORMER_ENGINE, *_TORCHAO, *_JAX)
-_CHECKPOINTS = (*_COMPRESSED_TENSORS, *_TRANSFORMERS, *_MODELOPT)
+_CHECKPOINTS = (*_COMPRESSED_TENSORS, *_TRANSFORMERS, *_MODELOPT, _AUTOFP8)
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (*_SERVING, *_TRAINING, *_CHECKPOINTS)}
 """Every dialect by name."""
 

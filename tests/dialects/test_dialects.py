@@ -169,6 +169,10 @@ def test_text_of_torch(device: str) -> None:
         scale = 448.0 / amax.float().clamp(min=1e-12)
         return (x.float() * scale).clamp(-448.0, 448.0), scale.reciprocal()
 
+    def autofp8(x: Any, amax: Any) -> Any:
+        scale = 448.0 / amax.clamp(min=1e-12)
+        return (x * scale).clamp(-448.0, 448.0), scale.float().reciprocal()
+
     def fbgemm(x: Any, amax: Any) -> Any:
         scale = 448.0 / amax.clamp(min=1e-12).to(torch.float32)
         scale[scale == float("inf")] = 1.0
@@ -183,6 +187,7 @@ def test_text_of_torch(device: str) -> None:
         "vllm_native_group": (native_group, GROUP),
         "sglang_weight_tensor": (input_to_float8, TENSOR),
         "fbgemm_torch": (fbgemm, SQUARE),
+        "autofp8_tensor": (autofp8, TENSOR),
     }
     x = normal((256, 384), np.float32)
     x[:128, :128], x[128] = 0.0, 1e-6
