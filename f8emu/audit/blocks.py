@@ -2,25 +2,23 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from f8emu.audit.checkpoint import BAND, DTYPES, Checkpoint, Stored
+from f8emu.audit.checkpoint import BAND, DTYPES, Checkpoint, Joined, Stored
+from f8emu.audit.counts import Counts
 from f8emu.audit.findings import Finding, finding
 from f8emu.audit.formats import SCALES, Format, Kind
 from f8emu.dialects.rules import GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
-from f8emu.dialects.stacks import FUSED
 
 CODES = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 """The dtype of codes -> the code of its largest number. What is above, signs left out, is infinite or NaN."""
-_SAMPLE = 1 << 22
-"""Codes of which a histogram is taken."""
-VALUES = np.arange(128, dtype=np.uint8).view(DTYPES["F8_E4M3"]).astype(np.float32)
-"""The magnitude of each E4M3 code."""
+_SAMPLE = 1 << 20
+"""About so many codes of a weight are counted."""
 Mask = NDArray[np.bool]
 
 
@@ -52,6 +50,12 @@ class Weight:
     """How probable that is, if weights have no end."""
     dialects: tuple[str, ...] | None = None
     """Those that give every byte, as `dialects.matching` compares them; None: no source was compared."""
+    counts: Counts | None = None
+    """Of the codes of E4M3, where they can be judged."""
+    origin: Stored | Joined | None = None
+    """What it was quantized from, where a source is given that has it."""
+    uncompared: str = ""
+    """Why it was not compared with the source that was given."""
     stored: int = 0
     """A hash of the scales as they are stored."""
     expected: frozenset[int] = frozenset()
@@ -104,6 +108,7 @@ class Blocks(NamedTuple):
     scale: NDArray[np.float32]
     raw: np.ndarray
     """The scales as they are stored; bytes are exponents."""
+    counts: Counts
 
     @property
     def used(self) -> Mask:
@@ -125,34 +130,6 @@ def weights_of(checkpoint: Checkpoint, form: Format) -> Iterator[Weight]:
             scale = next((tensors[one] for one in names if one in tensors), None)
             block = None if scale is None else _block_of(codes, scale, form)
             yield Weight(codes=codes, scale=scale, block=block, source=name.replace("._weight_qdata", ".weight"))
-
-
-def shards_of(weight: Weight, sources: Mapping[str, Stored]) -> list[Weight]:
-    """The shards of a fused weight whose sources are apart, each with its rows of codes and scales; else the weight."""
-    stem, _, last = weight.module.rpartition(".")
-    names = [f"{stem}.{one}.weight".lstrip(".") for one in FUSED.get(last, ())]
-    parts = [sources[one].shape for one in names if one in sources]
-    k, scale, height = weight.codes.shape[-1], weight.scale, (weight.block or TENSOR)[0]
-    rows = [one[0] for one in parts if len(one) == 2 and one[1] == k]
-    is_fused = len(rows) == len(names) > 0 and weight.codes.shape == (sum(rows), k)
-    if not is_fused or scale is None or scale.dtype not in DTYPES:
-        return [weight]
-    # Rows of the scales: those of the blocks of a shard, or one for each shard.
-    if height is not None and not any(row % height for row in rows):
-        counts = [row // height for row in rows]
-    elif scale.shape == (len(rows),):
-        counts = [1] * len(rows)
-    else:
-        return [weight]
-    size, row, first = scale.size // sum(counts) * DTYPES[scale.dtype].itemsize, 0, 0
-    found: list[Weight] = []
-    for name, taken, count in zip(names, rows, counts, strict=True):
-        label = f"{weight.name} ({name.split('.')[-2]})"
-        codes = replace(weight.codes, name=label, begin=weight.codes.begin + row * k, shape=(taken, k))
-        own = replace(scale, begin=scale.begin + first * size, shape=(count, *scale.shape[1:]))
-        found.append(Weight(codes=codes, scale=own, block=weight.block or TENSOR, source=name))
-        row, first = row + taken, first + count
-    return found
 
 
 def _block_of(codes: Stored, scale: Stored, form: Format) -> Block | None:
@@ -178,10 +155,12 @@ def measured(weight: Weight, elements: int = BAND) -> Blocks:
     assert weight.scale is not None
     k, (height, width) = weight.codes.shape[-1], weight.extent
     largest = np.zeros((math.prod(weight.grid[:-1]), weight.grid[-1]), np.uint8)
+    counts, step = np.zeros(128, np.int64), max(1, weight.codes.size // _SAMPLE)
     for at, band in bands(weight, weight.codes, elements):
         # 1. Magnitudes, in place; their order is that of the codes.
         codes = band.view(np.uint8)
         np.bitwise_and(codes, 0x7F, out=codes)
+        counts += np.bincount(codes.reshape(-1)[: -(-codes.size // step)], minlength=128)
         # 2. Down: whole blocks together, then what is left of one, which the next band continues. Across.
         whole = len(codes) // height * height
         for first, part in ((at, codes[:whole].reshape(-1, height, k)), (at + whole // height, codes[None, whole:])):
@@ -194,10 +173,11 @@ def measured(weight: Weight, elements: int = BAND) -> Blocks:
     raw = weight.scale.read()
     raw = raw.view(DTYPES["F8_E8M0"]) if raw.dtype == np.uint8 else raw
     with np.errstate(all="ignore"):
-        return Blocks(largest.reshape(-1), raw.astype(np.float32), raw)
+        part = Counts(counts, float(counts.sum()) / math.prod(weight.extent))
+        return Blocks(largest.reshape(-1), raw.astype(np.float32), raw, part)
 
 
-def bands(weight: Weight, stored: Stored, elements: int = BAND) -> Iterator[tuple[int, np.ndarray]]:
+def bands(weight: Weight, stored: Stored | Joined, elements: int = BAND) -> Iterator[tuple[int, np.ndarray]]:
     """Parts of a weight, or of one of its shape, of so many elements: whole blocks, or a part of one.
 
     Each has the index of its first row of blocks, and its rows.
@@ -214,12 +194,12 @@ def bands(weight: Weight, stored: Stored, elements: int = BAND) -> Iterator[tupl
         row += taken
 
 
-def histogram(weight: Weight, most: int = _SAMPLE) -> tuple[NDArray[np.int64], int]:
-    """How often each magnitude of a code occurs in the first `most` codes, and the number of blocks that these are."""
+def histogram(weight: Weight) -> NDArray[np.int64]:
+    """How often each magnitude of a code occurs."""
     counts = np.zeros(128, np.int64)
-    for codes in weight.codes.parts(most):
+    for codes in weight.codes.parts():
         counts += np.bincount(codes.view(np.uint8) & 0x7F, minlength=128)
-    return counts, max(1, min(weight.codes.size, most) // math.prod(weight.extent))
+    return counts
 
 
 def magnitudes(weight: Weight, index: int) -> NDArray[np.uint8]:

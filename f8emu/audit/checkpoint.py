@@ -86,6 +86,27 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Tensors of one dtype, one behind the other, that are read as one."""
+
+    parts: tuple[Stored, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Its elements from `begin` to `end`, flat."""
+        found, at = list[np.ndarray](), 0
+        for part in self.parts:
+            first, last = max(begin - at, 0), min(end - at, part.size)
+            found += [part.read(first, last)] if first < last else []
+            at += part.size
+        return np.concatenate(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """The names of a checkpoint; the tensors stay on the disk."""
 
@@ -94,8 +115,10 @@ class Checkpoint:
     unlisted: frozenset[str] = frozenset()
     """Tensors of a shard that the index does not list."""
     has_config: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json, and what it says of the language model where that is a part of it."""
     quantization: Mapping[str, Any] = field(default_factory=dict)
-    """`quantization_config` of config.json, or what hf_quant_config.json says; empty where there is none."""
+    """`quantization_config` of config.json or of a part of it, or what hf_quant_config.json says; empty: none."""
     second: Mapping[str, Any] = field(default_factory=dict)
     """What hf_quant_config.json says, where both say something."""
     manifest: Mapping[str, Any] = field(default_factory=dict)
@@ -136,13 +159,17 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             is_there = tensor in tensors and tensors[tensor].file.name == name
             require(is_there, f"the tensor {tensor!r:.60}, as the index says", "none")
     # 3. What the configurations say.
-    said = _object(path / CONFIG, "quantization_config") or _object(path / CONFIG, "compression_config")
+    config = _json(path / CONFIG)
+    parts = [config, *(one for one in config.values() if isinstance(one, dict))]  # a model of several has some in each
+    found = (_object(path / CONFIG, key, one) for one in parts for key in ("quantization_config", "compression_config"))
+    said = next(filter(None, found), {})
     second = _object(path / MODELOPT, "quantization")
     second = {"quant_method": "modelopt", **second} if second else {}
     return Checkpoint(
         tensors=tensors,
         unlisted=frozenset(tensors) - frozenset(listed or tensors),
         has_config=(path / CONFIG).exists(),
+        config=config | _object(path / CONFIG, "text_config", config),
         quantization=said or second,
         second=second if said else {},
         manifest=_object(path / MANIFEST, "tensors"),
@@ -169,12 +196,19 @@ def _shard(path: Path) -> dict[str, Stored]:
     }
 
 
-def _object(path: Path, key: str, *, is_needed: bool = False) -> dict[str, Any]:
-    # An object in that of a JSON file; empty where there is none, unless it is needed.
+def _json(path: Path) -> dict[str, Any]:
+    # A JSON file that is an object; empty where there is none.
     with _told(path):
         whole = parsed(read_regular(path, _LARGEST_TEXT), "a JSON object") if path.exists() else {}
         require(isinstance(whole, dict), "a JSON object", type(whole).__name__)
-        found = whole.get(key) or {}
+    return whole
+
+
+def _object(path: Path, key: str, whole: dict[str, Any] | None = None, *, is_needed: bool = False) -> dict[str, Any]:
+    # An object in that of a JSON file, or in a part of it; empty where there is none, unless it is needed.
+    whole = _json(path) if whole is None else whole
+    found = whole.get(key) or {}
+    with _told(path):
         is_right = isinstance(found, dict) and (bool(found) or not is_needed)
         require(is_right, f"{key} as a JSON object", f"{whole.get(key)!r}")
     return found

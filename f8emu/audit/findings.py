@@ -88,6 +88,8 @@ class Audit:
     """With a source: dialect -> the tensors of which it gives every byte of codes and scales."""
     compared: int = 0
     """With a source: the tensors that were compared with it."""
+    uncompared: dict[str, str] = field(default_factory=dict)
+    """With a source: the float8 weights that were not compared with it -> why."""
     findings: list[Finding] = field(default_factory=list)
     """The worst first."""
     is_interrupted: bool = False
@@ -99,8 +101,9 @@ class Audit:
 
     @property
     def is_equal(self) -> bool:
-        """Every float8 weight was examined, there is one, and nothing is a fault."""
-        return not self.has_difference and not self.is_interrupted and self.tensors_total > 0
+        """Every float8 weight was examined, and compared if there is a source; there is one, and nothing is a fault."""
+        is_whole = not self.is_interrupted and not self.uncompared and self.tensors_total > 0
+        return not self.has_difference and is_whole
 
     @property
     def dialect(self) -> str:

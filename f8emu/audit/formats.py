@@ -19,9 +19,11 @@ from f8emu.spec import SpecError
 
 SCALES = (
     *("{w}_scale_inv", "{w}_scale", "{m}.scale_weight", "{m}.scale", "{m}._weight_scale"),
-    "{m}.qscale_weight",  # Mistral's own
+    "{m}.qscale_weight",
 )
 """Every name under which a producer stores the scale of a weight."""
+_MISTRAL = ("{m}.qscale_weight", "{m}.qscale_act")
+"""Its names of the scales of weights and of activations."""
 INPUT_SCALES = ("{m}.input_scale", "{m}.activation_scale", "{m}.act_scale", "{m}.scale_input", "{m}.qscale_act")
 _BYTES = ("U8", "F8_E8M0")
 
@@ -38,12 +40,14 @@ class Format:
     dtypes: tuple[str, ...] = (*FLOATS, *_BYTES)
     blocks: tuple[Block, ...] = ()
     """The granularities that occur; empty: any."""
-    input_scale: str = ""
-    """The name of the activations' scale, where they are quantized statically."""
+    input_scales: tuple[str, ...] = ()
+    """Names of the activations' scale, one of which is read, where they are quantized statically."""
     has_ones: bool = False
     """Scales of blocks are [n, 1, k, 1]."""
     is_power_of_two: bool = False
     """The configuration says scale_fmt ue8m0."""
+    observer: str = ""
+    """What computes scales, where that is not the largest magnitude."""
     ignored: tuple[str, ...] = ()
     """Modules that stay in high precision: names, their first or last parts, or patterns."""
 
@@ -59,12 +63,14 @@ class Format:
 
 _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
-    "FP8": {"blocks": (TENSOR,), "input_scale": "{m}.input_scale"},
+    "FP8": {"blocks": (TENSOR,), "input_scales": ("{m}.input_scale",)},
     "FP8_PER_CHANNEL_PER_TOKEN": {"blocks": (ROW,)},
     "FP8_PB_WO": {"blocks": (SQUARE,), "has_ones": True},
     "MXFP8": {"blocks": (MX_GROUP,), "dtypes": _BYTES},
 }
 """quant_algo of Model-Optimizer."""
+_TURNED_ROW: Block = (None, 1)
+"""A row of experts [E, K, rows], as Llama-4 has them."""
 _STRATEGIES = {"tensor": TENSOR, "channel": ROW}
 """strategy of compressed-tensors."""
 
@@ -85,7 +91,7 @@ def format_of(checkpoint: Checkpoint) -> Format:
             name = f"Model-Optimizer {algorithm}".strip()
             return of(name=name, scales=("{w}_scale",), **_ALGORITHMS.get(algorithm, {}))
         case "fbgemm_fp8":
-            return of(name="FBGEMM float8", scales=("{w}_scale",), dtypes=("F32",), blocks=(ROW,))
+            return of(name="FBGEMM float8", scales=("{w}_scale",), dtypes=("F32",), blocks=(ROW, _TURNED_ROW))
     if method == "torchao" or any(name.endswith("._weight_qdata") for name in names):
         return of(name="torchao float8", scales=("{m}._weight_scale",))
     if not method and "scaled_fp8" in names:  # an empty tensor that marks the format
@@ -98,12 +104,15 @@ def _fp8(said: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     # vLLM do not.
     size, is_static = said.get("weight_block_size"), said.get("activation_scheme") == "static"
     is_inv = size is not None or any(name.endswith("_scale_inv") for name in names)
-    input_scale = ("{m}.activation_scale" if is_inv else "{m}.input_scale") * is_static
-    found: dict[str, Any] = {"dtypes": (*FLOATS, "F8_E8M0"), "input_scale": input_scale}
+    # Beside them Mistral's own names, by which vLLM loads the model.
+    is_mistral = any(name.endswith(_MISTRAL[0][3:]) for name in names)
+    scale, act = ([one] * is_mistral for one in _MISTRAL)
+    input_scales = ("{m}.activation_scale" if is_inv else "{m}.input_scale", *act) if is_static else ()
+    found: dict[str, Any] = {"dtypes": (*FLOATS, "F8_E8M0"), "input_scales": input_scales}
     match size:
         case None:
-            found |= {"name": "float8 with a scale a tensor", "scales": ("{w}_scale_inv" if is_inv else "{w}_scale",)}
-            return {**found, "blocks": (TENSOR,)}
+            scales = ("{w}_scale_inv" if is_inv else "{w}_scale", *scale)
+            return {**found, "name": "float8 with a scale a tensor", "scales": scales, "blocks": (TENSOR,)}
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             found |= {"scales": ("{w}_scale_inv", "{m}.scale"), "is_power_of_two": said.get("scale_fmt") == "ue8m0"}
             return {**found, "name": f"float8 in blocks of {rows} x {columns}", "blocks": ((rows, columns),)}
@@ -123,8 +132,11 @@ def _compressed_tensors(said: Mapping[str, Any]) -> dict[str, Any]:
             case {"weights": {"strategy": str(strategy)}} if strategy in _STRATEGIES:
                 blocks[_STRATEGIES[strategy]] = None
         match group:
+            case {"weights": {"observer": str(observer)}} if "minmax" not in observer:
+                found["observer"] = f"the observer {observer:.40}"
+        match group:
             case {"input_activations": {"dynamic": False}}:
-                found["input_scale"] = "{m}.input_scale"
+                found["input_scales"] = ("{m}.input_scale",)
     return {**found, "blocks": tuple(blocks), "dtypes": (*FLOATS, *_BYTES) if MX_GROUP in blocks else FLOATS}
 
 

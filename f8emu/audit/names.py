@@ -21,7 +21,9 @@ _LAYER = re.compile(r".*?\.\d+\.")
 _KV = re.compile(r"(^|[._])(k|v|kv|q|prob)_scale$|(^|\.)(k|v)_proj\.output_scale$|kv_cache\.scaling_factor$")
 
 
-def named(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> Iterator[Finding]:
+def named(
+    checkpoint: Checkpoint, form: Format, weights: Sequence[Weight], consumers: Sequence[str]
+) -> Iterator[Finding]:
     """What names, shapes and dtypes show, and the few scales that no float8 weight has."""
     # 1. The configurations.
     if weights and checkpoint.has_config and not checkpoint.quantization:
@@ -37,13 +39,13 @@ def named(checkpoint: Checkpoint, form: Format, weights: Sequence[Weight]) -> It
             yield weight.finding("ignored", "BF16, F16 or F32", weight.codes.dtype)
         if form.method and weight.codes.dtype != "F8_E4M3":
             yield weight.finding("code-dtype", "F8_E4M3", weight.codes.dtype)
-        if form.input_scale and weight.name.endswith(".weight"):
-            (expected,) = names_of(weight.name, (form.input_scale,))
+        if form.input_scales and weight.name.endswith(".weight"):
             there = [name for name in names_of(weight.name, INPUT_SCALES) if name in checkpoint.tensors]
-            if expected not in there:
-                yield weight.finding("input-scale", expected, there[0] if there else "no scale")
+            expected = names_of(weight.name, form.input_scales)
+            if not {*expected} & {*there}:
+                yield weight.finding("input-scale", expected[0], there[0] if there else "no scale")
         if weight.scale is not None:
-            yield from _scale(form, weight, weight.scale)
+            yield from _scale(form, weight, weight.scale, consumers)
         elif form.is_certain or has_scales:
             yield weight.finding("scale-missing", names_of(weight.name, form.scales)[0], "no scale")
     usual = Counter((w.block, w.scale.dtype) for w in weights if w.scale is not None and w.scale.dtype in FLOATS)
@@ -86,7 +88,7 @@ def left_out(checkpoint: Checkpoint, origin: Checkpoint, weights: Sequence[Weigh
             yield finding("left-out", name, "the weight, as in other layers", "none")
 
 
-def _scale(form: Format, weight: Weight, scale: Stored) -> Iterator[Finding]:
+def _scale(form: Format, weight: Weight, scale: Stored, consumers: Sequence[str]) -> Iterator[Finding]:
     expected = names_of(weight.name, form.scales)
     # A file without a configuration may call its scales what it likes; but few loaders know ComfyUI's name.
     if scale.name not in expected or (not form.is_certain and scale.name.endswith(".scale_weight")):
@@ -98,7 +100,8 @@ def _scale(form: Format, weight: Weight, scale: Stored) -> Iterator[Finding]:
         yield weight.finding(check, " or ".join(form.dtypes), f"{scale.dtype} {list(scale.shape)}")
     shards = _SHARDS.get(weight.module.rpartition(".")[2], 1)
     if weight.block == TENSOR and shards > 1 and scale.size == 1:
-        yield weight.finding("scale-per-shard", f"{shards} scales, one of each shard", "1")
+        severity = Severity.WARNING if any(one.startswith("sglang") for one in consumers) else Severity.NOTE
+        yield weight.finding("scale-per-shard", f"{shards} scales, one of each shard", "1", severity=severity)
     if weight.block is not None:
         return
     if shards > 1 and scale.shape == (shards,):

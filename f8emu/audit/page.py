@@ -23,6 +23,7 @@ def audit_page(found: Audit, errors: int) -> tuple[Page, str]:
         ),
         ("source", found.source and f"{found.source}, {counted(found.compared, 'weight')} compared"),
         ("dialect", (found.dialect or ", ".join(parts) or "none") if found.compared else ""),
+        ("not compared", _uncompared(found)),
         *(("zero blocks", f"{count}: {what}") for what, count in found.zero_blocks.items()),
     ]
     facts = [(name, text) for name, text in known if text]
@@ -45,6 +46,11 @@ def audit_page(found: Audit, errors: int) -> tuple[Page, str]:
     return Page(title=f"f8emu audit {found.path}", verdict=Cell(text=verdict, tone=tone), sections=[section]), verdict
 
 
+def _uncompared(found: Audit) -> str:
+    first = [f"{name} ({why})" for name, why in [*found.uncompared.items()][:4]]
+    return ", ".join([*first, f"and {len(found.uncompared) - 4} more"] if len(found.uncompared) > 4 else first)
+
+
 def _verdict(found: Audit) -> tuple[str, Tone]:
     # The last line.
     counts = Counter(one.severity for one in found.findings)
@@ -57,4 +63,6 @@ def _verdict(found: Audit) -> tuple[str, Tone]:
         return f"INTERRUPTED: no fault so far in {of}", "warn"
     if not found.tensors_total:
         return "NOT VERIFIED: the checkpoint has no float8 weight", "warn"
+    if found.uncompared:
+        return f"INCOMPLETE: no fault, but {len(found.uncompared)} of {of} not compared with the source", "warn"
     return f"no fault in {of}" + (f"; {said}" if said else ""), "good"

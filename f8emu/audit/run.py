@@ -6,13 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from f8emu.audit.blocks import Weight, measured, shards_of, weights_of
-from f8emu.audit.checkpoint import DTYPES, FLOATS, Checkpoint, read_checkpoint
+from f8emu.audit.blocks import Weight, measured, weights_of
+from f8emu.audit.checkpoint import DTYPES, Checkpoint, read_checkpoint
 from f8emu.audit.findings import CHECKS, Audit, Severity
 from f8emu.audit.formats import Format, consumers_of, format_of
 from f8emu.audit.names import changed, left_out, named
-from f8emu.audit.source import compare
-from f8emu.audit.values import examine, fingerprints, together, unscaled
+from f8emu.audit.pairs import paired, siblings_of
+from f8emu.audit.source import compare, compare_cast
+from f8emu.audit.values import examine, together, unscaled
+from f8emu.audit.zeros import fingerprints, lost_whole
 from f8emu.conformance.run.result import Progress, Silent
 
 _THREADS = 2
@@ -48,10 +50,10 @@ def audit(
     pool = ThreadPoolExecutor(_THREADS)
     try:
         found.tensors_total = len(weights)
-        found.findings += named(checkpoint, form, weights)
+        found.findings += named(checkpoint, form, weights, consumers)
         if origin is not None:
             found.findings += left_out(checkpoint, origin, weights)
-            weights = [shard for one in weights for shard in shards_of(one, origin.tensors)]
+            weights = [shard for one in weights for shard in paired(one, origin.tensors)]
         found.tensors_total = len(weights)
         exported = sorted(checkpoint.manifest and checkpoint.manifest.keys() | checkpoint.tensors.keys())
         told.begin("audit", "hashes of the manifest", len(exported))
@@ -72,17 +74,25 @@ def audit(
 
 
 def _examine(weight: Weight, *, form: Format, origin: Checkpoint | None, consumers: Sequence[str]) -> None:
+    source = weight.origin
     if weight.scale is None or weight.block is None or weight.scale.dtype not in DTYPES:
         unscaled(weight, is_told=form.is_certain or weight.scale is not None)
+        if source is not None and weight.scale is None and source.shape == weight.codes.shape and not form.is_certain:
+            compare_cast(weight, source)
+        else:
+            weight.uncompared = weight.uncompared or "it has no scale that can be read"
         return
     blocks = measured(weight)
     examine(weight, blocks, form, consumers)
-    source = None if origin is None else origin.tensors.get(weight.source)
-    if source is None or source.dtype not in FLOATS or weight.codes.dtype != "F8_E4M3":
+    if source is None or weight.uncompared:
         return
-    if source.shape == weight.codes.shape:
-        compare(weight, blocks, source, is_power_of_two=form.is_power_of_two)
+    if weight.codes.dtype != "F8_E4M3":
+        weight.uncompared = f"no dialect gives {weight.codes.dtype}"
+    elif source.shape == weight.codes.shape:
+        siblings = [] if origin is None else siblings_of(weight, origin.tensors)
+        compare(weight, blocks, source, siblings, form)
     else:
+        weight.uncompared = f"the source has another shape, {list(source.shape)}"
         weight.add("source-shape", f"{list(weight.codes.shape)}", f"{list(source.shape)}")
 
 
@@ -95,8 +105,18 @@ def _conclude(found: Audit, form: Format, weights: Sequence[Weight]) -> None:
     counts, stack = Counter(name for names in compared for name in names), form.method.replace("-", "_") or "?"
     found.dialects = dict(sorted(counts.items(), key=lambda one: (-one[1], not one[0].startswith(stack))))
     found.compared = len(compared)
+    lost_whole(weights)
     together(form, weights)
     found.findings += [finding for one in weights for finding in one.findings]
+    if found.source:
+        twins = [one for one in weights if one.uncompared and one.codes.file.name.startswith("consolidated")]
+        if compared and twins:
+            found.findings.append(
+                twins[0].finding("second-layout", "one layout", "another beside it", blocks=len(twins))
+            )
+            for one in twins:
+                one.uncompared = ""
+        found.uncompared = {one.name: one.uncompared for one in weights if one.uncompared}
     if found.source and weights and not compared and not any(one.check == "source-shape" for one in found.findings):
         expected = f"{weights[0].source} in high precision, in blocks of a known dialect"
         found.findings.append(weights[0].finding("source-missing", expected, "none", blocks=len(weights)))

@@ -1,39 +1,48 @@
 """A float8 weight beside the weight that it was quantized from: which dialects give every byte, and where none does."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from f8emu.audit.blocks import Blocks, Weight, bands
-from f8emu.audit.checkpoint import DTYPES, Stored
+from f8emu.audit.checkpoint import DTYPES, Joined, Stored
 from f8emu.audit.findings import Severity
-from f8emu.dialects.arithmetic import block_amax, codes_of_other
-from f8emu.dialects.matching import Candidate, candidates, count_codes
-from f8emu.dialects.rules import PowerOfTwo
+from f8emu.audit.formats import Format
+from f8emu.dialects.arithmetic import block_amax, codes_of_other, factors_from_stored
+from f8emu.dialects.matching import Candidate, candidates, count_codes, numbers_differ
+from f8emu.dialects.rules import TENSOR, PowerOfTwo
 
 
-def compare(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: bool = False) -> None:
-    """The dialects of a weight, if any has its blocks. `is_power_of_two`: the configuration says so."""
-    rows, k = weight.codes.shape[-2:]
+def compare(weight: Weight, blocks: Blocks, source: Stored | Joined, siblings: Sequence[Stored], form: Format) -> None:
+    """The dialects of a weight, if any has its blocks. `siblings` are the sources of the layers fused with it."""
     raw = blocks.raw.reshape(-1, weight.grid[-1])
-    # 1. The scales, for which the largest magnitudes are enough.
+    # 1. The scales, for which the largest magnitudes are enough; then the codes: of dialects with these scales to the
+    # end, of all others a part, to find the nearest.
     amax = np.zeros(raw.shape, np.float32)
     for at, x in bands(weight, source):
         found = block_amax(x, weight.extent)
         np.maximum(amax[at : at + len(found)], found, out=amax[at : at + len(found)])
-    # Of a matrix of one block, several granularities are the same.
-    every = candidates(lambda _: amax, raw, (rows, k), weight.extent, DTYPES[source.dtype])
+    every, right, size = _candidates(weight, source, amax, raw)
     if not every:
+        weight.uncompared = f"no dialect has blocks of {' x '.join(map(str, weight.extent))}"
         return
-    # 2. The codes: of dialects with these scales to the end; of all others a part, to find the nearest.
-    right = [one for one in every if not one.scales_differ.any()]
-    size = _count_codes(weight, source, right or every, is_sample=not right)
     fits = [one for one in right if one.fits]
+    if not fits and weight.block == TENSOR and len(siblings) > 1:
+        largest = [block_amax(x[None], TENSOR).max() for one in siblings for x in one.parts()]
+        shared = np.full_like(amax, max(largest))
+        fits = [one for one in _candidates(weight, source, shared, raw)[1] if one.fits]
     weight.dialects, weight.stored = tuple(one.dialect.name for one in fits), hash(blocks.raw.tobytes())
     if fits:
+        if all(one.zeros_scaled for one in fits):
+            zeros = amax == 0
+            weight.add("zero-scale", f"{float(fits[0].scale[zeros][0]):.4g}", f"{float(raw[zeros][0]):.4g}", zeros)
         powers = [one for one in fits if one.form.is_power_of_two]
-        if is_power_of_two or len(powers) == len(fits):
+        if form.is_power_of_two or len(powers) == len(fits):
             _by_logarithm(weight, raw, every, powers)
+        return
+    # 2. Scales of another rule, or rounded afterwards, with the codes that belong to them.
+    if _of_scales(weight, source, amax, raw, every, form):
         return
     # 3. Of the source in another dtype. Few codes that differ are faults, for which some master could be imagined.
     other = {"F32": "its bfloat16 copy", "BF16": "a float32 master"}.get(source.dtype)
@@ -55,7 +64,67 @@ def compare(weight: Weight, blocks: Blocks, source: Stored, *, is_power_of_two: 
     _differ(weight, raw, best)
 
 
-def _of_other(weight: Weight, source: Stored, amax: np.ndarray, raw: np.ndarray, one: Candidate) -> int:
+def compare_cast(weight: Weight, source: Stored | Joined) -> None:
+    """Whether codes without a scale are those of a plain cast."""
+    for (_, x), (_, codes) in zip(bands(weight, source), bands(weight, weight.codes), strict=True):
+        made = np.clip(x.astype(np.float32), -448, 448).astype(codes.dtype).view(np.uint8)
+        if np.any((made != codes.view(np.uint8)) & ((made | codes.view(np.uint8)) & 0x7F != 0)):
+            weight.add("no-dialect", "the plain cast of the source, as there is no scale", "other codes")
+            break
+    else:
+        weight.dialects = ("plain_cast",)
+
+
+def _candidates(
+    weight: Weight, source: Stored | Joined, amax: np.ndarray, raw: np.ndarray
+) -> tuple[list[Candidate], list[Candidate], int]:
+    # All, those whose scales are right, and the number of codes that were compared. Zeros need no right scale.
+    # Of a matrix of one block, several granularities are the same.
+    rows, k = weight.codes.shape[-2:]
+    every = candidates(lambda _: amax, raw, (rows, k), weight.extent, DTYPES[source.dtype])
+    for one in every:
+        if not (one.scales_differ & (amax != 0)).any() and one.scales_differ.any():
+            one.zeros_scaled, one.scales_differ = True, np.zeros_like(one.scales_differ)
+    right = [one for one in every if not one.scales_differ.any()]
+    return every, right, _count_codes(weight, source, right or every, is_sample=not right) if every else 0
+
+
+def _of_scales(
+    weight: Weight, source: Stored | Joined, amax: np.ndarray, raw: np.ndarray, every: Sequence[Candidate], form: Format
+) -> bool:
+    # Whether the codes are those of the source under the scales, as they are or as they were before they were rounded.
+    rounded = [one for one in every if not (numbers_differ(one.scale, raw) & (amax != 0)).any()]
+    of_rule = {one.dialect.code: one for one in every if not one.dialect.stored.is_multiplier}.values()
+    # Scales that are mostly a dialect's were changed.
+    is_changed = not form.observer and any(2 * one.scales_differ.sum() < raw.size for one in every)
+    given = [
+        replace(one, factors=factors_from_stored(raw, one.dialect), codes_differ=np.zeros_like(one.codes_differ))
+        for one in of_rule
+    ]
+    for of in (rounded, [] if is_changed else given):
+        for one in of:
+            one.codes_differ[:] = 0
+        _count_codes(weight, source, of, is_sample=True)
+        left = [one for one in of if not one.codes_differ.any()]
+        _count_codes(weight, source, left, is_sample=False)
+        best = next((one for one in left if not one.codes_differ.any()), None)
+        if best is None:
+            continue
+        name, stored = best.dialect.name, weight.scale.dtype if weight.scale else ""
+        if of is rounded:
+            effect = "scales were rounded after the codes were made with them: each block is off by a factor of its own"
+            expected = f"{best.factors.stored.dtype}, as {name} stores them"
+            weight.add("scale-dtype", expected, stored, severity=Severity.WARNING, effect=effect)
+        else:
+            clipped = amax / (448 * raw.astype(np.float32))
+            severity = Severity.NOTE if form.observer or float(np.nanmax(clipped)) <= 2 else Severity.WARNING
+            found = f"codes by {name}, scales by {form.observer or 'another rule'}"
+            weight.add("scale-given", "scales of a known rule", found, severity=severity)
+        return True
+    return False
+
+
+def _of_other(weight: Weight, source: Stored | Joined, amax: np.ndarray, raw: np.ndarray, one: Candidate) -> int:
     # `codes_of_other` of the whole weight.
     total = 0
     for (at, x), (_, codes) in zip(bands(weight, source), bands(weight, weight.codes), strict=True):
@@ -67,7 +136,7 @@ def _of_other(weight: Weight, source: Stored, amax: np.ndarray, raw: np.ndarray,
     return total
 
 
-def _count_codes(weight: Weight, source: Stored, of: Sequence[Candidate], *, is_sample: bool) -> int:
+def _count_codes(weight: Weight, source: Stored | Joined, of: Sequence[Candidate], *, is_sample: bool) -> int:
     # Of the whole weight or, as a sample, of its first band: the number of codes that were compared.
     size = 0
     for (at, x), (_, codes) in zip(bands(weight, source), bands(weight, weight.codes), strict=True):

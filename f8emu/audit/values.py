@@ -3,24 +3,24 @@
 What the rule of a quantizer excludes is certain. Everything else is a matter of probability: see `_chance`.
 """
 
-import functools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from f8emu.audit.blocks import VALUES, Blocks, Weight, histogram, magnitudes
+from f8emu.audit.blocks import Blocks, Weight, histogram, magnitudes
 from f8emu.audit.checkpoint import DTYPES
+from f8emu.audit.counts import TOP, VALUES, Counts, wrong_cast
 from f8emu.audit.findings import Finding, Severity
 from f8emu.audit.formats import CONSUMERS, Format, Kind
-from f8emu.dialects import DIALECTS, zero_block_scale
+from f8emu.audit.zeros import lost, of_zeros
 from f8emu.dialects.rules import MX_GROUP, ROW, TENSOR
 
-_TOP, _HALF, _QUARTER, _CEIL = 0x7E, 0x76, 0x6E, 0x70
-"""The codes of 448, 224, 112, and of 128, below which no rule of Microscaling leaves the largest code."""
+_HALF, _QUARTER, _CEIL = 0x76, 0x6E, 0x70
+"""The codes of 224, 112, and of 128, below which no rule of Microscaling leaves the largest code."""
 _IN_WINDOW = math.log2(448 / 432)
 """How probable it is that the largest code of a block is 448 although its scale is the power of two above amax / 448:
 amax / 448s is between 1/2 and 1, log-uniform by Benford's law, and rounds to 448 from 432 on. 5.2%."""
@@ -31,16 +31,16 @@ _LARGEST_AMAX, _LARGEST_MEDIAN = 24.0, 3.5
 for every amax above 24 / 448 = 0.05, and the reciprocal of a scale for every amax below 448^2 / 24 = 8000."""
 _PLAIN_CAST = 112.0
 """What a cast without a scale does not reach; the largest code under any scale is 128 or more."""
-_BY_CHANCE = ("saturated", "scale-constant", "too-coarse", "rounded-after")
+_BY_CHANCE = ("saturated", "scale-constant", "too-coarse", "rounded-after", "wrong-cast")
 """Checks of codes against the rule of their scales, which know no source."""
 
 
 def unscaled(weight: Weight, *, is_told: bool) -> None:
     """A weight whose scale is not known: a plain cast, or one that lost its scale, unless that is told already."""
-    counts = histogram(weight, weight.codes.size)[0]
+    counts = histogram(weight)
     if counts[weight.largest_code + 1 :].any():
         weight.add("nan-code", f"at most {weight.largest_code:#04x}", "NaN or infinity")
-    largest = VALUES[np.flatnonzero(counts)[-1]] if weight.largest_code == _TOP else 0
+    largest = VALUES[np.flatnonzero(counts)[-1]] if weight.largest_code == TOP else 0
     if not is_told and largest >= _PLAIN_CAST:
         weight.add("scale-missing", "weights below 100, of a cast without a scale", f"{largest:g}")
 
@@ -52,7 +52,8 @@ def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[st
     weight.blocks, weight.zeros = len(scale), Counter(scale[(largest == 0) & (scale >= 0)].tolist())
     # Subnormal scales have too few bits to judge codes by.
     used = blocks.used & (scale >= (2.0**-17 if blocks.raw.dtype == np.float16 else 2.0**-118))
-    count = weight.used = int(used.sum()) if weight.largest_code == _TOP else 0
+    count = weight.used = int(used.sum()) if weight.largest_code == TOP else 0
+    lost(weight, blocks, used)
     if count == 0:
         return
     # 1. The kind of scales.
@@ -70,23 +71,27 @@ def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[st
                 severity, effect = CONSUMERS[key][kind]
                 wrong = has_mantissa if is_float else used
                 weight.add("scale-kind", f"what {key} takes", kind, wrong, severity=severity, effect=effect)
-    # 2. Floors: the codes of a block are small because its scale could not be smaller.
-    floors = np.array([floor for floor in _of_zeros() if 0 < floor < 2.0**-7], np.float32)
+    # 2. Codes that no right cast gives.
+    weight.counts = blocks.counts
+    if wrong := wrong_cast(weight.counts, largest[used]):
+        weight.add("wrong-cast", *wrong, blocks=count)
+    # 3. Floors: the codes of a block are small because its scale could not be smaller.
+    floors = np.array([floor for floor in of_zeros() if 0 < floor < 2.0**-7], np.float32)
     is_floored = used & np.isin(scale, floors)
     is_faint = is_floored & (largest < _QUARTER)
     if is_faint.any():
         first = int(is_faint.argmax())
         weight.add("floored", "0x6e or more", f"{largest[first]:#04x} under {scale[first]:.4g}, a floor", is_faint)
-    # 3. Scales larger than the codes need: by 8% where they have mantissa bits, else by more than the factor of 2 that
+    # 4. Scales larger than the codes need: by 8% where they have mantissa bits, else by more than the factor of 2 that
     # a power of two may be. The rule CEIL of Microscaling leaves codes of 128 to 256.
-    limit, share = (_TOP - 1, 0.95) if kind is Kind.FLOAT and count >= 4 else (_HALF, 0.5)
+    limit, share = (TOP - 1, 0.95) if kind is Kind.FLOAT and count >= 4 else (_HALF, 0.5)
     is_small = used & ~is_floored & (largest < limit)
     is_ceil = weight.block == MX_GROUP and np.mean(largest[used] < _CEIL) <= 0.05
     if np.mean(is_small[used]) > share and not is_ceil:
         middle = f"{int(np.median(largest[used])):#04x} in the middle block"
         weight.add("too-coarse", f"{limit:#04x} or more", middle, is_small)
-    # 4. 448 in every block, under powers of two or one scale for all.
-    is_top = used & (largest == _TOP)
+    # 5. 448 in every block, under powers of two or one scale for all.
+    is_top = used & (largest == TOP)
     is_full = bool(np.all((is_floored | is_top)[used]) and not is_floored[used].all())
     weight.is_full = is_full and kind is not Kind.FLOAT
     if weight.is_full or (is_full and len(weight.scales) == 1):
@@ -116,18 +121,18 @@ def _forbidden(weight: Weight, blocks: Blocks) -> None:
         if stored.size and stored.min() < 64 and not np.any(stored & (np.maximum(stored, 1) - 1)):
             found = f"bytes {', '.join(map(str, stored[:8]))}"
             weight.add("e8m0-by-value", "exponents about 120", found, blocks=stored.size)
-    if blocks.used.any() and weight.largest_code == _TOP:
+    if blocks.used.any() and weight.largest_code == TOP:
         _amplitude(weight, blocks)
 
 
 def _amplitude(weight: Weight, blocks: Blocks) -> None:
-    used, scale, values = blocks.used, blocks.scale, VALUES[np.minimum(blocks.largest, _TOP)]
+    used, scale, values = blocks.used, blocks.scale, VALUES[np.minimum(blocks.largest, TOP)]
     with np.errstate(all="ignore"):
         amax, inverse = np.where(used, values * scale, 0), values / scale
     # 1. All of them.
     low = _low(amax[used])
     if low > _LARGEST_AMAX:
-        counts = histogram(weight)[0][1:]
+        counts = blocks.counts.codes[1:]
         middle = float(VALUES[1 + np.searchsorted(np.cumsum(counts), counts.sum() / 2)])
         if middle * _low(scale[used]) > _LARGEST_MEDIAN:
             found = f"{low:.3g}; by the reciprocal {_low(inverse[used]):.3g}, by scale / 448 {low / 448:.3g}"
@@ -159,8 +164,9 @@ def _chance(weight: Weight, used: int) -> tuple[float, bool, str]:
     the codes below show a tail. Clipped codes are more than their neighbours: below an end, 448 is at most half as
     frequent as 416, which stands for twice the width.
     """
-    counts, blocks = histogram(weight)
-    top, below, middle = (int(counts[code]) for code in (_TOP, _TOP - 1, _TOP - 6))
+    assert weight.counts is not None
+    counts, blocks = weight.counts
+    top, below, middle = (int(counts[code]) for code in (TOP, TOP - 1, TOP - 6))
     mean = max(top / blocks, 1.0)
     is_spread = below > 0 and int(np.count_nonzero(counts[1:])) > 16
     is_rare = is_spread and mean < 4
@@ -169,27 +175,6 @@ def _chance(weight: Weight, used: int) -> tuple[float, bool, str]:
     is_excess = top - below / 2 > 4 * math.sqrt(top + below / 4)
     is_clipped = is_excess and is_spread and used >= 4 and (mean >= 8 or (mean >= 3 and used >= 8))
     return chance, is_rare, f"448 in every block, {mean:.1f} times on average" if is_clipped else ""
-
-
-@functools.cache
-def _of_zeros() -> Mapping[float, Sequence[str]]:
-    """The scale of a block of zeros -> the dialects that give it."""
-    found: dict[float, list[str]] = defaultdict(list)
-    for name in (one.name for one in DIALECTS.values() if one.scale is not None):
-        for scale in {zero_block_scale(name, dtype) for dtype in ("float32", "bfloat16")}:
-            found[scale].append(name)
-    return found
-
-
-def fingerprints(weights: Sequence[Weight]) -> dict[str, int]:
-    """The scales of zero blocks, and the dialects that give them -> the number of blocks."""
-    total: Counter[float] = sum((one.zeros for one in weights), Counter())
-    named: dict[str, int] = {}
-    for scale, count in total.most_common(4):
-        names = _of_zeros().get(scale, ())
-        more = f" and {len(names) - 6} more" * (len(names) > 6)
-        named[f"scale {scale:.4g}: {', '.join(names[:6]) or 'no known dialect'}{more}"] = count
-    return named
 
 
 def together(form: Format, weights: Sequence[Weight]) -> None:
@@ -216,7 +201,13 @@ def together(form: Format, weights: Sequence[Weight]) -> None:
         severity = Severity.NOTE if is_chance else Severity.WARNING
         found = f"powers of two in all {sum(one.used for one in of_blocks)} blocks"
         of_blocks[0].add("scale-format-unsaid", "scale_fmt ue8m0", found, severity=severity)
-    # 3. Weights whose dialects are not that of the others with the same blocks.
+    # 3. Codes that only many weights show to be wrong.
+    counted = [one for one in weights if one.counts is not None]
+    if len(counted) > 1 and not any(found.check == "wrong-cast" for one in weights for found in one.findings):
+        codes, blocks = (sum(part) for part in zip(*(one.counts for one in counted if one.counts), strict=True))
+        if wrong := wrong_cast(Counts(np.asarray(codes), float(blocks)), np.zeros(0, np.uint8)):
+            counted[0].add("wrong-cast", *wrong, blocks=sum(one.used for one in counted))
+    # 4. Weights whose dialects are not that of the others with the same blocks.
     known = [(one, one.dialects) for one in weights if one.dialects]
     for block in dict.fromkeys(one.block for one, _ in known):
         alike = [(one, names) for one, names in known if one.block == block]
@@ -225,7 +216,7 @@ def together(form: Format, weights: Sequence[Weight]) -> None:
         if other and count > len(other):
             one, names = other[0]
             one.add("dialects-mixed", usual, f"{names[0]}, in {len(other)} of {len(alike)} weights")
-    # 4. What others explain. The shards of a fused layer share the scale of the largest; scales may be another's.
+    # 5. What others explain. The shards of a fused layer share the scale of the largest; scales may be another's.
     reached = {scale for one in weights if one.block == TENSOR and one.largest >= _HALF for scale in one.scales}
     owners = {scales: one.name for one in weights for scales in one.expected}
     for one in weights:

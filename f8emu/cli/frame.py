@@ -27,12 +27,13 @@ DIFFERENT = 1
 BAD_USAGE = 2
 _LARGEST_TEXT = 1 << 28
 """The most bytes of a list of shapes."""
+INCOMPLETE = 3
 INTERRUPTED = 130
 """The status that a shell reports after Ctrl-C; also after SIGTERM, which stops a container."""
 STATUSES = (
     "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 not verified, since nothing ran or "
     "something is missing, bad usage, a missing package, a file that cannot be read or written, or a failure of f8emu "
-    "itself; 130 interrupted by Ctrl-C or SIGTERM."
+    "itself; 3 no difference, but a part of what was asked could not be compared; 130 interrupted by Ctrl-C or SIGTERM."
 )
 _NARROWEST = 20
 """The narrowest output in columns; longer words are broken."""
@@ -70,7 +71,9 @@ def status_of(found: Any) -> int:
     # Ctrl-C has a status of its own, also where a difference was found before it.
     if found.is_interrupted:
         return INTERRUPTED
-    return DIFFERENT if found.has_difference else 0 if found.is_equal else BAD_USAGE
+    if found.has_difference:
+        return DIFFERENT
+    return 0 if found.is_equal else INCOMPLETE if getattr(found, "uncompared", None) else BAD_USAGE
 
 
 def say(line: str) -> None:

@@ -1,8 +1,8 @@
 """Which dialect gives every byte of a quantized matrix: the one rule of `f8emu verify`, `f8emu diff` and `f8emu audit`.
 
-Scales are compared as the numbers that decode, in the dtype in which they are kept. Codes are compared bit by bit,
-except that any NaN is any NaN and that a zero fits with either sign, since stacks write both and no product depends on
-it. Zeros of the other sign are counted, so that whoever names the dialect can say so.
+Scales are compared as the numbers that decode; a dialect does not fit scales that were rounded afterwards. Codes are
+compared bit by bit, except that any NaN is any NaN and that a zero fits with either sign, since stacks write both and
+no product depends on it. Zeros of the other sign are counted, so that whoever names the dialect can say so.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from f8emu.dialects.arithmetic import Array, Factors, Float32, block_amax, encode, extent, factors_from_amax
-from f8emu.dialects.rules import Block, Dialect, ScaleForm
+from f8emu.dialects.rules import ROW, Block, Dialect, ScaleForm
 from f8emu.dialects.stacks import DIALECTS
 
 _MAGNITUDE = 0x7F
@@ -31,6 +31,8 @@ class Candidate:
     scales_differ: NDArray[np.bool]
     codes_differ: NDArray[np.int64]
     """How many codes of a block differ."""
+    zeros_scaled: bool = False
+    """Blocks of zeros have another scale; they are taken out of `scales_differ`."""
     zeros_differ: int = 0
     """How many zeros have the other sign; they count as equal."""
     first: dict[int, str] = field(default_factory=dict[int, str])
@@ -65,14 +67,16 @@ def candidates(
     """
     found: list[Candidate] = []
     for one in dialects:
-        if one.scale is None or extent(shape, block) not in [extent(shape, own) for own in one.blocks]:
+        # Rows of a matrix that is stored transposed are its columns.
+        own = [*one.blocks, *[(None, 1)] * (ROW in one.blocks)]
+        if one.scale is None or extent(shape, block) not in [extent(shape, size) for size in own]:
             continue
         factors = factors_from_amax(amax(one.scale.ignores_nan), one, dtype)
         decoding = change((factors.scale if one.stored.is_multiplier else factors.stored).astype(np.float32))
         with np.errstate(all="ignore"):
             ours = decoding.astype(scale.dtype)
         found.append(
-            Candidate(one, one.scale, factors, ours, numbers_differ(ours, scale), np.zeros(scale.shape, np.int64))
+            Candidate(one, one.scale, factors, ours, numbers_differ(decoding, scale), np.zeros(scale.shape, np.int64))
         )
     return found
 

@@ -135,6 +135,7 @@ FAULTS: dict[str, Callable[[], Fault]] = {
         compressed("tensor"),
         "scale-per-shard",
         "qkv_proj.weight",
+        consumer="sglang:h100",
     ),
     "scale of the cache": lambda: Fault(
         {"l.weight": codes(), "l.weight_scale": f32(1e-4), "a.k_scale": f32(np.inf)},

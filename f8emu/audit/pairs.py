@@ -1,0 +1,101 @@
+"""Which weights of the source a float8 weight was quantized from: itself, those that it fuses, or a part of one."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from f8emu.audit.blocks import Weight
+from f8emu.audit.checkpoint import DTYPES, FLOATS, Joined, Stored
+from f8emu.dialects.rules import TENSOR
+from f8emu.dialects.stacks import FUSED
+
+_GATE_UP, _DOWN = (("gate_proj", "up_proj"), ("w1", "w3")), (("down_proj",), ("w2",))
+_STACKED = {"gate_up_proj": _GATE_UP, "w13_weight": _GATE_UP, "down_proj": _DOWN, "w2_weight": _DOWN}
+"""All experts as one tensor [E, rows, K] -> the weights of one expert, each a tensor, by transformers and Mistral."""
+_EXPERT = re.compile(r"(.*experts)\.(\d+)\.(\w+)\.weight")
+_GROUPS = (*FUSED.values(), ("wq", "wk", "wv"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
+"""Layers that servers fuse: exporters that know it give them one amax."""
+
+
+def paired(weight: Weight, sources: Mapping[str, Stored]) -> list[Weight]:
+    """The weight with its origin, or why it has none; shards of it, where several sources have scales of their own."""
+    found = sources.get(weight.source)
+    if found is None:
+        parts = _parts(weight, sources)
+        if shards := _shards(weight, parts):
+            return shards
+        rows, k = sum(one.size for one in parts) // weight.codes.shape[-1], weight.codes.shape[-1]
+        is_whole = rows * k == weight.codes.size and all(one.shape[-1] == k for one in parts)
+        if is_whole and len({one.dtype for one in parts}) == 1:
+            weight.origin = Joined(parts=tuple(parts), shape=weight.codes.shape)
+            return [weight]
+        found = _slice(weight, sources)
+    weight.origin = found
+    if found is None:
+        weight.uncompared = f"the source has no {weight.source}"
+    elif found.dtype not in FLOATS:
+        weight.uncompared = f"the source has {found.dtype} here"
+    return [weight]
+
+
+def siblings_of(weight: Weight, sources: Mapping[str, Stored]) -> list[Stored]:
+    """The sources of the layers that a server fuses with this one, its own among them; empty: none."""
+    stem, _, last = weight.module.rpartition(".")
+    group = next((one for one in _GROUPS if last in one), ())
+    names = [f"{stem}.{one}.weight".lstrip(".") for one in group]
+    return [sources[one] for one in names if one in sources]
+
+
+def _parts(weight: Weight, sources: Mapping[str, Stored]) -> list[Stored]:
+    # Those whose rows, one below the other, are those of the weight; empty, if one is missing.
+    stem, _, last = weight.name.removesuffix(".weight").rpartition(".")
+    kinds = [[f"{stem}.{one}.weight".lstrip(".") for one in FUSED.get(last, ())]]
+    if len(weight.codes.shape) == 3:
+        experts = range(weight.codes.shape[0])
+        for parts in _STACKED.get(last, ()):
+            kinds.append([f"{stem}.{expert}.{one}.weight" for expert in experts for one in parts])
+    return next(([sources[one] for one in names] for names in kinds if names and all(n in sources for n in names)), [])
+
+
+def _slice(weight: Weight, sources: Mapping[str, Stored]) -> Stored | None:
+    # One expert of a source that has all of them in one tensor.
+    if (found := _EXPERT.fullmatch(weight.source)) is None:
+        return None
+    stem, expert, last = found[1], int(found[2]), found[3]
+    for name, kinds in _STACKED.items():
+        stacked = sources.get(f"{stem}.{name}")
+        part = next((parts.index(last) for parts in kinds if last in parts), None)
+        if stacked is None or part is None:
+            continue
+        rows, k = weight.codes.shape
+        count = len(kinds[0])
+        if expert < stacked.shape[0] and stacked.shape[1:] == (count * rows, k):
+            begin = stacked.begin + (expert * count + part) * rows * k * DTYPES[stacked.dtype].itemsize
+            return replace(stacked, begin=begin, shape=(rows, k))
+    return None
+
+
+def _shards(weight: Weight, parts: list[Stored]) -> list[Weight]:
+    # Each with its rows of codes and scales; empty, if a block has rows of two of them.
+    k, scale, height = weight.codes.shape[-1], weight.scale, (weight.block or TENSOR)[0]
+    rows = [one.shape[0] for one in parts if len(one.shape) == 2 and one.shape[1] == k]
+    is_fused = len(rows) == len(parts) > 0 and weight.codes.shape == (sum(rows), k)
+    if not is_fused or scale is None or scale.dtype not in DTYPES:
+        return []
+    # Rows of the scales: those of the blocks of a shard, or one for each shard.
+    if height is not None and not any(row % height for row in rows):
+        counts = [row // height for row in rows]
+    elif scale.shape == (len(rows),):
+        counts = [1] * len(rows)
+    else:
+        return []
+    size, row, first = scale.size // sum(counts) * DTYPES[scale.dtype].itemsize, 0, 0
+    found: list[Weight] = []
+    for part, taken, count in zip(parts, rows, counts, strict=True):
+        label = f"{weight.name} ({part.name.split('.')[-2]})"
+        codes = replace(weight.codes, name=label, begin=weight.codes.begin + row * k, shape=(taken, k))
+        own = replace(scale, begin=scale.begin + first * size, shape=(count, *scale.shape[1:]))
+        block = weight.block or TENSOR
+        found.append(Weight(codes=codes, scale=own, block=block, source=part.name, origin=part))
+        row, first = row + taken, first + count
+    return found

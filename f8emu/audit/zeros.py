@@ -1,0 +1,73 @@
+"""Blocks of zeros: which dialects give them their scales, and whether they had other codes once."""
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from f8emu.audit.blocks import Blocks, Weight
+from f8emu.dialects import DIALECTS, zero_block_scale
+
+_TOLD = "a scale of zeros, which is the same in every block"
+
+
+@functools.cache
+def of_zeros() -> Mapping[float, Sequence[str]]:
+    """The scale of a block of zeros -> the dialects that give it."""
+    found: dict[float, list[str]] = defaultdict(list)
+    for name in (one.name for one in DIALECTS.values() if one.scale is not None):
+        for scale in {zero_block_scale(name, dtype) for dtype in ("float32", "bfloat16", "float16")}:
+            found[scale].append(name)
+    return found
+
+
+def fingerprints(weights: Sequence[Weight]) -> dict[str, int]:
+    """The scales of zero blocks, and the dialects that give them -> the number of blocks."""
+    total: Counter[float] = sum((one.zeros for one in weights), Counter())
+    named: dict[str, int] = {}
+    for scale, count in total.most_common(4):
+        names = of_zeros().get(scale, ())
+        more = f" and {len(names) - 6} more" * (len(names) > 6)
+        named[f"scale {scale:.4g}: {', '.join(names[:6]) or 'no known dialect'}{more}"] = count
+    return named
+
+
+def lost(weight: Weight, blocks: Blocks, used: NDArray[np.bool]) -> None:
+    """Codes of 0 alone under scales of their own.
+
+    A quantizer gives all zeros the same scale. If the scales of the other blocks are those of their largest weights,
+    blocks of zeros with several scales had other codes when these were computed. One block is enough if its scale lies
+    among the others', where no floor is.
+    """
+    scale, largest = blocks.scale, blocks.largest
+    with np.errstate(over="ignore"):
+        known = np.array([*of_zeros()], np.float32).astype(blocks.raw.dtype).astype(np.float32)
+    wrong = (largest == 0) & (scale > 0) & ~np.isin(scale, known)
+    if not wrong.any():
+        return
+    values, others = np.unique(scale[wrong]), largest[used]
+    is_power = not np.any(values.view(np.uint32) & 0x7FFFFF)
+    is_certain = len(values) > 1
+    if len(others):
+        low, high = scale[used].min(), scale[used].max()
+        is_among = low <= values[0] <= high and (is_power or int(wrong.sum()) == 1)
+        # The scale of a tensor that was copied to its blocks has blocks with small codes.
+        is_own = np.quantile(others, 0.05) >= int(others.max()) - (8 if is_power else 1)
+        is_certain = bool(is_own) and len(others) >= 4 and (is_certain or is_among)
+    if is_certain:
+        found = f"{int(wrong.sum())} blocks of zeros under {len(values)} scales, {values[-1]:.4g} and others"
+        weight.add("lost-codes", _TOLD, found, wrong)
+
+
+def lost_whole(weights: Sequence[Weight]) -> None:
+    """Weights of zeros alone under one scale, which is as large as the scales of other weights."""
+    whole = [one for one in weights if not one.used and len(one.zeros) == 1 and not one.findings]
+    scales = Counter(scale for one in whole for scale in one.zeros)
+    for one in whole:
+        (scale,) = one.zeros
+        others = [value for other in weights if other.used and other.block == one.block for value in other.scales]
+        is_known = scale in of_zeros() or scale in others or scales[scale] > 1
+        if others and not is_known and min(others) < scale < max(others):
+            one.add("lost-codes", _TOLD, f"zeros alone under {scale:.4g}, a scale as those of other weights")
