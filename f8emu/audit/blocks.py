@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from f8emu.audit.checkpoint import BAND, DTYPES, Checkpoint, Joined, Stored
 from f8emu.audit.counts import Counts
 from f8emu.audit.findings import Finding, finding
-from f8emu.audit.formats import SCALES, Format, Kind
+from f8emu.audit.formats import SCALES, TURNED_ROW, Format, Kind
 from f8emu.dialects.rules import GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
 
 CODES = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
@@ -146,6 +146,8 @@ def shapes_of(codes: tuple[int, ...], block: Block, *, has_ones: bool = False) -
         return [(*lead, *rest) for rest in ((1,), (), (1, 1))]
     if block == ROW:
         return [(*lead, rows, 1), (*lead, rows)]
+    if block == TURNED_ROW:
+        return [(*lead, 1, k), (*lead, k, 1)] if lead else []
     down, across = -(-rows // (block[0] or rows)), -(-k // (block[1] or k))
     return [(*lead, down, 1, across, 1) if has_ones else (*lead, down, across)]
 

@@ -51,6 +51,18 @@ class Format:
     ignored: tuple[str, ...] = ()
     """Modules that stay in high precision: names, their first or last parts, or patterns."""
 
+    targets: tuple[str, ...] = ()
+    """Modules that are quantized; empty: all."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it says of every layer in which precision it is."""
+        return self.method in ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt") and "MIXED" not in self.name
+
+    def quantizes(self, module: str) -> bool:
+        """Whether a module is among those that are quantized."""
+        return not self.targets or "Linear" in self.targets or any(_fits(module, one) for one in self.targets)
+
     @property
     def is_certain(self) -> bool:
         """Whether every float8 weight must have a scale."""
@@ -69,7 +81,7 @@ _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "MXFP8": {"blocks": (MX_GROUP,), "dtypes": _BYTES},
 }
 """quant_algo of Model-Optimizer."""
-_TURNED_ROW: Block = (None, 1)
+TURNED_ROW: Block = (None, 1)
 """A row of experts [E, K, rows], as Llama-4 has them."""
 _STRATEGIES = {"tensor": TENSOR, "channel": ROW}
 """strategy of compressed-tensors."""
@@ -91,7 +103,7 @@ def format_of(checkpoint: Checkpoint) -> Format:
             name = f"Model-Optimizer {algorithm}".strip()
             return of(name=name, scales=("{w}_scale",), **_ALGORITHMS.get(algorithm, {}))
         case "fbgemm_fp8":
-            return of(name="FBGEMM float8", scales=("{w}_scale",), dtypes=("F32",), blocks=(ROW, _TURNED_ROW))
+            return of(name="FBGEMM float8", scales=("{w}_scale",), dtypes=("F32",), blocks=(TURNED_ROW, ROW))
     if method == "torchao" or any(name.endswith("._weight_qdata") for name in names):
         return of(name="torchao float8", scales=("{m}._weight_scale",))
     if not method and "scaled_fp8" in names:  # an empty tensor that marks the format
@@ -131,6 +143,9 @@ def _compressed_tensors(said: Mapping[str, Any]) -> dict[str, Any]:
                 blocks[1, size] = None
             case {"weights": {"strategy": str(strategy)}} if strategy in _STRATEGIES:
                 blocks[_STRATEGIES[strategy]] = None
+        match group:
+            case {"targets": [*targets]}:
+                found["targets"] = (*found.get("targets", ()), *(one for one in targets if isinstance(one, str)))
         match group:
             case {"weights": {"observer": str(observer)}} if "minmax" not in observer:
                 found["observer"] = f"the observer {observer:.40}"

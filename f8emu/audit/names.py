@@ -32,6 +32,9 @@ def named(
     if checkpoint.second and (form.name, {*form.ignored}) != (second.name, {*second.ignored}):
         texts = (f"{one.name}, without {', '.join(one.ignored) or 'exceptions'}" for one in (form, second))
         yield finding("config-twice", MODELOPT, *texts)
+    status = checkpoint.quantization.get("quantization_status", "compressed")
+    if form.method == "compressed-tensors" and status != "compressed" and weights and _has("transformers", consumers):
+        yield weights[0].finding("status-frozen", "compressed", f"{status!s:.40}", blocks=len(weights))
     # 2. Weights and their scales.
     has_scales = any(weight.scale is not None for weight in weights)
     for weight in weights:
@@ -100,7 +103,7 @@ def _scale(form: Format, weight: Weight, scale: Stored, consumers: Sequence[str]
         yield weight.finding(check, " or ".join(form.dtypes), f"{scale.dtype} {list(scale.shape)}")
     shards = _SHARDS.get(weight.module.rpartition(".")[2], 1)
     if weight.block == TENSOR and shards > 1 and scale.size == 1:
-        severity = Severity.WARNING if any(one.startswith("sglang") for one in consumers) else Severity.NOTE
+        severity = Severity.WARNING if _has("sglang", consumers) else Severity.NOTE
         yield weight.finding("scale-per-shard", f"{shards} scales, one of each shard", "1", severity=severity)
     if weight.block is not None:
         return
@@ -117,10 +120,14 @@ def _scale(form: Format, weight: Weight, scale: Stored, consumers: Sequence[str]
                 yield weight.finding(check, right, f"{values[wrong][0]:.4g}", **place)
         return
     blocks = form.blocks or (TENSOR, ROW, SQUARE)
-    shapes = [shapes_of(weight.codes.shape, one, has_ones=form.has_ones)[0] for one in blocks]
+    shapes = [s for one in blocks for s in shapes_of(weight.codes.shape, one, has_ones=form.has_ones)[:1]]
     is_turned = any(len(shape) > 1 and scale.shape == (*shape[:-2], *shape[:-3:-1]) for shape in shapes)
     found = f"{list(scale.shape)}" + ", transposed" * is_turned
     yield weight.finding("scale-shape", " or ".join(str(list(shape)) for shape in shapes), found)
+
+
+def _has(stack: str, consumers: Sequence[str]) -> bool:
+    return any(one.startswith(stack) for one in consumers)
 
 
 def _orphan(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:

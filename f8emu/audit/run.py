@@ -10,6 +10,7 @@ from f8emu.audit.blocks import Weight, measured, weights_of
 from f8emu.audit.checkpoint import DTYPES, Checkpoint, read_checkpoint
 from f8emu.audit.findings import CHECKS, Audit, Severity
 from f8emu.audit.formats import Format, consumers_of, format_of
+from f8emu.audit.layers import layered
 from f8emu.audit.names import changed, left_out, named
 from f8emu.audit.pairs import paired, siblings_of
 from f8emu.audit.source import compare, compare_cast
@@ -51,6 +52,7 @@ def audit(
     try:
         found.tensors_total = len(weights)
         found.findings += named(checkpoint, form, weights, consumers)
+        found.findings += layered(checkpoint, form, weights, consumers)
         if origin is not None:
             found.findings += left_out(checkpoint, origin, weights)
             weights = [shard for one in weights for shard in paired(one, origin.tensors)]

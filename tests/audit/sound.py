@@ -494,7 +494,7 @@ def accused(path: Path, source: Path, dialect: str) -> list[str]:
         found = audit(path, source=origin)
         faults = [one for one in found.findings if one.severity is not Severity.NOTE]
         wrong += [f"{one.check} {one.tensor}: expected {one.expected}; found {one.found}" for one in faults]
-        if not found.tensors or (origin and found.compared != found.tensors):
+        if not found.tensors or found.uncompared:
             wrong.append(f"{found.compared} of {found.tensors} weights were compared")
         if origin and dialect not in ("", *found.dialect.split(", ")):
             wrong.append(f"{dialect} is not among the dialects {found.dialect!r}")

@@ -1,0 +1,71 @@
+"""What the names of layers show: in which precision servers hold a layer, and experts that are not among their like."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from f8emu.audit.blocks import Weight
+from f8emu.audit.checkpoint import FLOATS, Checkpoint, Stored
+from f8emu.audit.findings import Finding, Severity, finding
+from f8emu.audit.formats import Format
+
+_EMBEDDINGS = ("embed_tokens", "tok_embeddings", "wte", "word_embeddings", "embed_in")
+_ROUTERS = ("gate", "router")
+_LINEARS = frozenset(
+    "q_proj k_proj v_proj o_proj qkv_proj gate_proj up_proj down_proj gate_up_proj q_a_proj q_b_proj kv_b_proj "
+    "kv_a_proj_with_mqa w1 w2 w3 wq wk wv wo dense dense_h_to_4h dense_4h_to_h query_key_value fc1 fc2".split()
+)
+"""Layers that servers build as the configuration says, if it does not except them."""
+_EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
+_NUMBERS = re.compile(r"\d+")
+_STACK = re.compile(r"(.*?)\.\d+\.")
+
+
+def layered(
+    checkpoint: Checkpoint, form: Format, weights: Sequence[Weight], consumers: Sequence[str]
+) -> Iterator[Finding]:
+    """Layers in another precision than servers give them, and lost experts."""
+    for weight in weights:
+        if form.is_complete and weight.module.rpartition(".")[2] in (*_EMBEDDINGS, *_ROUTERS):
+            yield weight.finding("no-linear", "BF16, F16 or F32", weight.codes.dtype)
+    stacks = {found[1] for weight in weights if (found := _STACK.match(weight.name))}
+    told = {_NUMBERS.sub("#", weight.module) for weight in weights}  # by the like in other layers
+    kinds: dict[str, list[Stored]] = defaultdict(list)
+    for name, stored in sorted(checkpoint.tensors.items()) if form.is_complete else ():
+        module, found = name.removesuffix(".weight"), _STACK.match(name)
+        is_near = found is not None and (found[1] in stacks or "mtp" in name)
+        is_plain = stored.dtype in FLOATS and stored.is_matrix and "norm" not in name and "scale" not in name
+        if is_near and is_plain and not form.ignores(module) and form.quantizes(module):
+            kinds[_NUMBERS.sub("#", module)].append(stored)
+    is_served = any(one.startswith(("vllm", "sglang")) for one in consumers)
+    for module, stored in kinds.items():
+        last = module.rpartition(".")[2]
+        is_listed = form.method == "modelopt" and "conv" not in last  # what it does not list is quantized
+        is_router = last in _ROUTERS and form.method == "compressed-tensors"
+        if module not in told and (last in _LINEARS or is_listed or is_router):
+            severity = Severity.NOTE if is_router and not is_served else Severity.WARNING
+            more = {"severity": severity, "blocks": len(stored)}
+            yield finding("unquantized", stored[0].name, "F8_E4M3, or an exception", stored[0].dtype, **more)
+    yield from _experts(checkpoint)
+
+
+def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
+    # Of each layer: which parts each expert has. All have the same, and their numbers have no gap.
+    layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in checkpoint.tensors:
+        if (found := _EXPERT.fullmatch(name)) and "scale" not in found[3]:
+            layers[found[1]][int(found[2])].add(found[3])
+    ends = {stem: max(experts) for stem, experts in layers.items()}
+    usual = Counter((_NUMBERS.sub("#", stem), end) for stem, end in ends.items())
+    for stem, experts in layers.items():
+        kind, end = _NUMBERS.sub("#", stem), ends[stem]
+        # The last ones are missing where most layers have more.
+        end = max([end, *(more for (one, more), count in usual.items() if one == kind and count > usual[kind, end])])
+        parts = Counter(chain.from_iterable(experts.values()))
+        needed = [part for part, count in parts.items() if 2 * count > len(experts)]
+        lost = [f"{stem}.{i}.{part}" for i in range(end + 1) for part in needed if part not in experts.get(i, ())]
+        if lost:
+            yield finding(
+                "expert-lost", lost[0], f"{end + 1} experts with {', '.join(needed)}", "none", blocks=len(lost)
+            )
