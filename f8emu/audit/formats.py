@@ -211,3 +211,8 @@ def consumers_of(text: str) -> list[str]:
             f"{', '.join(_CHIPS)}; got {text!r:.40}"
         )
     return found
+
+
+def has(consumers: Iterable[str], *stacks: str) -> bool:
+    """Whether one of these stacks is among the keys of CONSUMERS."""
+    return any(one.partition(":")[0] in stacks for one in consumers)

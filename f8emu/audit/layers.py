@@ -8,7 +8,7 @@ from itertools import chain
 from f8emu.audit.blocks import Weight
 from f8emu.audit.checkpoint import FLOATS, Checkpoint, Stored
 from f8emu.audit.findings import Finding, Severity, finding
-from f8emu.audit.formats import Format
+from f8emu.audit.formats import Format, has
 
 _EMBEDDINGS = ("embed_tokens", "tok_embeddings", "wte", "word_embeddings", "embed_in")
 _ROUTERS = ("gate", "router")
@@ -38,16 +38,29 @@ def layered(
         is_plain = stored.dtype in FLOATS and stored.is_matrix and "norm" not in name and "scale" not in name
         if is_near and is_plain and not form.ignores(module) and form.quantizes(module):
             kinds[_NUMBERS.sub("#", module)].append(stored)
-    is_served = any(one.startswith(("vllm", "sglang")) for one in consumers)
     for module, stored in kinds.items():
         last = module.rpartition(".")[2]
         is_listed = form.method == "modelopt" and "conv" not in last  # what it does not list is quantized
         is_router = last in _ROUTERS and form.method == "compressed-tensors"
         if module not in told and (last in _LINEARS or is_listed or is_router):
-            severity = Severity.NOTE if is_router and not is_served else Severity.WARNING
+            severity = Severity.NOTE if is_router and not has(consumers, "vllm", "sglang") else Severity.WARNING
             more = {"severity": severity, "blocks": len(stored)}
             yield finding("unquantized", stored[0].name, "F8_E4M3, or an exception", stored[0].dtype, **more)
     yield from _experts(checkpoint)
+    yield from _halves(weights)
+
+
+def _halves(weights: Sequence[Weight]) -> Iterator[Finding]:
+    # The sizes that gate, up and down of a feed-forward layer share.
+    sizes: dict[str, dict[str, int]] = defaultdict(dict)
+    for one in weights:
+        stem, _, last = one.module.rpartition(".")
+        if len(one.codes.shape) == 2 and last in ("gate_proj", "up_proj", "down_proj"):
+            sizes[stem][last] = one.codes.shape[last == "down_proj"]
+    for stem, size in sizes.items():
+        if len(set(size.values())) > 1:
+            found = ", ".join(f"{name} {count}" for name, count in size.items())
+            yield finding("weight-cut", f"{stem}.{min(size, key=lambda one: size[one])}.weight", "one size", found)
 
 
 def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -63,7 +76,7 @@ def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
         # The last ones are missing where most layers have more.
         end = max([end, *(more for (one, more), count in usual.items() if one == kind and count > usual[kind, end])])
         parts = Counter(chain.from_iterable(experts.values()))
-        needed = [part for part, count in parts.items() if 2 * count > len(experts)]
+        needed = sorted(part for part, count in parts.items() if 2 * count > len(experts))
         lost = [f"{stem}.{i}.{part}" for i in range(end + 1) for part in needed if part not in experts.get(i, ())]
         if lost:
             yield finding(

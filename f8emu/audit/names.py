@@ -10,12 +10,15 @@ import numpy as np
 from f8emu.audit.blocks import CODES, Weight, names_of, shapes_of
 from f8emu.audit.checkpoint import FLOATS, MODELOPT, Checkpoint, Stored
 from f8emu.audit.findings import Finding, Severity, finding
-from f8emu.audit.formats import INPUT_SCALES, SCALES, Format, format_of
+from f8emu.audit.formats import INPUT_SCALES, SCALES, Format, format_of, has
 from f8emu.dialects.rules import ROW, SQUARE, TENSOR
 from f8emu.dialects.stacks import FUSED
 
 _SHARDS = {"query_key_value": 3, **{name: len(shards) for name, shards in FUSED.items()}}
 """A fused Linear -> the shards that a loader expects scales of."""
+_INPUTS = tuple(one[3:] for one in INPUT_SCALES)
+_LARGEST_INPUT = 10.0
+"""A scale of activations that no model has in every layer: they would reach 4480."""
 _NUMBERS = re.compile(r"\d+")
 _LAYER = re.compile(r".*?\.\d+\.")
 _KV = re.compile(r"(^|[._])(k|v|kv|q|prob)_scale$|(^|\.)(k|v)_proj\.output_scale$|kv_cache\.scaling_factor$")
@@ -33,7 +36,7 @@ def named(
         texts = (f"{one.name}, without {', '.join(one.ignored) or 'exceptions'}" for one in (form, second))
         yield finding("config-twice", MODELOPT, *texts)
     status = checkpoint.quantization.get("quantization_status", "compressed")
-    if form.method == "compressed-tensors" and status != "compressed" and weights and _has("transformers", consumers):
+    if form.method == "compressed-tensors" and status != "compressed" and weights and has(consumers, "transformers"):
         yield weights[0].finding("status-frozen", "compressed", f"{status!s:.40}", blocks=len(weights))
     # 2. Weights and their scales.
     has_scales = any(weight.scale is not None for weight in weights)
@@ -68,6 +71,18 @@ def named(
             yield from _orphan(checkpoint, name)
         yield from _unlike(form, stored, like.get(_NUMBERS.sub("#", name)))
         yield from _lone_scale(checkpoint, stored)
+    acts = [one for name, one in checkpoint.tensors.items() if name.endswith(_INPUTS) and one.dtype in FLOATS]
+    values = [float(one.read(0, 1)[0]) for one in acts if one.size]
+    if len(values) > 3 and (min(values) > _LARGEST_INPUT or {*values} == {1.0}):
+        severity = Severity.NOTE if values[0] == 1 else Severity.WARNING
+        more = {"severity": severity, "effect": "activations are clipped, or lose their small numbers"}
+        yield finding("input-scale", acts[0].name, "amax / 448", f"{min(values):.4g} or more in all", **more)
+
+
+def infinite(stored: Stored) -> list[Finding]:
+    """Whether a tensor in high precision has a number that is none."""
+    first = next((one[~np.isfinite(one)][0] for one in stored.parts() if not np.isfinite(one).all()), None)
+    return [] if first is None else [finding("not-finite", stored.name, "finite numbers", f"{first:g}")]
 
 
 def changed(checkpoint: Checkpoint, name: str) -> list[Finding]:
@@ -103,8 +118,10 @@ def _scale(form: Format, weight: Weight, scale: Stored, consumers: Sequence[str]
         yield weight.finding(check, " or ".join(form.dtypes), f"{scale.dtype} {list(scale.shape)}")
     shards = _SHARDS.get(weight.module.rpartition(".")[2], 1)
     if weight.block == TENSOR and shards > 1 and scale.size == 1:
-        severity = Severity.WARNING if _has("sglang", consumers) else Severity.NOTE
+        severity = Severity.WARNING if has(consumers, "sglang") else Severity.NOTE
         yield weight.finding("scale-per-shard", f"{shards} scales, one of each shard", "1", severity=severity)
+    if form.method == "compressed-tensors" and weight.block == ROW and len(scale.shape) == 1:
+        yield weight.finding("scale-shape", f"[{scale.size}, 1]", f"[{scale.size}]")
     if weight.block is not None:
         return
     if shards > 1 and scale.shape == (shards,):
@@ -124,10 +141,6 @@ def _scale(form: Format, weight: Weight, scale: Stored, consumers: Sequence[str]
     is_turned = any(len(shape) > 1 and scale.shape == (*shape[:-2], *shape[:-3:-1]) for shape in shapes)
     found = f"{list(scale.shape)}" + ", transposed" * is_turned
     yield weight.finding("scale-shape", " or ".join(str(list(shape)) for shape in shapes), found)
-
-
-def _has(stack: str, consumers: Sequence[str]) -> bool:
-    return any(one.startswith(stack) for one in consumers)
 
 
 def _orphan(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
@@ -164,7 +177,7 @@ def _lone_scale(checkpoint: Checkpoint, stored: Stored) -> Iterator[Finding]:
         nans = sum(int(np.count_nonzero(codes.view(np.uint8) & 0x7F == 0x7F)) for codes in stored.parts())
         if nans:
             yield finding("e4m3-scale", name, "at most 0x7E", f"0x7F, {nans} times")
-    elif (is_cache or name.endswith(tuple(one[3:] for one in INPUT_SCALES))) and stored.dtype in FLOATS:
+    elif (is_cache or name.endswith(_INPUTS)) and stored.dtype in FLOATS:
         is_by_head = isinstance(cache, dict) and cache.get("strategy") == "attn_head"
         values = stored.read().astype(np.float64) if stored.size < 1 << 20 else np.ones(2)
         wrong = values[~((values > 0) & np.isfinite(values))]

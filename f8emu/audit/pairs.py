@@ -38,11 +38,15 @@ def paired(weight: Weight, sources: Mapping[str, Stored]) -> list[Weight]:
     return [weight]
 
 
+def group_of(layer: str) -> tuple[str, ...]:
+    """The layers that servers fuse with one of this name; empty: none."""
+    return next((one for one in _GROUPS if layer in one), ())
+
+
 def siblings_of(weight: Weight, sources: Mapping[str, Stored]) -> list[Stored]:
     """The sources of the layers that a server fuses with this one, its own among them; empty: none."""
     stem, _, last = weight.module.rpartition(".")
-    group = next((one for one in _GROUPS if last in one), ())
-    names = [f"{stem}.{one}.weight".lstrip(".") for one in group]
+    names = [f"{stem}.{one}.weight".lstrip(".") for one in group_of(last)]
     return [sources[one] for one in names if one in sources]
 
 

@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from f8emu.audit.blocks import Weight, measured, weights_of
-from f8emu.audit.checkpoint import DTYPES, Checkpoint, read_checkpoint
+from f8emu.audit.checkpoint import DTYPES, FLOATS, Checkpoint, read_checkpoint
 from f8emu.audit.findings import CHECKS, Audit, Severity
 from f8emu.audit.formats import Format, consumers_of, format_of
 from f8emu.audit.layers import layered
-from f8emu.audit.names import changed, left_out, named
+from f8emu.audit.names import changed, infinite, left_out, named
 from f8emu.audit.pairs import paired, siblings_of
+from f8emu.audit.serving import cuts, served
 from f8emu.audit.source import compare, compare_cast
 from f8emu.audit.values import examine, together, unscaled
 from f8emu.audit.zeros import fingerprints, lost_whole
@@ -22,13 +23,19 @@ _THREADS = 2
 
 
 def audit(
-    path: str | Path, *, source: str | Path | None = None, consumer: str | None = None, progress: Progress | None = None
+    path: str | Path,
+    *,
+    source: str | Path | None = None,
+    consumer: str | None = None,
+    tp: int | None = None,
+    progress: Progress | None = None,
 ) -> Audit:
     """What is wrong with a float8 checkpoint.
 
     `path` is a .safetensors file or a directory with shards, index and configuration. `source` is the model in high
     precision that was quantized: it shows which dialects give every byte of codes and scales. `consumer` is what will
-    serve it, STACK or STACK:CHIP (`vllm:b200`). A KeyboardInterrupt ends it, and what was found so far is returned.
+    serve it, STACK or STACK:CHIP (`vllm:b200`), `tp` the size of its tensor parallelism. A KeyboardInterrupt ends it,
+    and what was found so far is returned.
 
     Memory: a few megabytes for each of two threads, and the scales of two weights.
 
@@ -53,6 +60,7 @@ def audit(
         found.tensors_total = len(weights)
         found.findings += named(checkpoint, form, weights, consumers)
         found.findings += layered(checkpoint, form, weights, consumers)
+        found.findings += cuts(checkpoint, weights, consumers, tp)
         if origin is not None:
             found.findings += left_out(checkpoint, origin, weights)
             weights = [shard for one in weights for shard in paired(one, origin.tensors)]
@@ -60,6 +68,11 @@ def audit(
         exported = sorted(checkpoint.manifest and checkpoint.manifest.keys() | checkpoint.tensors.keys())
         told.begin("audit", "hashes of the manifest", len(exported))
         for findings in pool.map(partial(changed, checkpoint), exported):
+            found.findings += findings
+            told.advance()
+        others = [one for one in checkpoint.tensors.values() if one.dtype in FLOATS and "scale" not in one.name]
+        told.begin("audit", "weights in high precision", len(others))
+        for findings in pool.map(infinite, others if weights else ()):
             found.findings += findings
             told.advance()
         told.begin("audit", "float8 weights", len(weights))
@@ -72,6 +85,9 @@ def audit(
     finally:
         pool.shutdown(cancel_futures=True)
     _conclude(found, form, weights[: found.tensors])
+    found.findings += served(checkpoint, weights[: found.tensors], consumers)
+    severities, checks = [*Severity], [*CHECKS]
+    found.findings.sort(key=lambda one: (severities.index(one.severity), checks.index(one.check)))
     return found
 
 
@@ -122,5 +138,3 @@ def _conclude(found: Audit, form: Format, weights: Sequence[Weight]) -> None:
     if found.source and weights and not compared and not any(one.check == "source-shape" for one in found.findings):
         expected = f"{weights[0].source} in high precision, in blocks of a known dialect"
         found.findings.append(weights[0].finding("source-missing", expected, "none", blocks=len(weights)))
-    severities, checks = [*Severity], [*CHECKS]
-    found.findings.sort(key=lambda one: (severities.index(one.severity), checks.index(one.check)))

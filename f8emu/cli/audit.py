@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _CHECKPOINT = "A .safetensors file, or a directory with config.json, index and shards."
 _SOURCE = "The model in high precision that was quantized."
 _CONSUMER = "What will serve it: vllm, sglang, deep_gemm or transformers; on h100, b200, ..."
+_TP = "The tensor-parallel size: does it leave a rank a part of a block?"
 _HTML = "Write the report as one page."
 
 
@@ -25,6 +26,7 @@ def add_to(app: "typer.Typer") -> None:
         checkpoint: Annotated[Path, typer.Argument(help=_CHECKPOINT)],
         source: Annotated[Path | None, typer.Option(metavar="MODEL", help=_SOURCE)] = None,
         consumer: Annotated[str | None, typer.Option(metavar="STACK[:CHIP]", help=_CONSUMER)] = None,
+        tp: Annotated[int | None, typer.Option("--tp", min=1, max=1024, metavar="RANKS", help=_TP)] = None,
         json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all findings.")] = None,
         html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help=_HTML)] = None,
         errors: Annotated[int, typer.Option(min=0, help="How many findings to print.")] = 20,
@@ -34,11 +36,16 @@ def add_to(app: "typer.Typer") -> None:
         Errors and warnings give status 1, notes do not. With --source it names the quantizer that gives every byte, and
         the first block where none does. Ctrl-C ends it, and the findings so far are reported.
         """
-        raise typer.Exit(guarded(_audit, checkpoint, source, consumer, (json_file, html_file), errors))
+        raise typer.Exit(guarded(_audit, checkpoint, source, consumer, tp, (json_file, html_file), errors))
 
 
 def _audit(
-    checkpoint: Path, source: Path | None, consumer: str | None, reports: tuple[Path | None, Path | None], errors: int
+    checkpoint: Path,
+    source: Path | None,
+    consumer: str | None,
+    tp: int | None,
+    reports: tuple[Path | None, Path | None],
+    errors: int,
 ) -> int:
     from f8emu.audit import audit
     from f8emu.audit.checkpoint import files_of
@@ -48,6 +55,6 @@ def _audit(
     for out in reports:
         if out is not None and out.resolve() in audited:
             raise SpecError(f"audit: cannot write {out}: a report may not replace what is audited; give another path")
-    run = partial(audit, checkpoint, source=source, consumer=consumer)
+    run = partial(audit, checkpoint, source=source, consumer=consumer, tp=tp)
     shown = partial(audit_page, errors=errors)
     return run_and_show("audit", reports[0], lambda progress: run(progress=progress), shown, reports[1])

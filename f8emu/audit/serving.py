@@ -1,0 +1,107 @@
+"""What a server makes of a sound checkpoint: ranks that cut blocks, layers that it fuses, scales in its dtype."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from f8emu.audit.blocks import Weight
+from f8emu.audit.checkpoint import BAND, DTYPES, Checkpoint
+from f8emu.audit.counts import VALUES
+from f8emu.audit.findings import Finding, Severity
+from f8emu.audit.formats import has
+from f8emu.audit.pairs import group_of
+from f8emu.dialects.rules import TENSOR
+
+_ROWS = frozenset("q_proj k_proj v_proj gate_proj up_proj q_b_proj kv_b_proj w1 w3 wq wk wv".split())
+"""Layers of which a rank has some rows; of a fused one, some of each part."""
+_COLUMNS = frozenset("o_proj down_proj w2 w2_weight wo dense_4h_to_h".split())
+"""Layers of which a rank has a part of K."""
+_SIZES = (1, 2, 4, 8, 16)
+
+
+def served(checkpoint: Checkpoint, weights: Sequence[Weight], consumers: Sequence[str]) -> Iterator[Finding]:
+    """What only scales show."""
+    if has(consumers, "vllm", "sglang"):
+        yield from _fused(weights)
+    yield from _dtypes(checkpoint, weights, consumers)
+
+
+def cuts(
+    checkpoint: Checkpoint, weights: Sequence[Weight], consumers: Sequence[str], tp: int | None
+) -> Iterator[Finding]:
+    """The tensor-parallel sizes, `tp` alone if it is given, at which vLLM and SGLang have a part of a block on a rank.
+
+    On one rank too, where layers are fused, but for the last of them.
+    """
+    if not tp and not has(consumers, "vllm", "sglang"):
+        return
+    heads = checkpoint.config.get("num_key_value_heads")
+    wrong: dict[tuple[int, ...], list[tuple[Weight, str]]] = defaultdict(list)
+    for weight in weights:
+        last, (height, width) = weight.module.rpartition(".")[2], weight.block or TENSOR
+        if height is None or width is None:
+            continue
+        last = last if weight.name.endswith(".weight") else weight.name.rpartition(".")[2]
+        rows, k = weight.codes.shape[-2:]
+        group, is_both = group_of(last), last in ("gate_up_proj", "w13_weight")
+        is_rows = is_both or last in _ROWS
+        size, block = (rows // (1 + is_both), height) if is_rows else (k, width)
+        if not is_rows and last not in _COLUMNS:
+            continue
+        sizes = []
+        for count in (tp,) if tp else _SIZES:
+            # Each rank has one head of keys and values at least.
+            taken = min(count, heads) if last in ("k_proj", "v_proj") and isinstance(heads, int) else count
+            is_alone = taken == 1 and not (is_both or (group and last != group[-1]))
+            if not is_alone and (size % taken or size // taken % block):
+                sizes.append(count)
+        if sizes:
+            what = f"{size / sizes[0]:g} of {size} {'rows' if is_rows else 'columns'} in blocks of {block}"
+            wrong[tuple(sizes)].append((weight, what))
+    for sizes, found in wrong.items():
+        weight, what = found[0]
+        severity = Severity.ERROR if tp else Severity.WARNING if 1 in sizes else Severity.NOTE
+        text = f"{what} on a rank, with tensor-parallel sizes of {', '.join(map(str, sizes))}"
+        yield weight.finding("cut-block", "whole blocks on each rank", text, severity=severity, blocks=len(found))
+
+
+def _fused(weights: Sequence[Weight]) -> Iterator[Finding]:
+    # Layers with a scale each that a server gives the largest: what a second rounding adds.
+    groups: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
+    for weight in weights:
+        stem, _, last = weight.module.rpartition(".")
+        if weight.block == TENSOR and len(weight.scales) == 1 and (group := group_of(last)):
+            groups[stem, *group].append(weight)
+    worst: tuple[float, Weight, Weight] | None = None
+    for group in groups.values():
+        largest = max(group, key=lambda one: max(one.scales))
+        for one in group:
+            ratio = max(one.scales) / max(largest.scales)
+            if math.frexp(ratio)[0] != 0.5 and (worst is None or ratio < worst[0]):
+                worst = ratio, one, largest
+    if worst is not None:
+        ratio, one, largest = worst
+        codes = one.codes.read(0, min(one.codes.size, BAND)).view(np.uint8) & 0x7F
+        values = np.minimum(VALUES[codes], 448)
+        again = (values * np.float32(ratio)).astype(DTYPES["F8_E4M3"]).astype(np.float32) / np.float32(ratio)
+        added = float(np.linalg.norm(again - values) / max(np.linalg.norm(values), 1e-30))
+        found = f"{1 / ratio:.3g} times smaller than that of {largest.name}: {100 * added:.1f}% are added"
+        yield one.finding("requantized", "one scale for layers that are fused", found, blocks=len(groups))
+
+
+def _dtypes(checkpoint: Checkpoint, weights: Sequence[Weight], consumers: Sequence[str]) -> Iterator[Finding]:
+    # Scales below the normal numbers of float16, as they are stored, or as transformers keeps them.
+    model = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
+    is_kept = model == "float16" and has(consumers, "transformers")
+    small: list[tuple[float, Weight]] = []
+    for one in weights:
+        is_half = one.scale is not None and one.scale.dtype == "F16"
+        if one.scales and (is_half or is_kept) and (least := min(one.scales)) < 2.0**-14:
+            lost = 2.0**-25 if is_half else abs(float(np.float16(least)) - least)
+            small.append((lost / least, one))
+    if small:
+        lost, one = max(small, key=lambda pair: pair[0])
+        found = f"{min(one.scales):.3g}, off by up to {100 * lost:.1f}%"
+        yield one.finding("scale-half", f"at least {2.0**-14:.2g} in float16", found, blocks=len(small))
