@@ -6,9 +6,15 @@ That is files, which may be pipes, devices or endless, and text, which a termina
 import errno
 import os
 import platform
+import shutil
+import signal
 import stat
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from io import BufferedReader
 from pathlib import Path
@@ -17,6 +23,9 @@ from f8emu import __version__
 
 TESTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "jax": ("0.10",)}
 """The releases that the tests ran with, from the oldest that f8emu takes; torch 2.11 on a GPU, the others on a CPU."""
+
+CHECK_PATH = "check the path, and who may read it"
+"""The remedy where the system does not read what a user named."""
 
 
 def versions() -> dict[str, str | None]:
@@ -72,6 +81,37 @@ def read_regular(path: Path, most: int) -> bytes:
         if size > most:
             raise OSError(errno.EFBIG, f"expected a file of at most {most} bytes; found {size}", str(path))
         return file.read(most)
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """A TimeoutError after that much time of the processor, within `re` too; no limit outside the main thread."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def write_beside(path: Path, content: bytes) -> None:
+    """A whole file or none: written under another name, then renamed over what is there."""
+    beside = path.with_name(f".f8emu-{os.getpid()}-{time.time_ns()}")
+    try:
+        beside.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def printable(text: str) -> str:

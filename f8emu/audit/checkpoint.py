@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from f8emu.conformance.cases.container import Fault, parsed, read_header, require
-from f8emu.environment import open_regular, read_regular
+from f8emu.environment import CHECK_PATH, open_regular, read_regular
 from f8emu.spec import F8Error
 
 CONFIG, MODELOPT, MANIFEST = "config.json", "hf_quant_config.json", "f8emu_manifest.json"
@@ -125,15 +125,11 @@ class Checkpoint:
     """The tensors of f8emu's own manifest, each with its `sha256`."""
 
 
-def files_of(path: Path) -> list[Path]:
-    """The files of a checkpoint that an audit may read."""
-    patterns = (_SHARDS, _INDEX, CONFIG, MODELOPT, MANIFEST)
-    return [file for one in patterns for file in path.glob(one)] if path.is_dir() else [path]
-
-
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """A .safetensors file, or a directory of such with its index and configuration."""
     path = Path(path)
+    with _told(path, is_part=False):
+        path.stat()
     if not path.is_dir():
         return Checkpoint(tensors=_shard(path))
     # 1. The shards: those of the index, or all that are there.
@@ -177,12 +173,13 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 @contextmanager
-def _told(file: Path) -> Iterator[None]:
+def _told(file: Path, *, is_part: bool = True) -> Iterator[None]:
     # What is wrong with a file, as the error that names it.
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"audit: cannot read {file}: {error.strerror}; {_REMEDY}") from None
+        remedy = _REMEDY if is_part and isinstance(error, FileNotFoundError) else CHECK_PATH
+        raise CheckpointError(f"audit: cannot read {file}: {error.strerror}; {remedy}") from None
     except Fault as wrong:
         raise CheckpointError(f"audit: {file}: {wrong}; {_REMEDY}") from None
 

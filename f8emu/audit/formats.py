@@ -15,6 +15,7 @@ from typing import Any
 from f8emu.audit.checkpoint import FLOATS, Checkpoint
 from f8emu.audit.findings import Severity
 from f8emu.dialects.rules import MX_GROUP, ROW, SQUARE, TENSOR, Block
+from f8emu.environment import limited
 from f8emu.spec import SpecError
 
 SCALES = (
@@ -73,6 +74,8 @@ class Format:
         return any(_fits(module, pattern) for pattern in self.ignored)
 
 
+_LONGEST_MATCH = 0.2
+"""Seconds for a pattern and a name."""
 _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "FP8": {"blocks": (TENSOR,), "input_scales": ("{m}.input_scale",)},
@@ -161,9 +164,12 @@ def _fits(module: str, pattern: str) -> bool:
         if re.search(r"\)[*+{]", pattern):  # a repeated group may take forever: a file may ask for no such thing
             return False
         try:
-            return re.match(pattern[3:], module) is not None
+            with limited(_LONGEST_MATCH):
+                return re.match(pattern[3:], module) is not None
         except re.error:
             return False
+        except TimeoutError:
+            raise SpecError(f"audit: the pattern {pattern!r:.60} takes too long; mend the configuration") from None
     return f".{pattern}." in f".{module}." or ("*" in pattern and fnmatchcase(module, pattern))
 
 

@@ -36,7 +36,7 @@ from f8emu.capture.record import (
 )
 from f8emu.conformance.cases.container import decode_container
 from f8emu.conformance.cases.distributions import dtype_of
-from f8emu.environment import open_regular
+from f8emu.environment import CHECK_PATH, open_regular
 from f8emu.spec import FLOAT32, GoldenFileError, Granularity, SpecError, format_by_name
 
 REMEDY = "copy the capture again, or make another with f8emu.torch.capture"
@@ -108,7 +108,7 @@ def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
             return (_step(path, is_alone=True),)
         names = sorted(os.listdir(path))
     except OSError as error:
-        raise CaptureError(f"read_capture: cannot read {path}: {error.strerror}; {REMEDY}") from None
+        raise CaptureError(f"read_capture: cannot read {path}: {error.strerror}; {CHECK_PATH}") from None
     # 2. A finished step has an index: one without it has been tampered with, or copied in part.
     has_index = {name: (path / name / INDEX).exists() for name in names}
     for name in names:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 from f8emu import __version__
 from f8emu.cli import audit, captures, export, fit, recipes, verify
 from f8emu.cli.frame import BAD_USAGE, STATUSES
+from f8emu.cli.paths import checked
 
 if TYPE_CHECKING:
     import typer
@@ -75,6 +76,8 @@ def build_app() -> "typer.Typer":
 
     for command in _COMMANDS:
         command.add_to(app)
+    for info in app.registered_commands:
+        info.callback = checked(info.callback)
     return app
 
 

@@ -4,8 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import STATUSES, guarded, run_and_show
-from f8emu.spec import SpecError
+from f8emu.cli.frame import MOST, STATUSES, guarded, run_and_show
+from f8emu.cli.paths import Input, InputOrNone, OutputOrNone
 
 if TYPE_CHECKING:
     import typer
@@ -23,13 +23,13 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command(epilog=STATUSES)
     def audit(
-        checkpoint: Annotated[Path, typer.Argument(help=_CHECKPOINT)],
-        source: Annotated[Path | None, typer.Option(metavar="MODEL", help=_SOURCE)] = None,
+        checkpoint: Annotated[Input, typer.Argument(help=_CHECKPOINT)],
+        source: Annotated[InputOrNone, typer.Option(metavar="MODEL", help=_SOURCE)] = None,
         consumer: Annotated[str | None, typer.Option(metavar="STACK[:CHIP]", help=_CONSUMER)] = None,
         tp: Annotated[int | None, typer.Option("--tp", min=1, max=1024, metavar="RANKS", help=_TP)] = None,
-        json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all findings.")] = None,
-        html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help=_HTML)] = None,
-        errors: Annotated[int, typer.Option(min=0, help="How many findings to print.")] = 20,
+        json_file: Annotated[OutputOrNone, typer.Option("--json", metavar="OUT", help="Write all findings.")] = None,
+        html_file: Annotated[OutputOrNone, typer.Option("--html", metavar="OUT", help=_HTML)] = None,
+        errors: Annotated[int, typer.Option(min=0, max=MOST, help="How many findings to print.")] = 20,
     ) -> None:
         """Find what is wrong with a float8 checkpoint before it is served: names, scales, codes.
 
@@ -48,13 +48,8 @@ def _audit(
     errors: int,
 ) -> int:
     from f8emu.audit import audit
-    from f8emu.audit.checkpoint import files_of
     from f8emu.audit.page import audit_page
 
-    audited = {file.resolve() for path in (checkpoint, source) if path is not None for file in files_of(path)}
-    for out in reports:
-        if out is not None and out.resolve() in audited:
-            raise SpecError(f"audit: cannot write {out}: a report may not replace what is audited; give another path")
     run = partial(audit, checkpoint, source=source, consumer=consumer, tp=tp)
     shown = partial(audit_page, errors=errors)
     return run_and_show("audit", reports[0], lambda progress: run(progress=progress), shown, reports[1])

@@ -4,7 +4,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from f8emu.cli.frame import STATUSES, guarded, opened, run_and_show, show
+from f8emu.cli.frame import MOST, STATUSES, guarded, run_and_show, show, write, write_json
+from f8emu.cli.paths import Input, OutputOrNone
 from f8emu.spec import SpecError
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ def add_to(app: "typer.Typer") -> None:
     """Add the commands."""
     import typer
 
-    json_option = typer.Option(None, "--json", metavar="OUT", help="Write the report.")
-    errors_option = typer.Option(20, min=0, help="How many lines of each kind to print.")
+    json_option = typer.Option("--json", metavar="OUT", help="Write the report.")
+    errors_option = typer.Option(min=0, max=MOST, help="How many lines of each kind to print.")
     by_help = "Sort by sqnr, underflow, saturation, error_total, error_quantisation, error_accumulation, nan or inf."
-    events_option = typer.Option(None, "--json", metavar="OUT", help="Write events and worst places.")
-    html_option = typer.Option(None, "--html", metavar="OUT", help="Write events and worst places as one page.")
+    events_option = typer.Option("--json", metavar="OUT", help="Write events and worst places.")
+    html_option = typer.Option("--html", metavar="OUT", help="Write events and worst places as one page.")
     oracle_help = "By default f8ref.jax for GEMMs of a GPU, f8ref.numpy for emulated ones."
     outputs_help = "Most outputs to compute of every product, rows and columns drawn at random."
     map_help = "Makes the names of A's layers those of B's."
@@ -34,22 +35,22 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command()
     def inspect(
-        log: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="The log that f8emu.torch.inspect wrote.")],
+        log: Annotated[Input, typer.Argument(metavar="FILE.jsonl", help="The log that f8emu.torch.inspect wrote.")],
         by: str = typer.Option("sqnr", help=by_help),
-        top: int = typer.Option(20, min=1, help="How many places to show."),
-        json_file: Path | None = events_option,
-        html_file: Path | None = html_option,
+        top: Annotated[int, typer.Option(min=1, max=MOST, help="How many places to show.")] = 20,
+        json_file: Annotated[OutputOrNone, events_option] = None,
+        html_file: Annotated[OutputOrNone, html_option] = None,
     ) -> None:
         """Show the worst layers and the events of an inspected training run."""
         raise typer.Exit(guarded(_inspect, log, by, top, json_file, html_file))
 
     @app.command(epilog=STATUSES)
     def replay(
-        path: Annotated[Path, typer.Argument(help="A capture, or one of its step-... directories.")],
+        path: Annotated[Input, typer.Argument(help="A capture, or one of its step-... directories.")],
         oracle: Annotated[Oracle | None, typer.Option(help=oracle_help)] = None,
-        outputs: int | None = typer.Option(None, min=1, help=outputs_help),
-        json_file: Path | None = json_option,
-        errors: int = errors_option,
+        outputs: Annotated[int | None, typer.Option(min=1, max=1 << 40, help=outputs_help)] = None,
+        json_file: Annotated[OutputOrNone, json_option] = None,
+        errors: Annotated[int, errors_option] = 20,
     ) -> None:
         """Compute a captured training step again, without a GPU, and name the first stage whose bits differ.
 
@@ -61,11 +62,11 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command(epilog=STATUSES)
     def diff(
-        a: Annotated[Path, typer.Argument(metavar="A", help="A capture, or one of its step-... directories.")],
-        b: Annotated[Path, typer.Argument(metavar="B", help="Another: from a process, machine, framework or rank.")],
+        a: Annotated[Input, typer.Argument(metavar="A", help="A capture, or one of its step-... directories.")],
+        b: Annotated[Input, typer.Argument(metavar="B", help="Another: from a process, machine, framework or rank.")],
         names: list[str] | None = map_option,
-        json_file: Path | None = json_option,
-        errors: int = errors_option,
+        json_file: Annotated[OutputOrNone, json_option] = None,
+        errors: Annotated[int, errors_option] = 20,
     ) -> None:
         """Name the first stage, in the order of execution, at which two captured runs have different bits, and why.
 
@@ -98,13 +99,10 @@ def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Pa
 
     if by not in inspection.MEASURES:
         raise SpecError(f"inspect: --by must be one of {', '.join(inspection.MEASURES)}; got {by!r}")
-    with opened("inspect", json_file) as out, opened("inspect", html_file) as file:
-        run = inspection.read_run(log)
-        worst = run.worst(by, top)
-        page = inspection.page(run, worst, by, log)
-        if out is not None:
-            out.write_json(inspection.to_json(run, worst))
-        if file is not None:
-            file.write(render(inspection.COMMAND, page))
+    run = inspection.read_run(log)
+    worst = run.worst(by, top)
+    page = inspection.page(run, worst, by, log)
+    write_json("inspect", json_file, inspection.to_json(run, worst))
+    write("inspect", html_file, lambda: render(inspection.COMMAND, page))
     show(page)
     return 0

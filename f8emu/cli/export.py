@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from f8emu.cli.frame import DIFFERENT, STATUSES, guarded, progress_bar, say
+from f8emu.cli.paths import Input, NewOrNone
 from f8emu.spec import SpecError
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command(epilog=STATUSES)
     def export(
-        model: Annotated[Path, typer.Argument(help="A checkpoint: config.json and safetensors, in high precision.")],
-        out: Annotated[Path | None, typer.Argument(help="The directory to write; it must not exist.")] = None,
+        model: Annotated[Input, typer.Argument(help="A checkpoint: config.json and safetensors, in high precision.")],
+        out: Annotated[NewOrNone, typer.Argument(help="The directory to write; it must not exist.")] = None,
         format: str | None = typer.Option(None, metavar="NAME", help="block, compressed-tensors or per-channel."),
         recipe: str | None = typer.Option(None, metavar="NAME", help="The recipe of the training."),
         cast_weight_from: str | None = typer.Option(None, metavar="NAME", help=from_help),

@@ -9,6 +9,7 @@ from f8emu.cli.frame import (
     DIFFERENT,
     INTERRUPTED,
     ISOLATE,
+    MOST,
     SECONDS,
     STATUSES,
     TIMEOUT,
@@ -16,11 +17,12 @@ from f8emu.cli.frame import (
     command_line,
     find_modules_here,
     guarded,
-    opened,
     progress_bar,
     say,
     show,
+    write_json,
 )
+from f8emu.cli.paths import OutputOrNone
 from f8emu.spec import SpecError
 
 if TYPE_CHECKING:
@@ -37,17 +39,17 @@ def add_to(app: "typer.Typer") -> None:
     @app.command(epilog=_STATUSES)
     def fit(
         kernel: Annotated[str, typer.Argument(help="A subject of `f8emu verify`: package.module:function, torch, ...")],
-        json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the findings.")] = None,
+        json_file: Annotated[OutputOrNone, typer.Option("--json", metavar="OUT", help="Write the findings.")] = None,
         arrays: Annotated[Arrays, typer.Option(help="Framework whose arrays your own kernel takes.")] = Arrays.TORCH,
         kind: Annotated[
             list[str] | None,
             typer.Option(help="Fit only this kind of GEMM, 'rowwise fast'; may be repeated. A wrong name lists them."),
         ] = None,
         m: Annotated[
-            list[int] | None, typer.Option(min=1, help="Number of rows to try instead of 1 to 4112; may be repeated.")
+            list[int] | None, typer.Option(min=1, max=MOST, help="Rows to try instead of 1 to 4112; may be repeated.")
         ] = None,
         isolate: Annotated[bool, typer.Option("--isolate", help=ISOLATE)] = False,
-        timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=SECONDS)] = None,
+        timeout: Annotated[float | None, typer.Option(metavar="SECONDS", max=MOST, help=SECONDS)] = None,
     ) -> None:
         """Measure the unknown rules of a kernel, and confirm them by bits, also at other sizes.
 
@@ -75,15 +77,13 @@ def _fit(
     if ":" in kernel:
         find_modules_here()
     # 2. The fit, its tables, and the JSON.
-    with opened("fit", json_file) as out:
-        subject = load_and_call(kernel, arrays=arrays, timeout=timeout)
-        with progress_bar() as progress:
-            found = fit(subject, kinds=[known[name] for name in kinds] or KINDS, ms=ms, progress=progress)
-        show(fit_page(found))
-        seconds = time.perf_counter() - start
-        say(f"{fit_verdict(found)}; {seconds:.1f} s")
-        if out is not None:
-            out.write_json(fit_json(found, command=command_line(), seconds=seconds))
+    subject = load_and_call(kernel, arrays=arrays, timeout=timeout)
+    with progress_bar() as progress:
+        found = fit(subject, kinds=[known[name] for name in kinds] or KINDS, ms=ms, progress=progress)
+    show(fit_page(found))
+    seconds = time.perf_counter() - start
+    say(f"{fit_verdict(found)}; {seconds:.1f} s")
+    write_json("fit", json_file, fit_json(found, command=command_line(), seconds=seconds))
     # 3. The status: confirmed rules that miss another size have one of their own.
     if found.is_interrupted:
         return INTERRUPTED

@@ -1,4 +1,4 @@
-"""What every command shares: exit statuses, errors as messages, lines and pages, files read and written."""
+"""What every command shares: exit statuses, errors as messages, lines and pages."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from f8emu.environment import printable, read_regular
+from f8emu.environment import printable, write_beside
 from f8emu.spec import F8Error, SpecError
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 BAD_USAGE = 2
-_LARGEST_TEXT = 1 << 28
-"""The most bytes of a list of shapes."""
 INCOMPLETE = 3
 INTERRUPTED = 130
 """The status that a shell reports after Ctrl-C; also after SIGTERM, which stops a container."""
@@ -39,6 +37,8 @@ _NARROWEST = 20
 """The narrowest output in columns; longer words are broken."""
 TIMEOUT = 120.0
 """Seconds for one GEMM of an isolated kernel, which may compile it first."""
+MOST = 1 << 15
+"""The most lines that an option may ask for, or rows of a GEMM, or seconds for one."""
 ISOLATE = "Run kernels in a separate process, so that a crash or a hang fails only one case."
 SECONDS = f"Time limit for one GEMM, compilation included; implies --isolate, whose default is {TIMEOUT:g}."
 
@@ -88,46 +88,6 @@ def width() -> int:
     return max(shutil.get_terminal_size().columns, _NARROWEST)
 
 
-def text_of(command: str, path: Path) -> str:
-    """A text file, or a SpecError that names the command."""
-    try:
-        return read_regular(path, _LARGEST_TEXT).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{command}: cannot read {path}: {error}; give the path of a JSON file") from None
-
-
-class Report:
-    """A file that was opened before any work; its old text is kept until the new one is there."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, text: str) -> None:
-        """The whole text, at once: what fails afterwards does not lose it."""
-        if self._file.seekable():
-            self._file.truncate(0)
-        self._file.write(text)
-        self._file.flush()
-
-    def write_json(self, data: object) -> None:
-        """Plain data."""
-        self.write(json.dumps(data, indent=1) + "\n")
-
-
-@contextmanager
-def opened(command: str, path: Path | None) -> Iterator[Report | None]:
-    """The file to write."""
-    if path is None:
-        yield None
-        return
-    try:
-        file = path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"{command}: cannot write {path}: {error}; give a path in a directory that exists") from None
-    with file:
-        yield Report(file)
-
-
 def find_modules_here() -> None:
     """An own kernel may be in the current directory, as for `python -m`."""
     if os.getcwd() not in sys.path:
@@ -168,19 +128,36 @@ def run_and_show(
     from f8emu.report.page import render
 
     start = time.perf_counter()
-    with opened(command, json_file) as out, opened(command, html_file) as html:
-        with progress_bar() as progress:
-            found = run(progress)
-        page, verdict = shown(found)
-        if html is not None:
-            html.write(render(f"f8emu {command}", page))
-        show(page)
-        seconds = time.perf_counter() - start
-        say(f"{verdict}; {seconds:.1f} s")
-        if out is not None:
-            facts = {"schema": 1, "equal": found.is_equal, "command": command_line(), "seconds": round(seconds, 3)}
-            out.write_json({**facts, **asdict(found)})
+    with progress_bar() as progress:
+        found = run(progress)
+    page, verdict = shown(found)
+    write(command, html_file, lambda: render(f"f8emu {command}", page))
+    show(page)
+    seconds = time.perf_counter() - start
+    say(f"{verdict}; {seconds:.1f} s")
+    facts = {"schema": 1, "equal": found.is_equal, "command": command_line(), "seconds": round(seconds, 3)}
+    write_json(command, json_file, {**facts, **asdict(found)})
     return status_of(found)
+
+
+def write(command: str, path: Path | None, text: Callable[[], str]) -> None:
+    """A report, whole or not at all; nothing, and no text is made, without a path."""
+    try:
+        if path is not None:
+            write_beside(path, text().encode())
+    except OSError as error:
+        raise unwritable(command, path or Path(), error) from None
+
+
+def write_json(command: str, path: Path | None, data: object) -> None:
+    """Plain data."""
+    write(command, path, lambda: json.dumps(data, indent=1) + "\n")
+
+
+def unwritable(command: str, path: Path, error: OSError) -> SpecError:
+    """The error of a path at which no report can be."""
+    remedy = "give the path of a file" if path.is_dir() else "give a path in a directory that exists"
+    return SpecError(f"{command}: cannot write {path}: [Errno {error.errno}] {error.strerror}; {remedy}")
 
 
 def command_line() -> list[str]:

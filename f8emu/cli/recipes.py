@@ -6,7 +6,8 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from f8emu.cli.frame import DIFFERENT, console, guarded, opened, text_of
+from f8emu.cli.frame import DIFFERENT, MOST, console, guarded, write_json
+from f8emu.cli.paths import InputOrNone, Output, OutputOrNone, text_of
 from f8emu.spec import RECIPE_ALIASES, RECIPES, SERVING_RECIPES, Recipe, SpecError, recipe_by_name
 
 if TYPE_CHECKING:
@@ -35,14 +36,14 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command()
     def record(
-        out: Annotated[Path, typer.Argument(help="The golden file to write; with --plans the plan file.")],
-        seed: Annotated[int | None, typer.Option(help="Seed of the operands.")] = None,
+        out: Annotated[Output, typer.Argument(help="The golden file to write; with --plans the plan file.")],
+        seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the operands.")] = None,
         only: Annotated[
             str | None, typer.Option(metavar="SECTION", help="One section of the cases: group-kinds, for instance.")
         ] = None,
         check: Annotated[bool, typer.Option("--verify", help="Compare f8ref.numpy with the new file.")] = False,
         plans: Annotated[
-            Path | None,
+            InputOrNone,
             typer.Option(metavar="IN", help="Instead, find the split-K of these shapes, a list as for `f8emu plan`."),
         ] = None,
     ) -> None:
@@ -52,7 +53,7 @@ def add_to(app: "typer.Typer") -> None:
     @app.command()
     def plan(
         shapes: Annotated[
-            Path | None,
+            InputOrNone,
             typer.Option(
                 metavar="IN",
                 help="A JSON list of objects: m, n, k, gemm (tensorwise, rowwise, bfloat16, "
@@ -68,12 +69,12 @@ def add_to(app: "typer.Typer") -> None:
                 "--invariance", help="Instead: do a row's bits depend on the other rows? Of every recipe and weight."
             ),
         ] = False,
-        rows: Annotated[int, typer.Option(min=1, help="With --invariance: the most rows of a batch.")] = 8192,
+        rows: Annotated[int, typer.Option(min=1, max=MOST, help="With --invariance: the most rows of a batch.")] = 8192,
         json_file: Annotated[
-            Path | None, typer.Option("--json", metavar="OUT", help="Write the objects with split_k and source.")
+            OutputOrNone, typer.Option("--json", metavar="OUT", help="Write the objects with split_k and source.")
         ] = None,
         plan_file: Annotated[
-            Path | None, typer.Option("--plan", metavar="FILE", help="Shapes that `f8emu record --plans` recorded.")
+            InputOrNone, typer.Option("--plan", metavar="FILE", help="Shapes that `record --plans` recorded.")
         ] = None,
         chip: Annotated[str, typer.Option(metavar="NAME", help="Whose plan: Hopper, an H200's, or H100.")] = "Hopper",
     ) -> None:
@@ -143,16 +144,15 @@ def _plan(shapes: Path | None, json_file: Path | None, plan_file: Path | None, c
 
     if shapes is None:
         raise SpecError("plan: --shapes is missing; give a JSON list of GEMMs, or --invariance")
-    with opened("plan", json_file) as out:
-        items = gemms_from_json(text_of("plan", shapes), str(shapes))
-        plan = shipped_plan(chip_by_name("plan", chip).plan)
-        if plan_file is not None:
-            plan = plan_from_json(text_of("plan", plan_file), str(plan_file)).over(plan)
-        found = with_splits(items, [plan.split_k(gemm) for _, gemm in items])
-        if out is None:
-            _print_plan(found, f"{plan.library} on {plan.chip}")
-        else:
-            out.write_json(found)
+    items = gemms_from_json(text_of("plan", shapes), str(shapes))
+    plan = shipped_plan(chip_by_name("plan", chip).plan)
+    if plan_file is not None:
+        plan = plan_from_json(text_of("plan", plan_file), str(plan_file)).over(plan)
+    found = with_splits(items, [plan.split_k(gemm) for _, gemm in items])
+    if json_file is None:
+        _print_plan(found, f"{plan.library} on {plan.chip}")
+    else:
+        write_json("plan", json_file, found)
     return 0
 
 
@@ -164,17 +164,16 @@ def _invariance(shapes: Path | None, json_file: Path | None, plan_file: Path | N
     if plan_file is not None:
         raise SpecError("plan: --plan goes without --invariance; leave one of them out")
     on = chip_by_name("plan", chip).name
-    with opened("plan", json_file) as out:
-        weights = LLAMA_3_8B if shapes is None else weights_from_json(text_of("plan", shapes), str(shapes))
-        recipes = [replace(recipe, chip=on) for recipe in (RECIPES | SERVING_RECIPES).values()]
-        found = [
-            invariance(recipe, n, k, gemm=gemm, rows=rows)
-            for recipe, gemm, (n, k) in product(recipes, GEMMS, dict.fromkeys(weights))
-        ]
-        if out is None:
-            _print_invariance(found, f"does a row's bits depend on the other rows, up to {rows}? {on}")
-        else:
-            out.write_json([asdict(one) | {"verdict": one.verdict.value} for one in found])
+    weights = LLAMA_3_8B if shapes is None else weights_from_json(text_of("plan", shapes), str(shapes))
+    recipes = [replace(recipe, chip=on) for recipe in (RECIPES | SERVING_RECIPES).values()]
+    found = [
+        invariance(recipe, n, k, gemm=gemm, rows=rows)
+        for recipe, gemm, (n, k) in product(recipes, GEMMS, dict.fromkeys(weights))
+    ]
+    if json_file is None:
+        _print_invariance(found, f"does a row's bits depend on the other rows, up to {rows}? {on}")
+    else:
+        write_json("plan", json_file, [asdict(one) | {"verdict": one.verdict.value} for one in found])
     return 0
 
 

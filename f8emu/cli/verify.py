@@ -3,15 +3,16 @@
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from f8emu.cli import frame
-from f8emu.cli.frame import Arrays, Report, guarded, opened, say
+from f8emu.cli.frame import Arrays, guarded, say
+from f8emu.cli.paths import InputOrNone, OutputOrNone
 from f8emu.spec import Evidence, Granularity, MissingExtraError, Overflow, SpecError, UnsupportedError
 from f8emu.spec.formats import float8_format
 
@@ -66,10 +67,10 @@ def add_to(app: "typer.Typer") -> None:
                 "f8ref.jax if JAX has a GPU.",
             ),
         ] = None,
-        golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
-        json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the report.")] = None,
+        golden: Annotated[InputOrNone, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
+        json_file: Annotated[OutputOrNone, typer.Option("--json", metavar="OUT", help="Write the report.")] = None,
         html_file: Annotated[
-            Path | None, typer.Option("--html", metavar="OUT", help="Write the report as one page with figures.")
+            OutputOrNone, typer.Option("--html", metavar="OUT", help="Write the report as one page with figures.")
         ] = None,
         stage: Annotated[
             list[str] | None, typer.Option(help="Run only this stage; may be repeated. All by default.")
@@ -78,10 +79,10 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Option(metavar="ID", help="Run only this case, where * is any text; may be repeated. No diagnosis."),
         ] = None,
-        errors: Annotated[int, typer.Option(min=0, help="How many differing cases to print for each subject.")] = 8,
+        errors: Annotated[int, typer.Option(min=0, max=frame.MOST, help="Differing cases of a subject to print.")] = 8,
         arrays: Annotated[Arrays, typer.Option(help="Framework whose arrays your own kernel takes.")] = Arrays.TORCH,
         recordings: Annotated[
-            Path | None,
+            InputOrNone,
             typer.Option(metavar="FILE", help="Replay recordings of single instructions instead of running the suite."),
         ] = None,
         chip: Annotated[
@@ -89,7 +90,7 @@ def add_to(app: "typer.Typer") -> None:
             typer.Option(metavar="NAME=PROFILE", help="The profile for a chip in --recordings; may be repeated."),
         ] = None,
         isolate: Annotated[bool, typer.Option("--isolate", help=frame.ISOLATE)] = False,
-        timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=frame.SECONDS)] = None,
+        timeout: Annotated[float | None, typer.Option(metavar="SECONDS", max=frame.MOST, help=frame.SECONDS)] = None,
         kind: Annotated[
             Kind, typer.Option(help="What your own function is: a GEMM, a cast x -> codes, or x -> codes and scales.")
         ] = Kind.GEMM,
@@ -106,7 +107,7 @@ def add_to(app: "typer.Typer") -> None:
         contract: Annotated[
             bool, typer.Option("--contract", help="Show what your own kernel is given and must return, and exit.")
         ] = False,
-        jobs: Annotated[int | None, typer.Option(min=1, help=JOBS)] = None,
+        jobs: Annotated[int | None, typer.Option(min=1, max=max(8, os.cpu_count() or 1), help=JOBS)] = None,
         diagnose: Annotated[bool, typer.Option(help="Find out what a subject whose GEMMs differ computes.")] = True,
     ) -> None:
         """Prove that the bits agree: formats, scales, recorded GEMMs, generated GEMMs, layers under recipes.
@@ -156,7 +157,7 @@ def _verify_functions(
     options: _Options, kind: str, format: str | None, overflow: Overflow | None, granularity: Granularity | None
 ) -> int:
     from f8emu.conformance.casts.contracts import Wanted
-    from f8emu.conformance.casts.verify import verify_function
+    from f8emu.conformance.casts.verify import Verified, verify_function
 
     if not options.subjects:
         raise SpecError(f"verify --kind {kind}: which function? Name it: path/to/file.py:FUNCTION")
@@ -166,16 +167,21 @@ def _verify_functions(
     words = [word for flag, value in flags.items() if value for word in (flag, value)]
     frame.find_modules_here()
     more = {"arrays": options.arrays, "errors": options.errors, "cases": options.cases, "diagnose": options.diagnose}
-    with _concluding(options) as conclude:
-        with frame.progress_bar() as progress:
-            verified = {
-                name: verify_function(name, kind, wanted, progress=progress, **more) for name in options.subjects
-            }
-        results = [function.result for function in verified.values()]
-        result = replace(results[0], subjects=[subject for one in results for subject in one.subjects])
-        source = "; ".join(dict.fromkeys(function.follows for function in verified.values()))
-        asked = {name: [*_words_of(name, options), *words] for name in verified}
-        return conclude(result, source, functions=verified, asked=asked)
+    conclude = functools.partial(_conclude, options, time.perf_counter())
+    verified: dict[str, Verified] = {}
+    with frame.progress_bar() as progress:
+        for name in options.subjects:
+            try:
+                verified[name] = verify_function(name, kind, wanted, progress=progress, **more)
+            except SpecError as error:  # of one; the others are verified
+                if len(options.subjects) == 1:
+                    raise
+                verified[name] = Verified.of_none(name, kind, str(error))
+    results = [function.result for function in verified.values()]
+    result = replace(results[0], subjects=[subject for one in results for subject in one.subjects])
+    source = "; ".join(dict.fromkeys(function.follows for function in verified.values() if function.follows))
+    asked = {name: [*_words_of(name, options), *words] for name in verified}
+    return conclude(result, source, functions=verified, asked=asked)
 
 
 def _verify(options: _Options) -> int:
@@ -188,7 +194,8 @@ def _verify(options: _Options) -> int:
     # 1. Bad usage is told before anything is loaded: a misspelt stage, files that cannot be read or written.
     named = stages_by_name(options.stages)
     is_whole = not (options.subjects or options.stages or options.cases)
-    with _concluding(options) as conclude, ExitStack() as stack:
+    conclude = functools.partial(_conclude, options, time.perf_counter())
+    with ExitStack() as stack:
         recorded = shipped_golden() if options.golden is None else read_golden(options.golden)
         workers = None
         if is_whole and options.jobs is None and (os.cpu_count() or 1) > 1:
@@ -236,8 +243,9 @@ def _words_of(name: str, options: _Options) -> list[str]:
 
 def _load(options: _Options) -> "tuple[dict[str, Subject], dict[str, str]]":
     # The subjects by name, in the order in which they were named; and why a default one cannot run.
+    from f8emu.conformance.kernels.call import absent
     from f8emu.conformance.run.runner import load_and_call
-    from f8emu.conformance.run.subject import SUBJECTS
+    from f8emu.conformance.run.subject import SUBJECTS, Subject
 
     names = options.subjects
     if any(":" in name for name in names):
@@ -260,29 +268,33 @@ def _load(options: _Options) -> "tuple[dict[str, Subject], dict[str, str]]":
             if names:
                 raise
             not_run[name] = str(error)
+        except SpecError as error:
+            if ":" not in name or len(chosen) == 1:
+                raise
+            loaded[name] = Subject(name=name, engine=f"{name}, which cannot be called", calls=absent(str(error)))
     return {name: loaded[name] for name in chosen if name in loaded and name not in not_run}, not_run
 
 
 def _verify_recordings(options: _Options, path: Path, chips: Sequence[str]) -> int:
     from f8emu.conformance.record.instructions import SUBJECTS, instruction_subject, read_recordings, replay
 
-    with _concluding(options) as conclude:
-        file = read_recordings(path, dict(_named(chip) for chip in chips))
-        subjects, not_run = [], {}
-        for name in options.subjects or SUBJECTS:
-            try:
-                subjects.append(instruction_subject(name))
-            except MissingExtraError as error:
-                if options.subjects:
-                    raise
-                not_run[name] = str(error)
-        with frame.progress_bar() as progress:
-            result = replay(subjects, file, errors=options.errors, progress=progress)
-        status = conclude(result, f"{file.path.name} {file.sha256[:12]}", not_run=not_run)
-        for name, chip in dict((recording.chip_name, recording.chip) for recording in file.recordings).items():
-            evidence = "" if chip.evidence is Evidence.LITERATURE else f" ({chip.evidence.value})"
-            say(f"{name}: profile {chip}{evidence}")
-        return status
+    conclude = functools.partial(_conclude, options, time.perf_counter())
+    file = read_recordings(path, dict(_named(chip) for chip in chips))
+    subjects, not_run = [], {}
+    for name in options.subjects or SUBJECTS:
+        try:
+            subjects.append(instruction_subject(name))
+        except MissingExtraError as error:
+            if options.subjects:
+                raise
+            not_run[name] = str(error)
+    with frame.progress_bar() as progress:
+        result = replay(subjects, file, errors=options.errors, progress=progress)
+    status = conclude(result, f"{file.path.name} {file.sha256[:12]}", not_run=not_run)
+    for name, chip in dict((recording.chip_name, recording.chip) for recording in file.recordings).items():
+        evidence = "" if chip.evidence is Evidence.LITERATURE else f" ({chip.evidence.value})"
+        say(f"{name}: profile {chip}{evidence}")
+    return status
 
 
 def _named(chip: str) -> tuple[str, str]:
@@ -292,17 +304,7 @@ def _named(chip: str) -> tuple[str, str]:
     return name, profile
 
 
-@contextmanager
-def _concluding(options: _Options) -> "Iterator[functools.partial[int]]":
-    # `_conclude` with its files, opened before any work; a SpecError says which cannot be written.
-    start = time.perf_counter()
-    with opened("verify", options.json) as out, opened("verify", options.html) as page:
-        yield functools.partial(_conclude, out, page, start, options.errors)
-
-
-def _conclude(
-    out: Report | None, html: Report | None, start: float, errors: int, result: "Result", source: str, **facts: Any
-) -> int:
+def _conclude(options: _Options, start: float, result: "Result", source: str, **facts: Any) -> int:
     """The exit status, after everything was printed and written; `source` names the recording.
 
     Every output is written, even if another one fails. `facts` are fields of `report.verify.Run`.
@@ -311,14 +313,12 @@ def _conclude(
     from f8emu.report.page import render
 
     seconds = time.perf_counter() - start
-    run = verify.Run(command=frame.command_line(), seconds=seconds, errors=errors, **facts)
+    run = verify.Run(command=frame.command_line(), seconds=seconds, errors=options.errors, **facts)
     page = functools.cache(lambda: verify.page(result, run))
     say(f"{verify.verdict(result)}; {source}; {seconds:.1f} s")
     print()
     with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
-        if html is not None:
-            afterwards.callback(lambda: html.write(render(verify.COMMAND, page())))
-        if out is not None:
-            afterwards.callback(lambda: out.write_json(verify.to_json(result, run)))
+        afterwards.callback(frame.write, "verify", options.html, lambda: render(verify.COMMAND, page()))
+        afterwards.callback(lambda: frame.write_json("verify", options.json, verify.to_json(result, run)))
         frame.show(page())
     return frame.status_of(result)

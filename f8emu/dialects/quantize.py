@@ -5,8 +5,10 @@ One on a GPU is copied to the host, and its results back. An array of JAX, trace
 `jax.pure_callback`, so that both functions work under `jit`.
 """
 
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from f8emu.interop.frameworks import library_of, require_jax
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import E4M3FN, HIGH_PRECISION, Format
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
 
 class Quantized(NamedTuple):
     """Codes, and the scales that the stack stores beside them."""
@@ -29,6 +33,19 @@ class Quantized(NamedTuple):
     """[ceil(rows / block rows), ceil(K / block K)], in the dialect's dtype."""
 
 
+def _untraced(call: _Call) -> _Call:
+    """Numpy computes on the host: a compiler of torch ends its graph before, and goes on behind."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **options: Any) -> Any:
+        dynamo = sys.modules.get("torch._dynamo")
+        return (dynamo.disable(call) if dynamo else call)(*args, **options)
+
+    vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="it computes on the host; leave fullgraph out")
+    return cast("_Call", run)
+
+
+@_untraced
 def quantize(x: Any, dialect: Dialect | str, *, block: Block | None = None, scale: Any = None) -> Quantized:
     """The codes and scales of a matrix by a dialect.
 
@@ -68,6 +85,7 @@ def quantize(x: Any, dialect: Dialect | str, *, block: Block | None = None, scal
     return Quantized(*_on_host(run, operands, (shape, E4M3), (grid, DTYPES[stored])))
 
 
+@_untraced
 def dequantize(codes: Any, scale: Any, dialect: Dialect | str, *, block: Block | None = None, out_dtype: Any) -> Any:
     """`code * s`, rounded to float32 and then to `out_dtype`; s is 1/t, rounded, where t is stored.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from f8emu.environment import open_regular
+from f8emu.environment import CHECK_PATH, open_regular
 from f8emu.report.page import Block, Cell, Facts, Page, Row, Section, Table, Text
 from f8emu.spec import SpecError
 
@@ -126,8 +126,7 @@ def _records(path: Path, run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
                     raise _bad(path, number, f"every line must be a JSON object, not a {type(record).__name__}")
                 yield number, record
     except OSError as error:
-        remedy = "give the path of a file of f8emu.torch.inspect"
-        raise SpecError(f"inspect: cannot read {path}: {error}; {remedy}") from None
+        raise SpecError(f"inspect: cannot read {path}: {error.strerror}; {CHECK_PATH}") from None
     if number == 0:
         raise _bad(path, 0, "it is empty")
 

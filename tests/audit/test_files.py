@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from f8emu.audit import CHECKS, CheckpointError, audit, run
+from f8emu.spec import SpecError
 from tests.audit.checkpoints import checkpoint, codes, f32, fp8, normal, write
 from tests.conformance.command import invoke
 
@@ -75,6 +76,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a block size that is none": (
         lambda f: (f / "config.json").write_text(json.dumps({"quantization_config": fp8(weight_block_size="big")})),
         "weight_block_size",
+    ),
+    "a name without an end": (
+        lambda f: write(f / "model.safetensors", {"l" * 5000: codes()}),
+        "at most 4096 characters; found one of 5000",
+    ),
+    "links in a circle": (
+        lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").symlink_to("model.safetensors")),
+        "Too many levels of symbolic links",
     ),
     "a configuration that is a directory": (
         lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()),
@@ -178,6 +187,8 @@ def test_patterns_of_a_configuration(tmp_path: Path) -> None:
     for pattern in (*fits, "layers.1", "re:q_proj", "proj", "re:(", "re:.*(a+)+$"):
         found = audit(checkpoint(tmp_path / "model", tensors, fp8(modules_to_not_convert=[pattern])))
         assert [one.check for one in found.findings] == ["ignored"] * (pattern in fits), pattern
+    with pytest.raises(SpecError, match="takes too long; mend the configuration"):
+        audit(checkpoint(tmp_path / "model", tensors, fp8(modules_to_not_convert=["re:" + ".*a" * 12 + "Z"])))
 
 
 def test_a_plain_cast_is_read_to_its_end(tmp_path: Path) -> None:

@@ -207,6 +207,21 @@ def test_text_of_torch(device: str) -> None:
             assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8)), name
 
 
+def test_under_a_compiler_of_torch() -> None:
+    """Its graph ends before, and goes on behind; where it may not end, the reason is said."""
+    torch: Any = pytest.importorskip("torch")
+
+    def run(x: Any) -> Any:
+        codes, scale = quantize(x * 2, "torchao_rowwise")
+        return dequantize(codes, scale, "torchao_rowwise", out_dtype="float32") + 1
+
+    x = torch.from_numpy(normal((4, 64), np.float32))
+    assert torch.equal(torch.compile(run, backend="eager")(x), run(x))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="it computes on the host; leave fullgraph out"):
+        torch.compile(run, backend="eager", fullgraph=True)(x)
+
+
 # 4 Blocks, bands and libraries
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -344,9 +344,28 @@ def test_what_is_refused(trained: tuple[Any, Path], tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path / "copy")
     with pytest.raises(F8Error, match="must not exist"):
         f8.export_float8(layer(), path, format="compressed-tensors")
-    for source, why in ((path, "in high precision"), (tmp_path, "must have a config.json")):
+    source = tmp_path / "source"
+    for at, why in ((path, "in high precision"), (tmp_path, "must have a config.json"), (source, "check the path")):
         with pytest.raises(F8Error, match=why):
-            export_checkpoint(source, tmp_path / "out", format="block", config="blockwise")
+            export_checkpoint(at, tmp_path / "out", format="block", config="blockwise")
+    # All that one --skip has to name, and what fails later, below directories that are made for it; links in a circle.
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    save_file({f"l.{i}.weight": torch.ones(144, 144) for i in range(2)}, source / "model.safetensors")
+    uneven = r"got l.0.weight \[144, 144\], l.1.weight \[144, 144\]; .* --skip MODULE for each"
+    with pytest.raises(F8Error, match=uneven):
+        export_checkpoint(source, tmp_path / "out", format="block", config="blockwise")
+
+    def fails(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_checkpoint(source, tmp_path / "a/b/out", format="per-channel", config="rowwise", progress=fails)
+    (tmp_path / "out").symlink_to("out")
+    with pytest.raises(F8Error, match="must not exist"):
+        export_checkpoint(source, tmp_path / "out", format="per-channel", config="rowwise")
+    (tmp_path / "out").unlink()
+    shutil.rmtree(source)
     (tmp_path / "copy" / "model-00001-of-00002.safetensors").write_bytes(b"not")
     for name in ("config.json", "f8emu_manifest.json"):
         (tmp_path / "copy" / name).write_text("[]")

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from f8emu.environment import read_regular
+from f8emu.environment import CHECK_PATH, read_regular, write_beside
 from f8emu.spec.errors import GoldenFileError
 
 REMEDY = "copy the file again, record one with `f8emu record OUT`, or leave --golden out to use the shipped file"
@@ -45,6 +45,7 @@ _BITS = {
 _LENGTH = 8
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 _MOST_DIMENSIONS = 64
+_LONGEST_NAME = 4096
 
 
 class Fault(ValueError):
@@ -79,7 +80,7 @@ def read_container(path: Path, call: str, remedy: str = REMEDY) -> Container:
     try:
         blob = read_regular(path, LARGEST_FILE)
     except OSError as error:
-        raise GoldenFileError(f"{call}: cannot read {path}: {error.strerror}; {remedy}") from None
+        raise GoldenFileError(f"{call}: cannot read {path}: {error.strerror}; {CHECK_PATH}") from None
     return Container(*decode_container(blob, str(path), call=call, remedy=remedy), hashlib.sha256(blob).hexdigest())
 
 
@@ -122,6 +123,8 @@ def read_header(blob: memoryview | BinaryIO, size: int) -> tuple[int, dict[str, 
     require(is_text, "metadata of strings", repr(metadata))
     # 2. Tensors: one behind the other, and together all of the data. A file that is cut short or padded is refused.
     available = size - _LENGTH - length
+    longest = max(map(len, header), default=0)
+    require(longest <= _LONGEST_NAME, f"names of tensors of at most {_LONGEST_NAME} characters", f"one of {longest}")
     entries = {name: _entry(name, entry, available) for name, entry in header.items()}
     needed = 0
     for name, entry in sorted(entries.items(), key=lambda one: one[1][2:]):
@@ -169,9 +172,7 @@ def encode_container(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, s
 
 def write_container(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     """Writes the file whole: a name appears only once its bytes are there."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(encode_container(tensors, metadata))
-    partial.replace(path)
+    write_beside(path, encode_container(tensors, metadata))
 
 
 def _entry(name: str, entry: Any, available: int) -> Entry:

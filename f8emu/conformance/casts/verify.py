@@ -10,7 +10,7 @@ from f8emu.conformance.casts.contracts import ANYTHING, CastContract, QuantizerC
 from f8emu.conformance.casts.diagnosis import CastDiagnosis
 from f8emu.conformance.casts.subject import load_function
 from f8emu.conformance.run.check import Case
-from f8emu.conformance.run.result import Progress, Result
+from f8emu.conformance.run.result import Progress, Result, StageResult, SubjectResult
 from f8emu.conformance.run.stages import Stage
 from f8emu.conformance.run.subject import Subject
 from f8emu.conformance.run.verify import stages_with, verify
@@ -27,6 +27,13 @@ class Verified:
     """The contract that it was judged by, in words."""
     diagnosis: CastDiagnosis | None = None
     """None where every bit is right, or nothing could be compared."""
+
+    @classmethod
+    def of_none(cls, name: str, kind: str, reason: str) -> "Verified":
+        """Of a function that cannot be called."""
+        stage = StageResult(stage=kind, title=kind, reason=reason)
+        subject = SubjectResult(name=name, engine="cannot be called", stages=[stage])
+        return cls(result=Result(golden=_UNRECORDED, subjects=[subject]), follows="")
 
 
 def verify_function(

@@ -116,7 +116,7 @@ def load_kernel(path: str) -> Kernel:
 
 def loaded(kernel: Kernel, arrays: str = "torch") -> LoadedKernel:
     """A declared kernel in this process."""
-    framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}")
+    framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}, unless it has --arrays numpy,")
     engine = f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"
     told = {"predicted": kernel.predicted, "seen": kernel.seen}
     calls = calls_of(kernel, framework)

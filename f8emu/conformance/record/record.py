@@ -30,6 +30,7 @@ from f8emu.conformance.record.cuda import CudaLauncher, Launched, Refused
 from f8emu.conformance.run.result import StageResult, Status
 from f8emu.conformance.run.subject import load_subject
 from f8emu.conformance.run.verify import verify as run_suite
+from f8emu.environment import write_beside
 from f8emu.spec import BFLOAT16, HOPPER, F8Error, GoldenFileError, SpecError, format_by_name
 from f8emu.split_k.gemm import PlannedGemm, Source
 from f8emu.split_k.plan import CHIP, PLANS, plan_from_json, plan_to_json, shipped_plan
@@ -222,7 +223,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
             guesses.append(guess.split_k == result)
         recorded[gemm.table, gemm.rows, gemm.n, gemm.k] = result
     known = replace(known, recorded=recorded)
-    path.write_text(plan_to_json(known), encoding="utf-8")
+    write_beside(path, plan_to_json(known).encode())
     return PlanRecording(path, known, found, len(guesses), sum(guesses), not_found)
 
 

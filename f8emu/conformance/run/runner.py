@@ -130,6 +130,8 @@ def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
     if not failed:
         return replace(subject, first_call=first)
     remedy = REMEDY
+    if "active driver" in failed[0]:
+        remedy = "Triton has no GPU here; its interpreter needs none: TRITON_INTERPRET=1 f8emu ..."
     for works in FRAMEWORKS:
         with suppress(F8Error):  # not installed, or not for this kernel
             if works != arrays and (other := load(arrays=works)).engine != subject.engine and not _called(other)[1]:

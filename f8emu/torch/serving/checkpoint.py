@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from f8emu import __version__
+from f8emu.environment import CHECK_PATH, open_regular, read_regular
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
@@ -27,6 +28,8 @@ from f8emu.torch.serving.formats import BLOCK, quantization_config, scale_name
 
 _log = logging.getLogger("f8emu")
 CONFIG, INDEX, MANIFEST = "config.json", "model.safetensors.index.json", "f8emu_manifest.json"
+_LARGEST_TEXT = 1 << 28
+"""The most bytes of a configuration or a manifest."""
 SCHEMA = 1
 """Version of the layout of a manifest."""
 
@@ -46,27 +49,38 @@ class Export:
         shapes: Mapping[str, Sequence[int]],
         *,
         max_shard_bytes: int,
+        remedy: str,
         writes: bool = True,
     ) -> None:
         self.path, self.format, self.recipe, self.coded = Path(path), format, recipe, shapes
         self.most, self.writes, self.save = max_shard_bytes, writes, require_safetensors(call).torch.save_file
         self.scale_name, self.cast = scale_name(call, format, recipe), recipe.output.b
-        for name, shape in shapes.items():
-            if self.cast.granularity is Granularity.BLOCKWISE_128X128 and any(size % BLOCK for size in shape):
-                raise OperandError(
-                    f"{call}: with 128x128 scales N and K must be multiples of 128, since readers cut a matrix into "
-                    f"equal blocks; got {name} {list(shape)}; leave the layer in high precision"
-                )
-        if self.path.exists():
+        is_block = self.cast.granularity is Granularity.BLOCKWISE_128X128
+        uneven = [f"{name} {list(s)}" for name, s in shapes.items() if is_block and any(size % BLOCK for size in s)]
+        if uneven:
+            raise OperandError(
+                f"{call}: with 128x128 scales N and K must be multiples of 128, since readers cut a matrix into equal "
+                f"blocks; got {', '.join(uneven)}; leave them in high precision: {remedy}"
+            )
+        if os.path.lexists(self.path):
             raise OperandError(f"{call}: path must not exist; got {self.path}; remove it, or choose another")
-        self.directory = Path(f"{self.path}.unfinished")
+        self.directory = Path(f"{self.path}.unfinished-{os.getpid()}")
+        self.made = [one for one in self.path.parents if not one.exists()]
         if writes:
-            shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True)
         self.shards: list[list[str]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         self.waiting: dict[str, Tensor] = {}
         self.bytes = self.flushed = 0
+
+    def __enter__(self) -> "Export":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None and self.writes:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            for directory in self.made:
+                directory.rmdir()
 
     def add(self, name: str, value: Tensor) -> None:
         """A tensor as it is, or its codes and scales, as the layers cast it."""
@@ -158,6 +172,7 @@ def read(call: str, directory: Path) -> Iterator[tuple[str, str, Any]]:
         raise OperandError(f"{call}: {directory} must be a directory with safetensors files; got none")
     for file in files:
         try:
+            open_regular(file).close()
             content = package.safe_open(file, framework="pt")
         except (package.SafetensorError, OSError) as error:
             raise OperandError(f"{call}: {file} must be a safetensors file; {error}; copy it again") from None
@@ -168,10 +183,11 @@ def read(call: str, directory: Path) -> Iterator[tuple[str, str, Any]]:
 
 def json_of(call: str, directory: Path, name: str) -> dict[str, Any]:
     """A JSON object of a checkpoint."""
+    remedy = "give a complete checkpoint" if directory.is_dir() else CHECK_PATH
     try:
-        found = json.loads((directory / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OperandError(f"{call}: {directory} must have a {name}; {error}; give a complete checkpoint") from None
+        found = json.loads(read_regular(directory / name, _LARGEST_TEXT))
+    except (OSError, ValueError, RecursionError) as error:
+        raise OperandError(f"{call}: {directory} must have a {name}; {error}; {remedy}") from None
     if not isinstance(found, dict):
         raise OperandError(f"{call}: {name} of {directory} must be an object; got {type(found).__name__}")
     return found

@@ -25,6 +25,7 @@ from f8emu.torch.torch_internals import named_modules, rank_of_process
 SKIPPED = (*HEADS, "*embed*", "*.wte", "*.wpe", "*.gate", "*_gate", "*router*")
 """Modules of a checkpoint that stay in high precision unless `skip` says otherwise: heads, embeddings and routers."""
 MAX_SHARD_BYTES = 5 << 30
+_SKIP = f"--skip MODULE for each of them, and for {', '.join(SKIPPED)}, which it replaces"
 
 
 @torch.no_grad()
@@ -86,10 +87,11 @@ def export_float8(
     left = [fqn for fqn, _ in linear_layers(model) if fqn not in layers]
     # 3. One tensor at a time.
     is_first = rank_of_process()[0] == 0
-    export = Export(call, path, format, recipes[0], shapes, max_shard_bytes=max_shard_bytes, writes=is_first)
-    for name, value in whole_tensors(model, dtype, keep=shapes):
-        export.add(name, value)
-    export.finish(_config_of(model, dtype), left)
+    how: Any = {"max_shard_bytes": max_shard_bytes, "remedy": "module_filter_fn leaves them out of the conversion"}
+    with Export(call, path, format, recipes[0], shapes, **how, writes=is_first) as export:
+        for name, value in whole_tensors(model, dtype, keep=shapes):
+            export.add(name, value)
+        export.finish(_config_of(model, dtype), left)
 
 
 @torch.no_grad()
@@ -131,14 +133,15 @@ def export_checkpoint(
     coded = {name: shape for name, shape in matrices.items() if name.removesuffix(".weight") not in left}
     # 2. One tensor at a time, and what else lies there.
     recipe = resolve_recipe(call, config, cast_weight_from)
-    export = Export(call, path, format, recipe, coded, max_shard_bytes=max_shard_bytes)
-    for done, (_, name, content) in enumerate(read(call, source), 1):
-        export.add(name, content.get_tensor(name))
-        progress(done, len(shapes))
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX):
-            shutil.copyfile(file, export.directory / file.name)
-    export.finish(of_model, left)
+    how: Any = {"max_shard_bytes": max_shard_bytes, "remedy": _SKIP}
+    with Export(call, path, format, recipe, coded, **how) as export:
+        for done, (_, name, content) in enumerate(read(call, source), 1):
+            export.add(name, content.get_tensor(name))
+            progress(done, len(shapes))
+        for file in source.iterdir():
+            if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX):
+                shutil.copyfile(file, export.directory / file.name)
+        export.finish(of_model, left)
 
 
 def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""What a command reads and writes: each path says it by its type, and `checked` looks at all of them before it runs.
+
+No output replaces an input of the run, what belongs to one, or another output, through whatever link or spelling.
+"""
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from fnmatch import fnmatchcase
+from functools import wraps
+from importlib.machinery import all_suffixes
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+from f8emu.cli.frame import guarded, unwritable
+from f8emu.environment import CHECK_PATH, read_regular
+from f8emu.spec import SpecError
+
+_LARGEST_TEXT = 1 << 28
+"""The most bytes of a list of shapes."""
+_READ_BY_NAME = ("*.safetensors", "*.index.json", "index.json", "*config.json", "params.json", "f8emu_manifest.json")
+"""Files that readers of a directory look for: a new one would change what is read."""
+_MOST_FILES = 100_000
+"""Files of a directory that are compared with an output."""
+_DONE = {"verify": "verified", "fit": "fitted", "diff": "compared", "plan": "planned"}
+
+
+class Use(Enum):
+    """What a command does with a path."""
+
+    READ = "a file or a directory that is read"
+    WRITE = "a file that is written when all is done"
+    MAKE = "a directory that is made; its maker refuses one that is there"
+
+
+Input = Annotated[Path, Use.READ]
+InputOrNone = Annotated[Path | None, Use.READ]
+Output = Annotated[Path, Use.WRITE]
+OutputOrNone = Annotated[Path | None, Use.WRITE]
+NewOrNone = Annotated[Path | None, Use.MAKE]
+
+
+def checked(command: Any) -> Callable[..., None]:
+    """The command, which looks at its paths before it runs."""
+    import typer
+
+    uses = {name: use for name, hint in command.__annotations__.items() if (use := use_of(hint))}
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        paths = [(use, given[name]) for name, use in uses.items() if given[name] is not None]
+        if status := guarded(_check, command.__name__, paths):
+            raise typer.Exit(status)
+        command(**given)
+
+    return run
+
+
+def use_of(hint: Any) -> Use | None:
+    """What is done with a parameter of this type, if it is a path that says so."""
+    return next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Use)), None)
+
+
+def text_of(command: str, path: Path) -> str:
+    """A text file, or a SpecError that names the command."""
+    try:
+        return read_regular(path, _LARGEST_TEXT).decode()
+    except OSError as error:
+        raise SpecError(f"{command}: cannot read {path}: {error.strerror}; {CHECK_PATH}") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{command}: cannot read {path}: {error}; give the path of a JSON file") from None
+
+
+def _check(command: str, given: list[tuple[Use, Path]]) -> int:
+    inputs, outputs = ([path for use, path in given if use is one] for one in (Use.READ, Use.WRITE))
+    for i, out in enumerate(outputs):
+        _require_place(command, out)
+        if any(_belongs(out, path) for path in inputs):
+            done = _DONE.get(command, f"{command}ed")
+            why = f"a report may not replace what is {done}, or be read with it; give another path"
+        elif any(_is_same(out, other) for other in outputs[:i]):
+            why = "two outputs may not be one file; give each a path of its own"
+        elif out.is_symlink():
+            why = "it is a link; give the path of the file itself"
+        elif out.suffix in all_suffixes() and out.exists():
+            why = "a report does not replace a module of Python, a kernel's for instance; give another path"
+        else:
+            continue
+        raise SpecError(f"{command}: cannot write {out}: {why}")
+    return 0
+
+
+def _require_place(command: str, out: Path) -> None:
+    # A report can be written there.
+    try:
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise unwritable(command, out, error) from None
+    if out.exists() and not out.is_file():
+        raise SpecError(f"{command}: cannot write {out}: it is a pipe or a device; give the path of a file")
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    # One file, through links and other spellings, and hard links.
+    with suppress(OSError):
+        if a.samefile(b):
+            return True
+    return os.path.realpath(a) == os.path.realpath(b)
+
+
+def _belongs(out: Path, given: Path) -> bool:
+    # It is an input, or one that is a directory has it, by a name of its own or through a link, or would read it.
+    if _is_same(out, given):
+        return True
+    places = os.path.realpath(out), os.path.join(os.path.realpath(out.parent), out.name)
+    if any(Path(place).is_relative_to(os.path.realpath(given)) for place in places):
+        return out.exists() or any(fnmatchcase(out.name, one) for one in _READ_BY_NAME)
+    files = (Path(at, name) for at, _, names in os.walk(given) for name in names)
+    return out.exists() and any(_is_same(out, file) for file in islice(files, _MOST_FILES))
