@@ -71,6 +71,11 @@ class Weight:
         return self.name.rpartition(".")[0]
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether its scale can be read."""
+        return self.scale is not None and self.block is not None and self.scale.dtype in DTYPES
+
+    @property
     def largest_code(self) -> int:
         return CODES[self.codes.dtype]
 
@@ -153,8 +158,7 @@ def shapes_of(codes: tuple[int, ...], block: Block, *, has_ones: bool = False) -
 
 
 def measured(weight: Weight, elements: int = BAND) -> Blocks:
-    """The largest code of every block, beside its scale; `elements` are read at a time, or a row."""
-    assert weight.scale is not None
+    """The largest code of every block, beside its scale, or 1; `elements` are read at a time, or a row."""
     k, (height, width) = weight.codes.shape[-1], weight.extent
     largest = np.zeros((math.prod(weight.grid[:-1]), weight.grid[-1]), np.uint8)
     counts, step = np.zeros(128, np.int64), max(1, weight.codes.size // _SAMPLE)
@@ -172,7 +176,7 @@ def measured(weight: Weight, elements: int = BAND) -> Blocks:
                 found = columns.max(axis=1)[:, None] if width == k else np.maximum.reduceat(columns, starts, axis=1)
                 target = largest[first : first + len(found)]
                 np.maximum(target, found, out=target)
-    raw = weight.scale.read()
+    raw = weight.scale.read() if weight.scale and weight.is_scaled else np.ones(math.prod(weight.grid), np.float32)
     raw = raw.view(DTYPES["F8_E8M0"]) if raw.dtype == np.uint8 else raw
     with np.errstate(all="ignore"):
         part = Counts(counts, float(counts.sum()) / math.prod(weight.extent))
@@ -194,14 +198,6 @@ def bands(weight: Weight, stored: Stored | Joined, elements: int = BAND) -> Iter
         at = row // rows * weight.grid[-2] + row % rows // height
         yield at, stored.read(row * k, (row + taken) * k).reshape(taken, k)
         row += taken
-
-
-def histogram(weight: Weight) -> NDArray[np.int64]:
-    """How often each magnitude of a code occurs."""
-    counts = np.zeros(128, np.int64)
-    for codes in weight.codes.parts():
-        counts += np.bincount(codes.view(np.uint8) & 0x7F, minlength=128)
-    return counts
 
 
 def magnitudes(weight: Weight, index: int) -> NDArray[np.uint8]:

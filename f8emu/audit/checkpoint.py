@@ -165,7 +165,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         tensors=tensors,
         unlisted=frozenset(tensors) - frozenset(listed or tensors),
         has_config=(path / CONFIG).exists(),
-        config=config | _object(path / CONFIG, "text_config", config),
+        config=config | next((one for key, one in config.items() if key == "text_config" and one in parts), {}),
         quantization=said or second,
         second=second if said else {},
         manifest=_object(path / MANIFEST, "tensors"),

@@ -95,10 +95,8 @@ def _steps(n: NDArray[np.float64]) -> tuple[str, str] | None:
     if not binades:
         return None
     grid = n[_BINADE * binades[0] : _BINADE * (binades[-1] + 1)].reshape(-1, _BINADE)
-    low, up, next_low = grid[:, :4].sum(1), grid[:, 4:].sum(1), n[_BINADE * (binades[-1] + 1) :][:4].sum()
-    following = np.append(low[1:], next_low)
-    sums = up.sum(), low.sum(), following.sum()
-    inner = grid.sum(0)
+    halves = n[_BINADE * binades[0] : _BINADE * (binades[-1] + 1) + 4].reshape(-1, 4).sum(1)
+    sums, inner = [halves[1::2].sum(), halves[:-1:2].sum(), halves[2::2].sum()], grid.sum(0)
     if min(sums) < 1000 or any(np.ptp(part) > 0.25 * part.mean() for part in (inner[1:4], inner[5:])):
         return None
     # Rounded to nearest this is 16 / 28; where binades have four codes, as in E5M2, it is 1.

@@ -11,13 +11,13 @@ from f8emu.audit.findings import Finding, Severity, finding
 from f8emu.audit.formats import Format, has
 
 _EMBEDDINGS = ("embed_tokens", "tok_embeddings", "wte", "word_embeddings", "embed_in")
-_ROUTERS = ("gate", "router")
+_ROUTERS = ("gate", "router")  # of few rows, others are gates of activations
 _LINEARS = frozenset(
     "q_proj k_proj v_proj o_proj qkv_proj gate_proj up_proj down_proj gate_up_proj q_a_proj q_b_proj kv_b_proj "
     "kv_a_proj_with_mqa w1 w2 w3 wq wk wv wo dense dense_h_to_4h dense_4h_to_h query_key_value fc1 fc2".split()
 )
 """Layers that servers build as the configuration says, if it does not except them."""
-_EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.*experts)\.(\d{1,4})\.(.+)")
 _NUMBERS = re.compile(r"\d+")
 _STACK = re.compile(r"(.*?)\.\d+\.")
 
@@ -27,7 +27,7 @@ def layered(
 ) -> Iterator[Finding]:
     """Layers in another precision than servers give them, and lost experts."""
     for weight in weights:
-        if form.is_complete and weight.module.rpartition(".")[2] in (*_EMBEDDINGS, *_ROUTERS):
+        if form.is_complete and (_is_router(weight.codes) or weight.module.rpartition(".")[2] in _EMBEDDINGS):
             yield weight.finding("no-linear", "BF16, F16 or F32", weight.codes.dtype)
     stacks = {found[1] for weight in weights if (found := _STACK.match(weight.name))}
     told = {_NUMBERS.sub("#", weight.module) for weight in weights}  # by the like in other layers
@@ -41,13 +41,17 @@ def layered(
     for module, stored in kinds.items():
         last = module.rpartition(".")[2]
         is_listed = form.method == "modelopt" and "conv" not in last  # what it does not list is quantized
-        is_router = last in _ROUTERS and form.method == "compressed-tensors"
+        is_router = _is_router(stored[0]) and form.method == "compressed-tensors"
         if module not in told and (last in _LINEARS or is_listed or is_router):
             severity = Severity.NOTE if is_router and not has(consumers, "vllm", "sglang") else Severity.WARNING
             more = {"severity": severity, "blocks": len(stored)}
             yield finding("unquantized", stored[0].name, "F8_E4M3, or an exception", stored[0].dtype, **more)
     yield from _experts(checkpoint)
     yield from _halves(weights)
+
+
+def _is_router(stored: Stored) -> bool:
+    return stored.name.split(".")[-2:-1] in [[one] for one in _ROUTERS] and 4 * stored.shape[-2] <= stored.shape[-1]
 
 
 def _halves(weights: Sequence[Weight]) -> Iterator[Finding]:

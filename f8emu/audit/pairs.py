@@ -12,7 +12,7 @@ from f8emu.dialects.stacks import FUSED
 _GATE_UP, _DOWN = (("gate_proj", "up_proj"), ("w1", "w3")), (("down_proj",), ("w2",))
 _STACKED = {"gate_up_proj": _GATE_UP, "w13_weight": _GATE_UP, "down_proj": _DOWN, "w2_weight": _DOWN}
 """All experts as one tensor [E, rows, K] -> the weights of one expert, each a tensor, by transformers and Mistral."""
-_EXPERT = re.compile(r"(.*experts)\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*experts)\.(\d{1,4})\.(\w+)\.weight")
 _GROUPS = (*FUSED.values(), ("wq", "wk", "wv"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Layers that servers fuse: exporters that know it give them one amax."""
 
@@ -26,12 +26,14 @@ def paired(weight: Weight, sources: Mapping[str, Stored]) -> list[Weight]:
             return shards
         rows, k = sum(one.size for one in parts) // weight.codes.shape[-1], weight.codes.shape[-1]
         is_whole = rows * k == weight.codes.size and all(one.shape[-1] == k for one in parts)
-        if is_whole and len({one.dtype for one in parts}) == 1:
+        if is_whole and {one.dtype for one in parts} in [{one} for one in FLOATS]:
             weight.origin = Joined(parts=tuple(parts), shape=weight.codes.shape)
             return [weight]
         found = _slice(weight, sources)
     weight.origin = found
-    if found is None:
+    if found is None and weight.codes.file.name.startswith("consolidated"):
+        weight.add("second-layout", weight.source, "none in the source")
+    elif found is None:
         weight.uncompared = f"the source has no {weight.source}"
     elif found.dtype not in FLOATS:
         weight.uncompared = f"the source has {found.dtype} here"

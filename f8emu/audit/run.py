@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from f8emu.audit.blocks import Weight, measured, weights_of
-from f8emu.audit.checkpoint import DTYPES, FLOATS, Checkpoint, read_checkpoint
+from f8emu.audit.checkpoint import FLOATS, Checkpoint, read_checkpoint
 from f8emu.audit.findings import CHECKS, Audit, Severity
 from f8emu.audit.formats import Format, consumers_of, format_of
 from f8emu.audit.layers import layered
 from f8emu.audit.names import changed, infinite, left_out, named
 from f8emu.audit.pairs import paired, siblings_of
 from f8emu.audit.serving import cuts, served
-from f8emu.audit.source import compare, compare_cast
+from f8emu.audit.source import compare
 from f8emu.audit.values import examine, together, unscaled
 from f8emu.audit.zeros import fingerprints, lost_whole
 from f8emu.conformance.run.result import Progress, Silent
@@ -66,18 +66,17 @@ def audit(
             weights = [shard for one in weights for shard in paired(one, origin.tensors)]
         found.tensors_total = len(weights)
         exported = sorted(checkpoint.manifest and checkpoint.manifest.keys() | checkpoint.tensors.keys())
-        told.begin("audit", "hashes of the manifest", len(exported))
-        for findings in pool.map(partial(changed, checkpoint), exported):
-            found.findings += findings
-            told.advance()
         others = [one for one in checkpoint.tensors.values() if one.dtype in FLOATS and "scale" not in one.name]
-        told.begin("audit", "weights in high precision", len(others))
-        for findings in pool.map(infinite, others if weights else ()):
-            found.findings += findings
-            told.advance()
+        for what, check, items in (
+            ("hashes of the manifest", partial(changed, checkpoint), exported),
+            ("weights in high precision", infinite, others if weights else []),
+        ):
+            told.begin("audit", what, len(items))
+            for findings in pool.map(check, items):
+                found.findings += findings
+                told.advance()
         told.begin("audit", "float8 weights", len(weights))
-        examine_one = partial(_examine, form=form, origin=origin, consumers=consumers)
-        for _ in pool.map(examine_one, weights):
+        for _ in pool.map(partial(_examine, form=form, origin=origin, consumers=consumers), weights):
             found.tensors += 1
             told.advance()
     except KeyboardInterrupt:
@@ -92,23 +91,19 @@ def audit(
 
 
 def _examine(weight: Weight, *, form: Format, origin: Checkpoint | None, consumers: Sequence[str]) -> None:
-    source = weight.origin
-    if weight.scale is None or weight.block is None or weight.scale.dtype not in DTYPES:
-        unscaled(weight, is_told=form.is_certain or weight.scale is not None)
-        if source is not None and weight.scale is None and source.shape == weight.codes.shape and not form.is_certain:
-            compare_cast(weight, source)
-        else:
-            weight.uncompared = weight.uncompared or "it has no scale that can be read"
-        return
-    blocks = measured(weight)
-    examine(weight, blocks, form, consumers)
+    blocks, source = measured(weight), weight.origin
+    if weight.is_scaled:
+        examine(weight, blocks, form, consumers)
+    else:
+        unscaled(weight, blocks, is_told=form.is_certain or weight.scale is not None)
     if source is None or weight.uncompared:
         return
     if weight.codes.dtype != "F8_E4M3":
         weight.uncompared = f"no dialect gives {weight.codes.dtype}"
+    elif not weight.is_scaled and (form.is_certain or weight.scale):
+        weight.uncompared = "it has no scale that can be read"
     elif source.shape == weight.codes.shape:
-        siblings = [] if origin is None else siblings_of(weight, origin.tensors)
-        compare(weight, blocks, source, siblings, form)
+        compare(weight, blocks, source, siblings_of(weight, origin.tensors) if origin else [], form)
     else:
         weight.uncompared = f"the source has another shape, {list(source.shape)}"
         weight.add("source-shape", f"{list(weight.codes.shape)}", f"{list(source.shape)}")
@@ -126,15 +121,7 @@ def _conclude(found: Audit, form: Format, weights: Sequence[Weight]) -> None:
     lost_whole(weights)
     together(form, weights)
     found.findings += [finding for one in weights for finding in one.findings]
-    if found.source:
-        twins = [one for one in weights if one.uncompared and one.codes.file.name.startswith("consolidated")]
-        if compared and twins:
-            found.findings.append(
-                twins[0].finding("second-layout", "one layout", "another beside it", blocks=len(twins))
-            )
-            for one in twins:
-                one.uncompared = ""
-        found.uncompared = {one.name: one.uncompared for one in weights if one.uncompared}
+    found.uncompared = {one.name: one.uncompared for one in weights if one.uncompared}
     if found.source and weights and not compared and not any(one.check == "source-shape" for one in found.findings):
         expected = f"{weights[0].source} in high precision, in blocks of a known dialect"
         found.findings.append(weights[0].finding("source-missing", expected, "none", blocks=len(weights)))

@@ -38,6 +38,7 @@ def cuts(
     if not tp and not has(consumers, "vllm", "sglang"):
         return
     heads = checkpoint.config.get("num_key_value_heads")
+    heads = heads if isinstance(heads, int) and heads > 0 else max(_SIZES)
     wrong: dict[tuple[int, ...], list[tuple[Weight, str]]] = defaultdict(list)
     for weight in weights:
         last, (height, width) = weight.module.rpartition(".")[2], weight.block or TENSOR
@@ -53,7 +54,7 @@ def cuts(
         sizes = []
         for count in (tp,) if tp else _SIZES:
             # Each rank has one head of keys and values at least.
-            taken = min(count, heads) if last in ("k_proj", "v_proj") and isinstance(heads, int) else count
+            taken = min(count, heads) if last in ("k_proj", "v_proj") else count
             is_alone = taken == 1 and not (is_both or (group and last != group[-1]))
             if not is_alone and (size % taken or size // taken % block):
                 sizes.append(count)

@@ -64,17 +64,6 @@ def compare(weight: Weight, blocks: Blocks, source: Stored | Joined, siblings: S
     _differ(weight, raw, best)
 
 
-def compare_cast(weight: Weight, source: Stored | Joined) -> None:
-    """Whether codes without a scale are those of a plain cast."""
-    for (_, x), (_, codes) in zip(bands(weight, source), bands(weight, weight.codes), strict=True):
-        made = np.clip(x.astype(np.float32), -448, 448).astype(codes.dtype).view(np.uint8)
-        if np.any((made != codes.view(np.uint8)) & ((made | codes.view(np.uint8)) & 0x7F != 0)):
-            weight.add("no-dialect", "the plain cast of the source, as there is no scale", "other codes")
-            break
-    else:
-        weight.dialects = ("plain_cast",)
-
-
 def _candidates(
     weight: Weight, source: Stored | Joined, amax: np.ndarray, raw: np.ndarray
 ) -> tuple[list[Candidate], list[Candidate], int]:

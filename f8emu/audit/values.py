@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from f8emu.audit.blocks import Blocks, Weight, histogram, magnitudes
+from f8emu.audit.blocks import Blocks, Weight, magnitudes
 from f8emu.audit.checkpoint import DTYPES
 from f8emu.audit.counts import TOP, VALUES, Counts, wrong_cast
 from f8emu.audit.findings import Finding, Severity
@@ -35,14 +35,13 @@ _BY_CHANCE = ("saturated", "scale-constant", "too-coarse", "rounded-after", "wro
 """Checks of codes against the rule of their scales, which know no source."""
 
 
-def unscaled(weight: Weight, *, is_told: bool) -> None:
+def unscaled(weight: Weight, blocks: Blocks, *, is_told: bool) -> None:
     """A weight whose scale is not known: a plain cast, or one that lost its scale, unless that is told already."""
-    counts = histogram(weight)
-    if counts[weight.largest_code + 1 :].any():
+    last = int(blocks.largest.max())
+    if last > weight.largest_code:
         weight.add("nan-code", f"at most {weight.largest_code:#04x}", "NaN or infinity")
-    largest = VALUES[np.flatnonzero(counts)[-1]] if weight.largest_code == TOP else 0
-    if not is_told and largest >= _PLAIN_CAST:
-        weight.add("scale-missing", "weights below 100, of a cast without a scale", f"{largest:g}")
+    elif not is_told and weight.largest_code == TOP and VALUES[last] >= _PLAIN_CAST:
+        weight.add("scale-missing", "weights below 100, of a cast without a scale", f"{VALUES[last]:g}")
 
 
 def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[str]) -> None:
