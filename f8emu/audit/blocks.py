@@ -17,7 +17,7 @@ from f8emu.dialects.rules import GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
 
 CODES = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 """The dtype of codes -> the code of its largest number. What is above, signs left out, is infinite or NaN."""
-_SAMPLE = 1 << 20
+_SAMPLE = 1 << 19
 """About so many codes of a weight are counted."""
 Mask = NDArray[np.bool]
 
@@ -114,6 +114,8 @@ class Blocks(NamedTuple):
     raw: np.ndarray
     """The scales as they are stored; bytes are exponents."""
     counts: Counts
+    filled: float
+    """The share of rows up to the last one that is not zero."""
 
     @property
     def used(self) -> Mask:
@@ -162,11 +164,17 @@ def measured(weight: Weight, elements: int = BAND) -> Blocks:
     k, (height, width) = weight.codes.shape[-1], weight.extent
     largest = np.zeros((math.prod(weight.grid[:-1]), weight.grid[-1]), np.uint8)
     counts, step = np.zeros(128, np.int64), max(1, weight.codes.size // _SAMPLE)
+    row = filled = 0
     for at, band in bands(weight, weight.codes, elements):
         # 1. Magnitudes, in place; their order is that of the codes.
         codes = band.view(np.uint8)
         np.bitwise_and(codes, 0x7F, out=codes)
         counts += np.bincount(codes.reshape(-1)[: -(-codes.size // step)], minlength=128)
+        if codes[-1].any():
+            filled = row + len(codes)
+        elif codes.any():
+            filled = row + 1 + int(np.flatnonzero(codes.any(axis=1))[-1])
+        row += len(codes)
         # 2. Down: whole blocks together, then what is left of one, which the next band continues. Across.
         whole = len(codes) // height * height
         for first, part in ((at, codes[:whole].reshape(-1, height, k)), (at + whole // height, codes[None, whole:])):
@@ -180,7 +188,7 @@ def measured(weight: Weight, elements: int = BAND) -> Blocks:
     raw = raw.view(DTYPES["F8_E8M0"]) if raw.dtype == np.uint8 else raw
     with np.errstate(all="ignore"):
         part = Counts(counts, float(counts.sum()) / math.prod(weight.extent))
-        return Blocks(largest.reshape(-1), raw.astype(np.float32), raw, part)
+        return Blocks(largest.reshape(-1), raw.astype(np.float32), raw, part, filled / row)
 
 
 def bands(weight: Weight, stored: Stored | Joined, elements: int = BAND) -> Iterator[tuple[int, np.ndarray]]:

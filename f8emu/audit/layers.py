@@ -41,9 +41,11 @@ def layered(
     for module, stored in kinds.items():
         last = module.rpartition(".")[2]
         is_listed = form.method == "modelopt" and "conv" not in last  # what it does not list is quantized
-        is_router = _is_router(stored[0]) and form.method == "compressed-tensors"
+        is_router = _is_router(stored[0]) and (form.method == "compressed-tensors" or bool(consumers))
         if module not in told and (last in _LINEARS or is_listed or is_router):
-            severity = Severity.NOTE if is_router and not has(consumers, "vllm", "sglang") else Severity.WARNING
+            # Of DeepSeek's it is known, whatever the configuration says.
+            is_known = is_router and (form.method == "fp8" or not has(consumers, "vllm", "sglang"))
+            severity = Severity.NOTE if is_known and not is_listed else Severity.WARNING
             more = {"severity": severity, "blocks": len(stored)}
             yield finding("unquantized", stored[0].name, "F8_E4M3, or an exception", stored[0].dtype, **more)
     yield from _experts(checkpoint)

@@ -29,7 +29,8 @@ def named(
 ) -> Iterator[Finding]:
     """What names, shapes and dtypes show, and the few scales that no float8 weight has."""
     # 1. The configurations.
-    if weights and checkpoint.has_config and not checkpoint.quantization:
+    is_told = all(weight.scale is not None and weight.scale.name.endswith(".qscale_weight") for weight in weights)
+    if weights and checkpoint.has_config and not checkpoint.quantization and not is_told:  # Mistral: in params.json
         yield weights[0].finding("config-missing", "a quantization_config", "none", blocks=len(weights))
     second = format_of(replace(checkpoint, quantization=checkpoint.second))
     if checkpoint.second and (form.name, {*form.ignored}) != (second.name, {*second.ignored}):

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from f8emu.audit.blocks import Blocks, Weight
+from f8emu.audit.findings import Severity
 from f8emu.dialects import DIALECTS, zero_block_scale
+from f8emu.dialects.rules import TENSOR
 
 _TOLD = "a scale of zeros, which is the same in every block"
 
@@ -44,6 +46,9 @@ def lost(weight: Weight, blocks: Blocks, used: NDArray[np.bool]) -> None:
     scale, largest = blocks.scale, blocks.largest
     with np.errstate(over="ignore"):
         known = np.array([*of_zeros()], np.float32).astype(blocks.raw.dtype).astype(np.float32)
+    if weight.block == TENSOR and len(scale) == 1 and 0 < blocks.filled < 0.55:
+        found = f"zeros in the last {100 * (1 - blocks.filled):.0f}% of rows"
+        weight.add("lost-codes", "weights in all rows", found, severity=Severity.WARNING)
     wrong = (largest == 0) & (scale > 0) & ~np.isin(scale, known)
     if not wrong.any():
         return

@@ -111,6 +111,7 @@ LOST: dict[str, tuple[str, object, Callable[[Array], object]]] = {
     "powers of two": ("deep_gemm_block_ue8m0", fp8(scale_fmt="ue8m0"), lambda codes: codes[512:].fill(0)),
     "rows": ("compressed_tensors_channel", compressed("channel"), lambda codes: codes[700:].fill(0)),
     "groups": ("modelopt_mxfp8", MXFP8, lambda codes: codes[:, 256:].fill(0)),
+    "half of a tensor": ("vllm_tensor", compressed("tensor"), lambda codes: codes[512:].fill(0)),
     "a whole tensor": ("vllm_tensor", compressed("tensor"), lambda codes: codes.fill(0)),
 }
 
@@ -124,7 +125,7 @@ def test_codes_that_were_lost_are_told_from_zeros(name: str, tmp_path: Path) -> 
         tensors: dict[str, Array] = {}
         for i in range(3):
             x = normal(1024, 512, seed=i) * BF16(2.0**-i)
-            if i == 1 and not is_lost:
+            if i == 1 and not is_lost and name != "half of a tensor":
                 lose(x.view(np.uint16))
             codes, scale = quantize(x, dialect)
             if i == 1 and is_lost:
