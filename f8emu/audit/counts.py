@@ -41,14 +41,14 @@ class Counts(NamedTuple):
     """How many blocks that part is."""
 
 
-def wrong_cast(counts: Counts, largest: NDArray[np.uint8]) -> tuple[str, str] | None:
+def wrong_cast(counts: Counts, largest: NDArray[np.uint8], *, is_float: bool) -> tuple[str, str] | None:
     """What a right cast gives, and what is there instead; None: nothing is wrong, or nothing is known.
 
-    `largest` are the largest codes of the blocks that are not zero.
+    `largest` are the largest codes of the blocks that are not zero; `is_float`: scales are not powers of two.
     """
     n = counts.codes[: TOP + 1].astype(np.float64)
     n[TOP] = max(n[TOP] - counts.blocks, 0)
-    return _holes(n) or _end(n, counts, largest) or _steps(n)
+    return _holes(n) or _end(n, counts, largest, is_float=is_float) or _steps(n)
 
 
 def _holes(n: NDArray[np.float64]) -> tuple[str, str] | None:
@@ -77,15 +77,22 @@ def _holes(n: NDArray[np.float64]) -> tuple[str, str] | None:
     return None
 
 
-def _end(n: NDArray[np.float64], counts: Counts, largest: NDArray[np.uint8]) -> tuple[str, str] | None:
-    # Clipped at the end of another format: in nearly every block, and more than the codes below it are.
+def _end(
+    n: NDArray[np.float64], counts: Counts, largest: NDArray[np.uint8], *, is_float: bool
+) -> tuple[str, str] | None:
+    # Clipped: in nearly every block, and more than the codes below it are. Under powers of two, weights that were
+    # clipped themselves have an end anywhere: only those of other formats are told.
     end = int(largest.max(initial=0))
-    if end not in _ENDS or len(largest) < 4:
+    if len(largest) < 4 or not (end in _ENDS or (is_float and 0 < end < TOP - 1)):
         return None
     often, below = n[end], n[end - 1] * _WIDTHS[end] / _WIDTHS[end - 1]
     is_clipped = often - below > 5 * math.sqrt(often + below) and often > 3 * counts.blocks
     share = f"{100 * float(np.mean(largest == end)):.0f}% of blocks"
-    return ("codes to 448", f"clipped at {_ENDS[end]}, in {share}") if is_clipped and n[end - 1] else None
+    return (
+        ("codes to 448", f"clipped at {_ENDS.get(end, f'{VALUES[end]:g}')}, in {share}")
+        if is_clipped and n[end - 1]
+        else None
+    )
 
 
 def _steps(n: NDArray[np.float64]) -> tuple[str, str] | None:

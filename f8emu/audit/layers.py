@@ -58,15 +58,15 @@ def _is_router(stored: Stored) -> bool:
 
 def _halves(weights: Sequence[Weight]) -> Iterator[Finding]:
     # The sizes that gate, up and down of a feed-forward layer share.
-    sizes: dict[str, dict[str, int]] = defaultdict(dict)
+    sizes: dict[str, dict[int, str]] = defaultdict(dict)
     for one in weights:
         stem, _, last = one.module.rpartition(".")
         if len(one.codes.shape) == 2 and last in ("gate_proj", "up_proj", "down_proj"):
-            sizes[stem][last] = one.codes.shape[last == "down_proj"]
-    for stem, size in sizes.items():
-        if len(set(size.values())) > 1:
-            found = ", ".join(f"{name} {count}" for name, count in size.items())
-            yield finding("weight-cut", f"{stem}.{min(size, key=lambda one: size[one])}.weight", "one size", found)
+            sizes[stem][one.codes.shape[last == "down_proj"]] = one.name
+    for found in sizes.values():
+        if len(found) > 1:
+            texts = (f"{size} in {name.split('.')[-2]}" for size, name in found.items())
+            yield finding("weight-cut", found[min(found)], "one size of gate, up and down", ", ".join(texts))
 
 
 def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:

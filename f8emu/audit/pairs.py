@@ -48,8 +48,7 @@ def group_of(layer: str) -> tuple[str, ...]:
 def siblings_of(weight: Weight, sources: Mapping[str, Stored]) -> list[Stored]:
     """The sources of the layers that a server fuses with this one, its own among them; empty: none."""
     stem, _, last = weight.module.rpartition(".")
-    names = [f"{stem}.{one}.weight".lstrip(".") for one in group_of(last)]
-    return [sources[one] for one in names if one in sources]
+    return [sources[name] for one in group_of(last) if (name := f"{stem}.{one}.weight".lstrip(".")) in sources]
 
 
 def _parts(weight: Weight, sources: Mapping[str, Stored]) -> list[Stored]:
@@ -68,16 +67,14 @@ def _slice(weight: Weight, sources: Mapping[str, Stored]) -> Stored | None:
     if (found := _EXPERT.fullmatch(weight.source)) is None:
         return None
     stem, expert, last = found[1], int(found[2]), found[3]
+    rows, k = weight.codes.shape[-2:]
     for name, kinds in _STACKED.items():
-        stacked = sources.get(f"{stem}.{name}")
+        stacked, count = sources.get(f"{stem}.{name}"), len(kinds[0])
         part = next((parts.index(last) for parts in kinds if last in parts), None)
-        if stacked is None or part is None:
-            continue
-        rows, k = weight.codes.shape
-        count = len(kinds[0])
-        if expert < stacked.shape[0] and stacked.shape[1:] == (count * rows, k):
-            begin = stacked.begin + (expert * count + part) * rows * k * DTYPES[stacked.dtype].itemsize
-            return replace(stacked, begin=begin, shape=(rows, k))
+        is_there = stacked is not None and expert < stacked.shape[0] and stacked.shape[1:] == (count * rows, k)
+        if stacked and part is not None and is_there:
+            begin = (expert * count + part) * rows * k * DTYPES[stacked.dtype].itemsize
+            return replace(stacked, begin=stacked.begin + begin, shape=(rows, k))
     return None
 
 

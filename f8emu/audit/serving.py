@@ -75,20 +75,19 @@ def _fused(weights: Sequence[Weight]) -> Iterator[Finding]:
         stem, _, last = weight.module.rpartition(".")
         if weight.block == TENSOR and len(weight.scales) == 1 and (group := group_of(last)):
             groups[stem, *group].append(weight)
-    worst: tuple[float, Weight, Weight] | None = None
-    for group in groups.values():
-        largest = max(group, key=lambda one: max(one.scales))
-        for one in group:
-            ratio = max(one.scales) / max(largest.scales)
-            if math.frexp(ratio)[0] != 0.5 and (worst is None or ratio < worst[0]):
-                worst = ratio, one, largest
-    if worst is not None:
-        ratio, one, largest = worst
-        codes = one.codes.read(0, min(one.codes.size, BAND)).view(np.uint8) & 0x7F
-        values = np.minimum(VALUES[codes], 448)
+    ratios = [
+        (max(one.scales) / max(scale for other in group for scale in other.scales), one)
+        for group in groups.values()
+        for one in group
+    ]
+    # A power of two moves the exponents alone.
+    ratios = [pair for pair in ratios if math.frexp(pair[0])[0] != 0.5]
+    if ratios:
+        ratio, one = min(ratios, key=lambda pair: pair[0])
+        values = VALUES[one.codes.read(0, min(one.codes.size, BAND)).view(np.uint8) & 0x7F]
         again = (values * np.float32(ratio)).astype(DTYPES["F8_E4M3"]).astype(np.float32) / np.float32(ratio)
-        added = float(np.linalg.norm(again - values) / max(np.linalg.norm(values), 1e-30))
-        found = f"{1 / ratio:.3g} times smaller than that of {largest.name}: {100 * added:.1f}% are added"
+        added = 100 * float(np.linalg.norm(again - values) / np.linalg.norm(values))
+        found = f"{1 / ratio:.3g} times smaller than the largest: {added:.1f}% are added"
         yield one.finding("requantized", "one scale for layers that are fused", found, blocks=len(groups))
 
 
@@ -96,13 +95,9 @@ def _dtypes(checkpoint: Checkpoint, weights: Sequence[Weight], consumers: Sequen
     # Scales below the normal numbers of float16, as they are stored, or as transformers keeps them.
     model = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
     is_kept = model == "float16" and has(consumers, "transformers")
-    small: list[tuple[float, Weight]] = []
-    for one in weights:
-        is_half = one.scale is not None and one.scale.dtype == "F16"
-        if one.scales and (is_half or is_kept) and (least := min(one.scales)) < 2.0**-14:
-            lost = 2.0**-25 if is_half else abs(float(np.float16(least)) - least)
-            small.append((lost / least, one))
+    of = [one for one in weights if one.scales and one.scale and (is_kept or one.scale.dtype == "F16")]
+    small = [(min(one.scales), one) for one in of if min(one.scales) < 2.0**-14]
     if small:
-        lost, one = max(small, key=lambda pair: pair[0])
-        found = f"{min(one.scales):.3g}, off by up to {100 * lost:.1f}%"
+        least, one = min(small, key=lambda pair: pair[0])
+        found = f"{least:.3g}, off by up to {100 * 2.0**-25 / least:.1f}%"
         yield one.finding("scale-half", f"at least {2.0**-14:.2g} in float16", found, blocks=len(small))

@@ -38,6 +38,8 @@ _BY_CHANCE = ("saturated", "scale-constant", "too-coarse", "rounded-after", "wro
 def unscaled(weight: Weight, blocks: Blocks, *, is_told: bool) -> None:
     """A weight whose scale is not known: a plain cast, or one that lost its scale, unless that is told already."""
     last = int(blocks.largest.max())
+    if weight.largest_code == TOP and (wrong := wrong_cast(blocks.counts, blocks.largest[blocks.used], is_float=False)):
+        weight.add("wrong-cast", *wrong)
     if last > weight.largest_code:
         weight.add("nan-code", f"at most {weight.largest_code:#04x}", "NaN or infinity")
     elif not is_told and weight.largest_code == TOP and VALUES[last] >= _PLAIN_CAST:
@@ -72,7 +74,7 @@ def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[st
                 weight.add("scale-kind", f"what {key} takes", kind, wrong, severity=severity, effect=effect)
     # 2. Codes that no right cast gives.
     weight.counts = blocks.counts
-    if wrong := wrong_cast(weight.counts, largest[used]):
+    if wrong := wrong_cast(weight.counts, largest[used], is_float=kind is Kind.FLOAT):
         weight.add("wrong-cast", *wrong, blocks=count)
     # 3. Floors: the codes of a block are small because its scale could not be smaller.
     floors = np.array([floor for floor in of_zeros() if 0 < floor < 2.0**-7], np.float32)
@@ -204,7 +206,9 @@ def together(form: Format, weights: Sequence[Weight]) -> None:
     counted = [one for one in weights if one.counts is not None]
     if len(counted) > 1 and not any(found.check == "wrong-cast" for one in weights for found in one.findings):
         codes, blocks = (sum(part) for part in zip(*(one.counts for one in counted if one.counts), strict=True))
-        if wrong := wrong_cast(Counts(np.asarray(codes), float(blocks)), np.zeros(0, np.uint8)):
+        largest = np.array([one.largest for one in counted], np.uint8)
+        is_float = all(one.kind is Kind.FLOAT for one in counted)
+        if wrong := wrong_cast(Counts(np.asarray(codes), float(blocks)), largest, is_float=is_float):
             counted[0].add("wrong-cast", *wrong, blocks=sum(one.used for one in counted))
     # 4. Weights whose dialects are not that of the others with the same blocks.
     known = [(one, one.dialects) for one in weights if one.dialects]

@@ -57,10 +57,10 @@ def lost(weight: Weight, blocks: Blocks, used: NDArray[np.bool]) -> None:
     is_certain = len(values) > 1
     if len(others):
         low, high = scale[used].min(), scale[used].max()
-        is_among = low <= values[0] <= high and (is_power or int(wrong.sum()) == 1)
+        is_among = low / 2 <= values[0] <= 2 * high and (is_power or int(wrong.sum()) == 1)
         # The scale of a tensor that was copied to its blocks has blocks with small codes.
         is_own = np.quantile(others, 0.05) >= int(others.max()) - (8 if is_power else 1)
-        is_certain = bool(is_own) and len(others) >= 4 and (is_certain or is_among)
+        is_certain = bool(is_own) and len(others) >= (2 if low < high else 4) and (is_certain or is_among)
     if is_certain:
         found = f"{int(wrong.sum())} blocks of zeros under {len(values)} scales, {values[-1]:.4g} and others"
         weight.add("lost-codes", _TOLD, found, wrong)
@@ -73,6 +73,6 @@ def lost_whole(weights: Sequence[Weight]) -> None:
     for one in whole:
         (scale,) = one.zeros
         others = [value for other in weights if other.used and other.block == one.block for value in other.scales]
-        is_known = scale in of_zeros() or scale in others or scales[scale] > 1
-        if others and not is_known and min(others) < scale < max(others):
+        is_known = scale in of_zeros() or (scale in others and one.block == TENSOR) or scales[scale] > 1
+        if others and not is_known and min(others) / 2 < scale < 2 * max(others):
             one.add("lost-codes", _TOLD, f"zeros alone under {scale:.4g}, a scale as those of other weights")

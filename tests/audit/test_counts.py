@@ -100,7 +100,7 @@ def test_sound_weights_have_the_counts_of_a_right_cast() -> None:
                     codes = right(v / scale).view(np.uint8) & 0x7F
                     counts = Counts(np.bincount(codes.reshape(-1), minlength=128), float(amax.size))
                     largest = codes.max((1, 3)).reshape(-1)
-                    found = wrong_cast(counts, largest[largest > 0])
+                    found = wrong_cast(counts, largest[largest > 0], is_float=bool(np.any(np.frexp(scale)[0] != 0.5)))
                     assert found is None, (what, block, dtype, found)
 
 
