@@ -16,11 +16,11 @@ _TOLD = "a scale of zeros, which is the same in every block"
 
 
 @functools.cache
-def of_zeros() -> Mapping[float, Sequence[str]]:
-    """The scale of a block of zeros -> the dialects that give it."""
+def of_zeros(*dtypes: str) -> Mapping[float, Sequence[str]]:
+    """The scale of a block of zeros -> the dialects that give it; of weights in float32 and bfloat16, or `dtypes`."""
     found: dict[float, list[str]] = defaultdict(list)
     for name in (one.name for one in DIALECTS.values() if one.scale is not None):
-        for scale in {zero_block_scale(name, dtype) for dtype in ("float32", "bfloat16", "float16")}:
+        for scale in {zero_block_scale(name, dtype) for dtype in dtypes or ("float32", "bfloat16")}:
             found[scale].append(name)
     return found
 
@@ -45,7 +45,8 @@ def lost(weight: Weight, blocks: Blocks, used: NDArray[np.bool]) -> None:
     """
     scale, largest = blocks.scale, blocks.largest
     with np.errstate(over="ignore"):
-        known = np.array([*of_zeros()], np.float32).astype(blocks.raw.dtype).astype(np.float32)
+        every = {*of_zeros(), *(of_zeros("float16") if blocks.raw.dtype == np.float16 else ())}
+        known = np.array([*every], np.float32).astype(blocks.raw.dtype).astype(np.float32)
     if weight.block == TENSOR and len(scale) == 1 and 0 < blocks.filled < 0.55:
         found = f"zeros in the last {100 * (1 - blocks.filled):.0f}% of rows"
         weight.add("lost-codes", "weights in all rows", found, severity=Severity.WARNING)
@@ -59,7 +60,7 @@ def lost(weight: Weight, blocks: Blocks, used: NDArray[np.bool]) -> None:
         low, high = scale[used].min(), scale[used].max()
         is_among = low / 2 <= values[0] <= 2 * high and (is_power or int(wrong.sum()) == 1)
         # The scale of a tensor that was copied to its blocks has blocks with small codes.
-        is_own = np.quantile(others, 0.05) >= int(others.max()) - (8 if is_power else 1)
+        is_own = np.median(others) >= int(others.max()) - (8 if is_power else 1)
         is_certain = bool(is_own) and len(others) >= (2 if low < high else 4) and (is_certain or is_among)
     if is_certain:
         found = f"{int(wrong.sum())} blocks of zeros under {len(values)} scales, {values[-1]:.4g} and others"
