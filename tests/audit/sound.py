@@ -76,7 +76,7 @@ class Draw:
         self._seed, self._has_dead_rows = seed, has_dead_rows
         self.hidden, self.wide = (multiple * int(self._draw.integers(8, 24) * 16 // multiple) for _ in range(2))
         self.narrow = max(multiple, self.hidden // 2 // multiple * multiple)
-        self.layers = int(self._draw.integers(1, 4))
+        self.layers = int(self._draw.integers(1, 3))
 
     def one_of(self, *found: Any) -> Any:
         """Each in its turn, so that ten seeds meet every layout."""

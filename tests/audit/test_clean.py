@@ -1,4 +1,4 @@
-"""Nothing is found in what the quantizer of any dialect gives; tests/dialects audits what packages write."""
+"""Nothing is found in what the quantizer of any dialect gives, or any tool writes; tests/dialects audits packages."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from f8emu.cli.frame import status_of
 from f8emu.dialects import DIALECTS, quantize
 from f8emu.dialects.rules import MX_GROUP, ROW, SQUARE, TENSOR
 from tests.audit.checkpoints import BF16, MXFP8, checkpoint, compressed, fp8
+from tests.audit.sound import TOOLS, accused, sound
 
 
 def weights(rows: int, k: int, seed: int) -> dict[str, np.ndarray]:
@@ -39,6 +40,8 @@ CONFIGURATIONS = {
     TENSOR: ("l.weight_scale", compressed("tensor")),
     ROW: ("l.weight_scale", compressed("channel")),
 }
+SEEDS = {"llm-compressor": (3, 8), "Model-Optimizer": (3, 4), "transformers": (2, 3), "TransformerEngine": (2, 7)}
+"""Layouts that were accused, where these are not the first."""
 WITHOUT_FLOORS = (
     "compressed_tensors_tensor compressed_tensors_channel compressed_tensors_block compressed_tensors_mxfp8 qwix "
     "transformers_block transformers_block_ue8m0 modelopt_tensor modelopt_channel modelopt_block modelopt_mxfp8 "
@@ -64,3 +67,12 @@ def test_no_fault_is_invented(name: str, tmp_path: Path) -> None:
             found = audit(path, source=checkpoint(tmp_path / "source", {"l.weight": x}))
             assert status_of(found) == 0 and not found.findings, (what, dtype, found.findings)
             assert name in found.dialect.split(", "), what
+
+
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool != "f8emu"])  # tests/dialects audits its exports
+def test_what_a_tool_writes_is_not_accused(tool: str, tmp_path: Path) -> None:
+    """Two seeds of each, with and without a source; ten: `python -m benchmarks.proofs.sound_checkpoints`."""
+    for seed in SEEDS.get(tool, (0, 1)):
+        one = sound(tool, seed)
+        (tmp_path / str(seed)).mkdir()
+        assert accused(*one.write(tmp_path / str(seed)), one.dialect) == [], (seed, one.variant)
