@@ -74,7 +74,7 @@ def open_regular(path: Path, *, follows_links: bool = True) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: Path, most: int) -> bytes:
+def read_regular(path: Path, most: int = 1 << 28) -> bytes:
     """A whole regular file of at most `most` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -45,6 +45,7 @@ HELD = {
     "recorded_layers-h200": "SHA-256 digests of layers with few rows; the tests emulate them on a CPU",
     "served_by_vllm-h100": "A small Llama that vLLM serves on an H100: operands and products beside the trainer's",
     "sizes-h200": "One linear layer over a grid of sizes, eager and in CUDA graphs",
+    "sound_checkpoints-cpu": "Sound checkpoints of eleven tools under `f8emu audit`",
     "split_k-h200": "The S of 75 shapes, found on a GPU by `f8emu record --plans`",
     "split_k_asked-h100": "The S that cuBLAS's heuristic gives on an H100, beside the H200's plan",
     "split_k_asked-h200": "The S that cuBLAS's heuristic gives on an H200, beside the shipped plan",

@@ -60,6 +60,12 @@ def audit() -> str:
     return f"{table(columns, rows)}\n\n{source('audit-cpu', ('numpy',))}"
 
 
+def sound() -> str:
+    """Sound checkpoints under `f8emu audit`."""
+    rows = [[e["tool"], str(e["checkpoints"]), str(e["accused"])] for e in record("sound_checkpoints-cpu")["tools"]]
+    return f"{table(['written by', 'checkpoints', 'accused'], rows)}\n\n{source('sound_checkpoints-cpu', ('numpy',))}"
+
+
 def kernels() -> str:
     """Kernels that `f8emu verify` knows by name, on an H200."""
     return _kernels("kernels-h200", ("torch", "jax"))
@@ -264,6 +270,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "recorded-layers": recorded_layers,
     "captures": captures,
     "audit": audit,
+    "sound": sound,
     "dialects": dialects,
     "served-by-vllm": served_by_vllm,
     "deepgemm": deepgemm,

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from f8emu.cli.frame import MOST, STATUSES, guarded, run_and_show
 from f8emu.cli.paths import Input, InputOrNone, OutputOrNone
@@ -36,20 +36,14 @@ def add_to(app: "typer.Typer") -> None:
         Errors and warnings give status 1, notes do not. With --source it names the quantizer that gives every byte, and
         the first block where none does. Ctrl-C ends it, and the findings so far are reported.
         """
-        raise typer.Exit(guarded(_audit, checkpoint, source, consumer, tp, (json_file, html_file), errors))
+        options = {"source": source, "consumer": consumer, "tp": tp}
+        raise typer.Exit(guarded(_audit, checkpoint, options, (json_file, html_file), errors))
 
 
-def _audit(
-    checkpoint: Path,
-    source: Path | None,
-    consumer: str | None,
-    tp: int | None,
-    reports: tuple[Path | None, Path | None],
-    errors: int,
-) -> int:
+def _audit(checkpoint: Path, options: dict[str, Any], reports: tuple[Path | None, Path | None], errors: int) -> int:
     from f8emu.audit import audit
     from f8emu.audit.page import audit_page
 
-    run = partial(audit, checkpoint, source=source, consumer=consumer, tp=tp)
+    run = partial(audit, checkpoint, **options)
     shown = partial(audit_page, errors=errors)
     return run_and_show("audit", reports[0], lambda progress: run(progress=progress), shown, reports[1])

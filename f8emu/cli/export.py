@@ -1,7 +1,7 @@
 """`f8emu export`: a checkpoint in high precision as a float8 one, for a server; and the check of an exported one."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from f8emu.cli.frame import DIFFERENT, STATUSES, guarded, progress_bar, say
 from f8emu.cli.paths import Input, NewOrNone
@@ -48,14 +48,7 @@ def _verify(model: Path, *others: object) -> int:
     return DIFFERENT if differences else 0
 
 
-def _export(
-    model: Path,
-    out: Path | None,
-    format: str | None,
-    recipe: str | None,
-    cast_weight_from: str | None,
-    skip: list[str] | None,
-) -> int:
+def _export(model: Path, out: Path | None, format: str | None, recipe: str | None, *chosen: Any) -> int:
     from f8emu.torch.serving import export
 
     if out is None or format is None or recipe is None:
@@ -67,8 +60,8 @@ def _export(
                 bar.begin(str(model), "export", total)
             bar.advance()
 
-        chosen = {"format": format, "config": recipe, "skip": export.SKIPPED if skip is None else skip}
-        chosen["cast_weight_from"] = cast_weight_from
-        export.export_checkpoint(model, out, **chosen, progress=progress)
+        cast_weight_from, skip = chosen
+        how = {"cast_weight_from": cast_weight_from, "skip": export.SKIPPED if skip is None else skip}
+        export.export_checkpoint(model, out, format=format, config=recipe, **how, progress=progress)
     say(f"{out}: written; `f8emu export {out} --verify` compares it with its manifest")
     return 0

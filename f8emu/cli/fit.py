@@ -4,24 +4,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import (
-    BAD_USAGE,
-    DIFFERENT,
-    INTERRUPTED,
-    ISOLATE,
-    MOST,
-    SECONDS,
-    STATUSES,
-    TIMEOUT,
-    Arrays,
-    command_line,
-    find_modules_here,
-    guarded,
-    progress_bar,
-    say,
-    show,
-    write_json,
-)
+from f8emu.cli import frame
+from f8emu.cli.frame import Arrays, guarded, say
 from f8emu.cli.paths import OutputOrNone
 from f8emu.spec import SpecError
 
@@ -29,7 +13,7 @@ if TYPE_CHECKING:
     import typer
 
 MISSED = 3
-_STATUSES = f"{STATUSES} {MISSED}: random GEMMs confirm the rules, and a GEMM with another M, N or K misses them."
+_STATUSES = f"{frame.STATUSES} {MISSED}: random GEMMs confirm the rules, and a GEMM with another M, N or K misses them."
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -46,17 +30,20 @@ def add_to(app: "typer.Typer") -> None:
             typer.Option(help="Fit only this kind of GEMM, 'rowwise fast'; may be repeated. A wrong name lists them."),
         ] = None,
         m: Annotated[
-            list[int] | None, typer.Option(min=1, max=MOST, help="Rows to try instead of 1 to 4112; may be repeated.")
+            list[int] | None,
+            typer.Option(min=1, max=frame.MOST, help="Rows to try instead of 1 to 4112; may be repeated."),
         ] = None,
-        isolate: Annotated[bool, typer.Option("--isolate", help=ISOLATE)] = False,
-        timeout: Annotated[float | None, typer.Option(metavar="SECONDS", max=MOST, help=SECONDS)] = None,
+        isolate: Annotated[bool, typer.Option("--isolate", help=frame.ISOLATE)] = False,
+        timeout: Annotated[
+            float | None, typer.Option(metavar="frame.SECONDS", max=frame.MOST, help=frame.SECONDS)
+        ] = None,
     ) -> None:
         """Measure the unknown rules of a kernel, and confirm them by bits, also at other sizes.
 
         Ctrl-C ends it, and the findings so far are reported. Status 1 means unconfirmed rules, a row whose bits depend
         on M, or a kernel that contradicts itself. A size at which confirmed rules do not hold has its own status.
         """
-        seconds = TIMEOUT if isolate and timeout is None else timeout
+        seconds = frame.TIMEOUT if isolate and timeout is None else timeout
         raise typer.Exit(guarded(_fit, kernel, json_file, arrays.value, kind or [], m or [], seconds))
 
 
@@ -75,21 +62,21 @@ def _fit(
     if unknown:
         raise SpecError(f"fit: unknown kind {unknown[0]!r}; known kinds are {', '.join(known)}")
     if ":" in kernel:
-        find_modules_here()
+        frame.find_modules_here()
     # 2. The fit, its tables, and the JSON.
     subject = load_and_call(kernel, arrays=arrays, timeout=timeout)
-    with progress_bar() as progress:
+    with frame.progress_bar() as progress:
         found = fit(subject, kinds=[known[name] for name in kinds] or KINDS, ms=ms, progress=progress)
-    show(fit_page(found))
+    frame.show(fit_page(found))
     seconds = time.perf_counter() - start
     say(f"{fit_verdict(found)}; {seconds:.1f} s")
-    write_json("fit", json_file, fit_json(found, command=command_line(), seconds=seconds))
+    frame.write_json("fit", json_file, fit_json(found, command=frame.command_line(), seconds=seconds))
     # 3. The status: confirmed rules that miss another size have one of their own.
     if found.is_interrupted:
-        return INTERRUPTED
+        return frame.INTERRUPTED
     if not found.kinds:
-        return BAD_USAGE
+        return frame.BAD_USAGE
     if found.misses:
         return MISSED
     varies = any(one.is_batch_invariant is False for one in found.kinds)
-    return 0 if found.is_confirmed and not varies else DIFFERENT
+    return 0 if found.is_confirmed and not varies else frame.DIFFERENT

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from f8emu.environment import printable, write_beside
 from f8emu.spec import F8Error, SpecError
@@ -174,18 +175,9 @@ def progress_bar() -> "Iterator[Progress]":
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _RichProgress(bar)
+        task = bar.add_task("", visible=False)
 
+        def begin(subject: str, stage: str, cases: int) -> None:
+            bar.reset(task, description=f"{subject}: {stage}", total=cases, visible=True)
 
-class _RichProgress:
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-        self.task: Any = None
-
-    def begin(self, subject: str, stage: str, cases: int) -> None:
-        if self.task is not None:
-            self.bar.remove_task(self.task)
-        self.task = self.bar.add_task(f"{subject}: {stage}", total=cases)
-
-    def advance(self) -> None:
-        self.bar.advance(self.task)
+        yield cast("Progress", SimpleNamespace(begin=begin, advance=lambda: bar.advance(task)))

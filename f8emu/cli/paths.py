@@ -7,7 +7,6 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import wraps
@@ -17,15 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from f8emu.cli.frame import guarded, unwritable
-from f8emu.environment import CHECK_PATH, read_regular
+from f8emu.environment import read_regular
 from f8emu.spec import SpecError
 
-_LARGEST_TEXT = 1 << 28
-"""The most bytes of a list of shapes."""
 _READ_BY_NAME = ("*.safetensors", "*.index.json", "index.json", "*config.json", "params.json", "f8emu_manifest.json")
 """Files that readers of a directory look for: a new one would change what is read."""
-_MOST_FILES = 100_000
-"""Files of a directory that are compared with an output."""
 _DONE = {"verify": "verified", "fit": "fitted", "diff": "compared", "plan": "planned"}
 
 
@@ -68,18 +63,18 @@ def use_of(hint: Any) -> Use | None:
 def text_of(command: str, path: Path) -> str:
     """A text file, or a SpecError that names the command."""
     try:
-        return read_regular(path, _LARGEST_TEXT).decode()
-    except OSError as error:
-        raise SpecError(f"{command}: cannot read {path}: {error.strerror}; {CHECK_PATH}") from None
-    except UnicodeDecodeError as error:
-        raise SpecError(f"{command}: cannot read {path}: {error}; give the path of a JSON file") from None
+        return read_regular(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{command}: cannot read {path}: {error}; check the path: it must be a JSON file") from None
 
 
 def _check(command: str, given: list[tuple[Use, Path]]) -> int:
     inputs, outputs = ([path for use, path in given if use is one] for one in (Use.READ, Use.WRITE))
     for i, out in enumerate(outputs):
         _require_place(command, out)
-        if any(_belongs(out, path) for path in inputs):
+        if out.exists() and not out.is_file():
+            why = "it is a pipe or a device; give the path of a file"
+        elif any(_belongs(out, path) for path in inputs):
             done = _DONE.get(command, f"{command}ed")
             why = f"a report may not replace what is {done}, or be read with it; give another path"
         elif any(_is_same(out, other) for other in outputs[:i]):
@@ -103,16 +98,11 @@ def _require_place(command: str, out: Path) -> None:
             pass
     except OSError as error:
         raise unwritable(command, out, error) from None
-    if out.exists() and not out.is_file():
-        raise SpecError(f"{command}: cannot write {out}: it is a pipe or a device; give the path of a file")
 
 
 def _is_same(a: Path, b: Path) -> bool:
     # One file, through links and other spellings, and hard links.
-    with suppress(OSError):
-        if a.samefile(b):
-            return True
-    return os.path.realpath(a) == os.path.realpath(b)
+    return os.path.realpath(a) == os.path.realpath(b) or (a.exists() and b.exists() and a.samefile(b))
 
 
 def _belongs(out: Path, given: Path) -> bool:
@@ -120,7 +110,8 @@ def _belongs(out: Path, given: Path) -> bool:
     if _is_same(out, given):
         return True
     places = os.path.realpath(out), os.path.join(os.path.realpath(out.parent), out.name)
-    if any(Path(place).is_relative_to(os.path.realpath(given)) for place in places):
-        return out.exists() or any(fnmatchcase(out.name, one) for one in _READ_BY_NAME)
+    is_read, is_shard = (any(fnmatchcase(path.name, one) for one in _READ_BY_NAME) for path in (out, given))
+    if any(Path(place).is_relative_to(os.path.realpath(given.parent if is_shard else given)) for place in places):
+        return is_read or (given.is_dir() and out.exists())
     files = (Path(at, name) for at, _, names in os.walk(given) for name in names)
-    return out.exists() and any(_is_same(out, file) for file in islice(files, _MOST_FILES))
+    return out.exists() and any(_is_same(out, file) for file in islice(files, 100_000))  # / has millions

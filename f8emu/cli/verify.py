@@ -48,6 +48,7 @@ class _Options(NamedTuple):
     timeout: float | None
     jobs: int | None
     diagnose: bool
+    start: float
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -116,7 +117,9 @@ def add_to(app: "typer.Typer") -> None:
         """
         seconds = frame.TIMEOUT if isolate and timeout is None else timeout
         files, chosen = (golden, json_file, html_file), (stage or [], case or [])
-        options = _Options(subjects or [], *files, *chosen, errors, arrays.value, seconds, jobs, diagnose)
+        options = _Options(
+            subjects or [], *files, *chosen, errors, arrays.value, seconds, jobs, diagnose, time.perf_counter()
+        )
         if kernels or contract:
             raise typer.Exit(guarded(_list_kernels) if kernels else guarded(_show_contract, kind))
         if kind is not Kind.GEMM:
@@ -167,7 +170,6 @@ def _verify_functions(
     words = [word for flag, value in flags.items() if value for word in (flag, value)]
     frame.find_modules_here()
     more = {"arrays": options.arrays, "errors": options.errors, "cases": options.cases, "diagnose": options.diagnose}
-    conclude = functools.partial(_conclude, options, time.perf_counter())
     verified: dict[str, Verified] = {}
     with frame.progress_bar() as progress:
         for name in options.subjects:
@@ -181,7 +183,7 @@ def _verify_functions(
     result = replace(results[0], subjects=[subject for one in results for subject in one.subjects])
     source = "; ".join(dict.fromkeys(function.follows for function in verified.values() if function.follows))
     asked = {name: [*_words_of(name, options), *words] for name in verified}
-    return conclude(result, source, functions=verified, asked=asked)
+    return _conclude(options, result, source, functions=verified, asked=asked)
 
 
 def _verify(options: _Options) -> int:
@@ -194,7 +196,6 @@ def _verify(options: _Options) -> int:
     # 1. Bad usage is told before anything is loaded: a misspelt stage, files that cannot be read or written.
     named = stages_by_name(options.stages)
     is_whole = not (options.subjects or options.stages or options.cases)
-    conclude = functools.partial(_conclude, options, time.perf_counter())
     with ExitStack() as stack:
         recorded = shipped_golden() if options.golden is None else read_golden(options.golden)
         workers = None
@@ -227,7 +228,7 @@ def _verify(options: _Options) -> int:
             result, diagnoses = diagnosed(result, probed, progress)
         source = f"{recorded.path.name} {recorded.sha256[:12]}"
         asked = {one.name: _words_of(name, options) for name, one in loaded.items()}
-        return conclude(result, source, not_run=not_run, diagnoses=diagnoses, asked=asked)
+        return _conclude(options, result, source, not_run=not_run, diagnoses=diagnoses, asked=asked)
 
 
 def _words_of(name: str, options: _Options) -> list[str]:
@@ -278,7 +279,6 @@ def _load(options: _Options) -> "tuple[dict[str, Subject], dict[str, str]]":
 def _verify_recordings(options: _Options, path: Path, chips: Sequence[str]) -> int:
     from f8emu.conformance.record.instructions import SUBJECTS, instruction_subject, read_recordings, replay
 
-    conclude = functools.partial(_conclude, options, time.perf_counter())
     file = read_recordings(path, dict(_named(chip) for chip in chips))
     subjects, not_run = [], {}
     for name in options.subjects or SUBJECTS:
@@ -290,7 +290,7 @@ def _verify_recordings(options: _Options, path: Path, chips: Sequence[str]) -> i
             not_run[name] = str(error)
     with frame.progress_bar() as progress:
         result = replay(subjects, file, errors=options.errors, progress=progress)
-    status = conclude(result, f"{file.path.name} {file.sha256[:12]}", not_run=not_run)
+    status = _conclude(options, result, f"{file.path.name} {file.sha256[:12]}", not_run=not_run)
     for name, chip in dict((recording.chip_name, recording.chip) for recording in file.recordings).items():
         evidence = "" if chip.evidence is Evidence.LITERATURE else f" ({chip.evidence.value})"
         say(f"{name}: profile {chip}{evidence}")
@@ -304,7 +304,7 @@ def _named(chip: str) -> tuple[str, str]:
     return name, profile
 
 
-def _conclude(options: _Options, start: float, result: "Result", source: str, **facts: Any) -> int:
+def _conclude(options: _Options, result: "Result", source: str, **facts: Any) -> int:
     """The exit status, after everything was printed and written; `source` names the recording.
 
     Every output is written, even if another one fails. `facts` are fields of `report.verify.Run`.
@@ -312,7 +312,7 @@ def _conclude(options: _Options, start: float, result: "Result", source: str, **
     from f8emu.report import verify
     from f8emu.report.page import render
 
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - options.start
     run = verify.Run(command=frame.command_line(), seconds=seconds, errors=options.errors, **facts)
     page = functools.cache(lambda: verify.page(result, run))
     say(f"{verify.verdict(result)}; {source}; {seconds:.1f} s")

@@ -133,6 +133,7 @@ REFUSED = {
         "a.json --consumer nobody": "--consumer",
     },
     "audit hub/snap --json": {"hub/blob": REPLACED},
+    "audit ck/model.safetensors --json": {"ck/config.json": REPLACED},
     "audit": {"loop": "Too many levels", "pipe": "not a regular file", "dangling": "check the path"},
 }
 

@@ -28,8 +28,6 @@ from f8emu.torch.serving.formats import BLOCK, quantization_config, scale_name
 
 _log = logging.getLogger("f8emu")
 CONFIG, INDEX, MANIFEST = "config.json", "model.safetensors.index.json", "f8emu_manifest.json"
-_LARGEST_TEXT = 1 << 28
-"""The most bytes of a configuration or a manifest."""
 SCHEMA = 1
 """Version of the layout of a manifest."""
 
@@ -185,7 +183,7 @@ def json_of(call: str, directory: Path, name: str) -> dict[str, Any]:
     """A JSON object of a checkpoint."""
     remedy = "give a complete checkpoint" if directory.is_dir() else CHECK_PATH
     try:
-        found = json.loads(read_regular(directory / name, _LARGEST_TEXT))
+        found = json.loads(read_regular(directory / name))
     except (OSError, ValueError, RecursionError) as error:
         raise OperandError(f"{call}: {directory} must have a {name}; {error}; {remedy}") from None
     if not isinstance(found, dict):
