@@ -75,9 +75,8 @@ def named(
     acts = [one for name, one in checkpoint.tensors.items() if name.endswith(_INPUTS) and one.dtype in FLOATS]
     values = [float(one.read(0, 1)[0]) for one in acts if one.size]
     if len(values) > 3 and (min(values) > _LARGEST_INPUT or {*values} == {1.0}):
-        severity = Severity.NOTE if values[0] == 1 else Severity.WARNING
-        more = {"severity": severity, "effect": "activations are clipped, or lose their small numbers"}
-        yield finding("input-scale", acts[0].name, "amax / 448", f"{min(values):.4g} or more in all", **more)
+        more = {"severity": Severity.WARNING, "effect": "activations are clipped, or lose their small numbers"}
+        yield finding("input-scale", acts[0].name, "amax / 448", f"{min(values):.4g} or more in all layers", **more)
 
 
 def infinite(stored: Stored) -> list[Finding]:
