@@ -93,8 +93,7 @@ def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[st
         weight.add("too-coarse", f"{limit:#04x} or more", middle, is_small)
     # 5. 448 in every block, under powers of two or one scale for all.
     is_top = used & (largest == TOP)
-    is_low = is_floored if kind is Kind.FLOAT else is_faint  # a power of two may be that of a floor by chance
-    is_full = bool(np.all((is_low | is_top)[used]) and not is_low[used].all())
+    is_full = bool(np.all((is_floored | is_top)[used]) and not is_floored[used].all())
     weight.is_full = is_full and kind is not Kind.FLOAT
     if weight.is_full or (is_full and len(weight.scales) == 1):
         weight.chance, is_rare, clipped = _chance(weight, count)
