@@ -196,7 +196,7 @@ def _shard(path: Path) -> dict[str, Stored]:
 def _json(path: Path) -> dict[str, Any]:
     # A JSON file that is an object; empty where there is none.
     with _told(path):
-        whole = parsed(read_regular(path, _LARGEST_TEXT), "a JSON object") if path.exists() else {}
+        whole = parsed(read_regular(path, _LARGEST_TEXT), "a JSON object") if os.path.lexists(path) else {}
         require(isinstance(whole, dict), "a JSON object", type(whole).__name__)
     return whole
 
