@@ -17,7 +17,7 @@ from f8emu.dialects.rules import GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
 
 CODES = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 """The dtype of codes -> the code of its largest number. What is above, signs left out, is infinite or NaN."""
-_SAMPLE = 1 << 19
+_SAMPLE = 1 << 20
 """About so many codes of a weight are counted."""
 Mask = NDArray[np.bool]
 

@@ -86,7 +86,7 @@ def _end(
     if len(largest) < 4 or not (end in _ENDS or (is_float and 0 < end < TOP - 1)):
         return None
     often, below = n[end], n[end - 1] * _WIDTHS[end] / _WIDTHS[end - 1]
-    is_clipped = often - below > 5 * math.sqrt(often + below) and often > 3 * counts.blocks
+    is_clipped = often - below > 4 * math.sqrt(often + below) and often > 3 * counts.blocks
     share = f"{100 * float(np.mean(largest == end)):.0f}% of blocks"
     return (
         ("codes to 448", f"clipped at {_ENDS.get(end, f'{VALUES[end]:g}')}, in {share}")

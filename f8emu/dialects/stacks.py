@@ -31,7 +31,7 @@ _CAVEATS = {
     "transformer_engine_delayed": _HISTORY,
     "torchao_blockwise": "Compared are the package's references in torch; its kernels are Triton's.",
     "torchao_inference": "On CUDA s is amax * fl(1/448), which is another float32, and another float16 for some s "
-    "below 2^-17. With MSLK on SM90, rows follow fbgemm_triton. hp_value_lb and hp_value_ub bound amax.",
+    "below 2^-17. With MSLK on SM90, rows follow fbgemm_cuda (1.1.0). hp_value_lb and hp_value_ub bound amax.",
     "torchao_mx_floor": _NAN_OF_MX,
     "torchao_mx_ceil": _NAN_OF_MX,
     "torchao_mx_even": _NAN_OF_MX,
