@@ -32,10 +32,6 @@ from f8emu.jax.layer.dot_general import DelayedDotGeneral as DelayedDotGeneral
 from f8emu.jax.layer.dot_general import DotGeneral as DotGeneral
 from f8emu.jax.layer.dot_general import delayed_dot_general as delayed_dot_general
 from f8emu.jax.layer.dot_general import dot_general as dot_general
-from f8emu.jax.layer.feed_forward import DelayedFeedForward as DelayedFeedForward
-from f8emu.jax.layer.feed_forward import FeedForward as FeedForward
-from f8emu.jax.layer.feed_forward import delayed_feed_forward as delayed_feed_forward
-from f8emu.jax.layer.feed_forward import feed_forward as feed_forward
 from f8emu.jax.layer.ragged_dot import ragged_dot as ragged_dot
 from f8emu.jax.scale import amax as amax
 from f8emu.jax.scale import initial_delayed_state as initial_delayed_state

@@ -24,7 +24,6 @@ from f8emu.capture.writer import Stored
 from f8emu.jax.gemm.call import layer_split_k
 from f8emu.jax.gemm.engine import engine_of
 from f8emu.jax.layer.dot_general import DelayedDotGeneral, DotGeneral
-from f8emu.jax.layer.feed_forward import NAMES, DelayedFeedForward, FeedForward
 from f8emu.jax.layer.matmul import LAYOUTS, Plan
 from f8emu.jax.layer.operands import Operand
 from f8emu.jax.layer.sharding import Divided
@@ -33,7 +32,7 @@ from f8emu.spec.recipe import Recipe
 
 _CALL = "f8emu.jax.capture"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_Function = TypeVar("_Function", DotGeneral, DelayedDotGeneral, FeedForward, DelayedFeedForward)
+_Function = TypeVar("_Function", DotGeneral, DelayedDotGeneral)
 
 
 def capture(
@@ -72,16 +71,10 @@ class Capture(Handle):
         return self._session.is_over
 
     def named(self, name: str, function: _Function) -> _Function:
-        """`function` as the layer `name`. The function comes from `dot_general`, `feed_forward` or a delayed one, one
-        per layer.
+        """`function`, which `dot_general` or `delayed_dot_general` returned, as the layer `name`; one per layer.
 
-        The layers of a block are `name.w1`, `name.w2` and `name.w3`. A call that `jax.checkpoint` repeats is captured
-        as another call, and so is every entry of a batch.
+        A call that `jax.checkpoint` repeats is captured as another call, and so is every entry of a batch.
         """
-        if isinstance(function, FeedForward | DelayedFeedForward):
-            parts: Any = zip(NAMES, function.layers, strict=True)
-            layers: Any = tuple(self.named(f"{name}.{part}", layer) for part, layer in parts)
-            return dataclasses.replace(function, layers=layers)
         self._recipes[function.recipe.content_hash] = function.recipe
         return dataclasses.replace(function, tap=_Layer(name, self))
 

@@ -44,9 +44,9 @@ SURFACE = {
     "f8emu.numpy": VERBS + " grouped_linear linear mma",
     "f8emu.jax": VERBS
     + """
-        Capture DelayedDotGeneral DelayedFeedForward DotGeneral FeedForward Float8State capture compiler_options
-        delayed_dot_general delayed_feed_forward dot_general engine_of feed_forward jit linear_delayed_maximum
-        linear_delayed_settled linear_delayed_state linear_delayed_update overwrite_with_gradient ragged_dot
+        Capture DelayedDotGeneral DotGeneral Float8State capture compiler_options
+        delayed_dot_general dot_general engine_of jit linear_delayed_maximum linear_delayed_settled
+        linear_delayed_state linear_delayed_update overwrite_with_gradient ragged_dot
         shared_delayed_state
     """,
     "f8emu.dialects": """

@@ -69,21 +69,6 @@ def test_a_jax_capture_equals_that_of_torch(tmp_path: Path) -> None:
     assert "framework: torch / jax" in parts.context
 
 
-def test_a_block_is_captured_as_its_layers(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    shapes = (24, 32), (32, 48), (48, 32), (32, 48)
-    arrays = [jnp.asarray(generator.standard_normal(shape), jnp.bfloat16) for shape in shapes]
-    with f8.capture(tmp_path) as capturing:
-        output, pull = jax.vjp(capturing.named("mlp", f8.feed_forward("tensorwise")), *arrays)
-        jax.block_until_ready(pull(output))
-        capturing.step()
-    steps = read_capture(tmp_path)
-    layers = {one.record.layer for one in steps[0].records}
-    assert layers == {"mlp.w1", "mlp.w2", "mlp.w3"}
-    found = replay(steps)
-    assert found.is_equal and found.gemms == 9 and not found.not_replayed, [one.line() for one in found.findings]
-
-
 def test_only_what_has_a_name_is_shown(tmp_path: Path) -> None:
     plain = f8.dot_general("rowwise")
     for multiply, shown in ((plain, 0), (f8.capture(tmp_path).named("up", plain), 3)):

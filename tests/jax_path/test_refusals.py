@@ -103,13 +103,6 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         "ragged_dot: sizes",
         lambda: exported(lambda x: f8.ragged_dot(x, LHS.T[None], jnp.ones(1, int))),
     ),
-    # The block
-    (OperandError, r"w1 and w3 \[dim, hidden\]", lambda: f8.feed_forward("rowwise")(LHS, LHS, LHS, LHS)),
-    (OperandError, "feed_forward: x ", lambda: f8.feed_forward("rowwise")(A, LHS.T, LHS, LHS.T)),
-    (SpecError, "use delayed_feed_forward", lambda: f8.feed_forward("delayed")),
-    (SpecError, "use feed_forward", lambda: f8.delayed_feed_forward("rowwise")),
-    (OperandError, "three Float8States", lambda: f8.delayed_feed_forward()(LHS, LHS.T, LHS, LHS.T, states=STATE)),
-    (OperandError, "three Float8States", lambda: f8.delayed_feed_forward()(LHS, LHS.T, LHS, LHS.T, [STATE] * 2)),
     # States
     (UnsupportedError, "state it leaves out.*nnx.DiffState", lambda: jax.grad(lambda x: delayed(STATE, x).sum())(X)),
     (OperandError, "must be the Float8State", lambda: delayed(NOTHING)),
