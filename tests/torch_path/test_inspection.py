@@ -274,8 +274,8 @@ def test_statistics_are_those_of_numpy(recipe: Recipe, tmp_path: Path) -> None:
     model = model_of(recipe, lambda: nn.Linear(k, n, bias=False), layers=1)
     x = draw(m, k, seed=1) * torch.logspace(-5, 1, k).to(BF16)
     path = tmp_path / "run.jsonl"
-    wanted = ["underflows%", "overflows%", "sqnr", "cur_amax", "error", "scale_inv_max", "zero_codes", "nan"]
-    config = {"path": str(path), "statistics": wanted, "sample": 64, "gemms": ["fprop"], "first_values": 3}
+    wanted = ["underflow", "saturation", "sqnr", "amax", "error", "scale_max", "zero_codes", "nan"]
+    config = {"path": str(path), "statistics": wanted, "sample": 64, "gemms": ["output"]}
     with f8.inspect(model, config) as inspector:
         output = model(x)
         inspector.step()
@@ -300,9 +300,6 @@ def test_statistics_are_those_of_numpy(recipe: Recipe, tmp_path: Path) -> None:
         assert record["scale_max"] == scales[side].max()
         noise = decoded[side].astype(np.float32).astype(np.float64) - exact
         assert record["sqnr"] == pytest.approx(10 * math.log10((exact**2).sum() / (noise**2).sum()), rel=1e-5)
-        assert record["before"] == exact.ravel()[:3].tolist()
-        assert [int(code, 16) for code in record["codes"]] == codes[side].view(np.uint8).ravel()[:3].tolist()
-        assert record["after"] == decoded[side].ravel()[:3].tolist()
     # The sample is all of the GEMM, beside 128x128 scales too: n is less than a block.
     pair = gemm.scaled_gemm_granularities
     options = {"granularity_a": pair[0], "granularity_b": pair[1], "use_fast_accum": gemm.use_fast_accum}
@@ -336,7 +333,7 @@ def test_a_layer_that_overflows_at_step_40_is_named(tmp_path: Path, caplog: pyte
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
     path, told = tmp_path / "run.jsonl", list[Any]()
-    config = {"path": str(path), "start": 36, "every": 2, "statistics": ["overflows%", "amax"]}
+    config = {"path": str(path), "start": 36, "every": 2, "statistics": ["saturation", "amax"]}
     with caplog.at_level(logging.WARNING, "f8emu"):
         with f8.inspect(model, config, optimizer=optimizer, first_step=36, on_event=told.append) as inspector:
             for step in range(36, 42):
@@ -389,7 +386,7 @@ def test_statistics_are_of_the_pass_that_the_operand_is_of(way: str, tmp_path: P
     if "compiled" in way:
         run = torch.compile(run, backend="aot_eager", fullgraph=True)
     knows_calls = way in ("eager", "compiled", "checkpoint")  # elsewhere the order of the passes counts
-    with f8.inspect(model, {"path": str(path), "statistics": ["amax", "error"], "gemms": ["wgrad"]}):
+    with f8.inspect(model, {"path": str(path), "statistics": ["amax", "error"], "gemms": ["grad_weight"]}):
         first, second = (run(x).sum() for x in inputs[:2])
         if knows_calls:
             with torch.no_grad():
@@ -408,7 +405,7 @@ def test_statistics_are_of_the_pass_that_the_operand_is_of(way: str, tmp_path: P
 def test_nothing_is_known_of_a_forward_pass_in_another_step(tmp_path: Path) -> None:
     """Its backward pass has no statistics of the values, and not those of another pass."""
     path, model = tmp_path / "run.jsonl", model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=1)
-    with f8.inspect(model, {"path": str(path), "gemms": ["wgrad"]}) as inspector:
+    with f8.inspect(model, {"path": str(path), "gemms": ["grad_weight"]}) as inspector:
         loss = model(draw(32, 32, seed=0)).sum()
         inspector.step()
         model(draw(32, 32, seed=1))
@@ -457,7 +454,7 @@ def test_what_if_tells_what_other_recipes_would_lose(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     model = model_of(DELAYED, lambda: nn.Linear(512, 32), layers=1)
     with f8.inspect(
-        model, {"path": str(path), "what_if": ["blockwise", "rowwise"], "tensors": ["activation"], "gemms": ["fprop"]}
+        model, {"path": str(path), "what_if": ["blockwise", "rowwise"], "tensors": ["input"], "gemms": ["output"]}
     ):
         model(x)
     found = {r.get("recipe", "own"): r["underflow"] for r in records_of(path) if "underflow" in r}
@@ -467,7 +464,7 @@ def test_what_if_tells_what_other_recipes_would_lose(tmp_path: Path) -> None:
 def test_the_log_survives_a_crash_and_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "run.jsonl"
     model = model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=1)
-    with f8.inspect(model, {"path": str(path), "first_values": 4096}):  # long lines
+    with f8.inspect(model, {"path": str(path)}):
         model(draw(256, 32, seed=1))
     lines = path.read_text().splitlines()
     path.write_text(path.read_text()[:-20])  # a crash
@@ -518,24 +515,18 @@ def test_the_log_survives_a_crash_and_a_full_disk(tmp_path: Path, caplog: pytest
         assert result.exit_code == 2 and message in result.stderr, text
 
 
-def test_the_configuration_takes_the_names_of_transformer_engine_and_refuses_others(tmp_path: Path) -> None:
-    file = tmp_path / "inspect.toml"
-    file.write_text(
-        'layers = "a[.].*"\nevery = 10\nstart = 5\nend = 30\n'
-        'gemms = ["fprop", "wgrad"]\nstatistics = ["underflows%", "mse"]\n'
-    )
-    config = config_of(file)
-    assert config.gemms == ("output", "grad_weight") and config.statistics == ("underflow", "mse")
+def test_the_configuration_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    config = config_of({"every": 10, "start": 5, "end": 30, "statistics": ["underflow", "mse", "mse"]})
+    assert config.statistics == ("underflow", "mse")
     assert [step for step in range(50) if config.is_step(step)] == [5, 15, 25]
     for keys, message in (
         ({"statistic": []}, "unknown keys"),
         ({"statistics": ["underflow", "kurtosis"]}, "'kurtosis'"),
-        ({"gemms": "fprop"}, "list of names"),
+        ({"gemms": "output"}, "list of names"),
         ({"layers": "("}, "regular expression"),
         ({"every": 0}, "at least 1"),
         ({"what_if": ["mxfp8"]}, "mxfp8"),
         ({"end": -1}, "not before start"),
-        ({"first_values": 5000}, "at most 4096"),
     ):
         with pytest.raises(SpecError, match=message):
             config_of(keys)

@@ -200,7 +200,7 @@ def test_records(recipe, kernels) -> None:
 
     def records(device: str) -> list[Read]:
         names = (*VALUES, *CASTS, *OPERAND_STATISTICS)
-        config = InspectConfig(statistics=names, what_if=("tensorwise",), first_values=3)
+        config = InspectConfig(statistics=names, what_if=("tensorwise",))
         layers: Any = {"0": Layer()}
         recorder = Recorder(config, layers, 1, 0, lambda: None)
         for name, x in drawn.items():
@@ -216,7 +216,7 @@ def test_records(recipe, kernels) -> None:
     expected = records("cpu")
     assert len(expected) == 9 + 4  # of the weight's two operands there is no other recipe's
     for found, wanted in zip(kernels(records, DEVICE), expected, strict=True):
-        assert found.record == wanted.record and found.values.keys() == wanted.values.keys()
+        assert found.record == wanted.record
         assert_same(found.statistics, wanted.statistics)
 
 

@@ -434,13 +434,13 @@ def inspected() -> None:
         for is_watched in (False, True):
             model: Any = FeedForward("rowwise", is_fsdp)
             model = fully_shard(model, mesh=mesh) if is_fsdp else sequence_parallel(model, mesh)
-            with f8.inspect(model, {"start": 1 if is_watched else 9, "first_values": 1}) as inspector:
+            with f8.inspect(model, {"start": 1 if is_watched else 9}) as inspector:
                 found.append(results(model, x * (1 + dist.get_rank()) if is_fsdp else part(x, 1, mesh)))
                 pending = read(inspector._recorder.pending)
             if not is_watched:
                 assert not pending
                 continue
-            records = {(r["layer"], r["gemm"], r["operand"]): (r, set(named)) for r, named, _ in pending}
+            records = {(r["layer"], r["gemm"], r["operand"]): (r, set(named)) for r, named in pending}
             assert len(records) == len(pending) == 3 * len(dict(model.named_parameters())) * 3
             for place, (record, named) in records.items():
                 assert record["rank"] == dist.get_rank() and record["pass"] == 1

@@ -1,14 +1,4 @@
-"""What an inspection looks at, from code or from a TOML file, and where its records go.
-
-    layers = 'layers[.][0-3][.].*'
-    every = 10
-    statistics = ["underflows%", "sqnr", "amax"]
-    gemms = ["fprop", "wgrad"]
-    path = "inspection.jsonl"
-
-TransformerEngine's names of GEMMs, tensors and statistics are accepted beside ours. Records go to JSON
-lines, which survive a crash, and to TensorBoard.
-"""
+"""What an inspection looks at, and where its records go: JSON lines, which survive a crash, and TensorBoard."""
 
 import contextlib
 import importlib
@@ -17,10 +7,8 @@ import logging
 import math
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, cast
 
 from f8emu.spec.errors import SpecError, UnsupportedError
@@ -30,10 +18,7 @@ _log = logging.getLogger("f8emu")
 Record = Mapping[str, Any]
 _PLACE = ("step", "rank", "layer", "gemm", "operand", "tensor", "pass", "recipe")
 """The keys of a record that say what it is of."""
-GEMMS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
-"""TransformerEngine's name -> ours."""
 TENSORS = ("input", "weight", "grad_output", "product")
-TE_TENSORS = {"activation": "input", "gradient": "grad_output", "output": "product", "wgrad": "product"}
 VALUE_STATISTICS = ("amax", "nan", "inf", "zero", "mean", "std", "l1_norm", "l2_norm", "dynamic_range")
 """Statistics of the values before the cast, or of a product. dynamic_range: log2 of the largest over the smallest
 magnitude that is not zero."""
@@ -46,24 +31,7 @@ GEMM_STATISTICS = ("error",)
 """The error of a GEMM in its three parts (`statistics.gemm_error`)."""
 STATISTICS = (*VALUE_STATISTICS, *CAST_STATISTICS, *OPERAND_STATISTICS, *GEMM_STATISTICS)
 DEFAULT_STATISTICS = ("amax", "nan", "inf", "underflow", "saturation", "sqnr", "scale_min", "scale_max")
-TE_STATISTICS = {
-    "underflows%": "underflow",
-    "overflows%": "saturation",
-    "cur_amax": "amax",
-    "max_blockwise_dynamic_range": "dynamic_range_block",
-    "scale_inv_min": "scale_min",
-    "scale_inv_max": "scale_max",
-}
-"""Recorded under our names, and as our quantities: underflow and saturation are shares from 0 to 1, where its
-underflows% and overflows% are percentages."""
-_NAMES: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
-    "statistics": (STATISTICS, TE_STATISTICS),
-    "gemms": (GEMM_NAMES, GEMMS),
-    "tensors": (TENSORS, TE_TENSORS),
-}
-"""Key -> our names, and TransformerEngine's."""
-MOST_FIRST_VALUES = 4096
-"""So that a record stays a line that readers take."""
+_NAMES = {"statistics": STATISTICS, "gemms": GEMM_NAMES, "tensors": TENSORS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +43,8 @@ class InspectConfig:
     """
 
     layers: str = ".*"
-    """A regular expression that is searched in the names of layers, as in TransformerEngine: "1" matches "10" too,
-    "^1$" does not. Names are those before the model was compiled or wrapped."""
+    """A regular expression that is searched in the names of layers: "1" matches "10" too, "^1$" does not. Names are
+    those before the model was compiled or wrapped."""
     start: int = 1
     """The first step to inspect; the first step of a run is 1."""
     end: int | None = None
@@ -84,7 +52,7 @@ class InspectConfig:
     every: int = 1
     """Inspect steps `start`, `start + every`, ..."""
     statistics: tuple[str, ...] = DEFAULT_STATISTICS
-    """The statistics to take: names in STATISTICS, or TransformerEngine's names for them."""
+    """The statistics to take: names in STATISTICS."""
     gemms: tuple[str, ...] = GEMM_NAMES
     tensors: tuple[str, ...] = TENSORS
     """The tensors whose statistics are taken: the operands' tensors, and product."""
@@ -92,9 +60,6 @@ class InspectConfig:
     """Recipes under which the casts are also tried, with dynamic scales."""
     sample: int = 16
     """How many rows and columns of a GEMM are sampled for its error."""
-    first_values: int = 0
-    """How many of the first values of each operand to record, before the cast, as hexadecimal codes and after it; at
-    most MOST_FIRST_VALUES."""
     saturation_event: float = 0.01
     """The share of values that may round beyond the format's largest. A larger share is an event, as NaN and infinity
     are. Under delayed scaling a few do whenever a tensor grows. This needs saturation in `statistics`. A weight that
@@ -105,18 +70,16 @@ class InspectConfig:
     """The TensorBoard folder to write."""
 
     def __post_init__(self) -> None:
-        # 1. Names: TransformerEngine's become ours.
-        for key, (ours, others) in _NAMES.items():
+        # 1. Names.
+        for key, known in _NAMES.items():
             names: object = getattr(self, key)
             if isinstance(names, str) or not isinstance(names, Sequence):
                 raise SpecError(f"InspectConfig: {key} must be a list of names; got {names!r}")
-            found = tuple(dict.fromkeys(others.get(name, name) for name in names))
-            if unknown := [name for name in found if name not in ours]:
+            if unknown := [name for name in names if name not in known]:
                 raise SpecError(
-                    f"InspectConfig: {key} must be of {', '.join(ours)}, or TransformerEngine's {', '.join(others)}; "
-                    f"got {', '.join(map(repr, unknown))}"
+                    f"InspectConfig: {key} must be of {', '.join(known)}; got {', '.join(map(repr, unknown))}"
                 )
-            object.__setattr__(self, key, found)  # the dataclass is frozen once it is made
+            object.__setattr__(self, key, tuple(dict.fromkeys(names)))  # the dataclass is frozen once it is made
         object.__setattr__(self, "what_if", tuple(recipe_by_name(name).name for name in self.what_if))
         # 2. The pattern and the numbers.
         try:
@@ -125,15 +88,10 @@ class InspectConfig:
             raise SpecError(
                 f"InspectConfig: layers must be a regular expression; got {self.layers!r}: {error}; escape dots as \\."
             ) from None
-        for name, least in (("start", 0), ("every", 1), ("sample", 1), ("first_values", 0)):
+        for name, least in (("start", 0), ("every", 1), ("sample", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise SpecError(f"InspectConfig: {name} must be an integer of at least {least}; got {value!r}")
-        if self.first_values > MOST_FIRST_VALUES:
-            raise SpecError(
-                f"InspectConfig: first_values must be at most {MOST_FIRST_VALUES}; got {self.first_values}; "
-                "f8emu.torch.capture writes whole tensors"
-            )
         if self.end is not None and (not isinstance(cast("object", self.end), int) or self.end < self.start):
             raise SpecError(f"InspectConfig: end must be an integer not before start={self.start}; got {self.end!r}")
 
@@ -143,25 +101,14 @@ class InspectConfig:
         return step >= self.start and is_before_end and (step - self.start) % self.every == 0
 
 
-def config_of(config: InspectConfig | Mapping[str, Any] | str | Path | None) -> InspectConfig:
-    """A configuration, the keys of one, or the path of a TOML file with such keys."""
+def config_of(config: InspectConfig | Mapping[str, Any] | None) -> InspectConfig:
+    """A configuration, or the keys of one."""
     if config is None or isinstance(config, InspectConfig):
         return config or InspectConfig()
-    source = "config"
-    if isinstance(config, str | Path):
-        source = str(config)
-        try:
-            config = tomllib.loads(Path(config).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise SpecError(f"inspect: cannot read {source}: {error}; give the path of a TOML file") from None
-        except tomllib.TOMLDecodeError as error:
-            raise SpecError(f"inspect: {source} must be TOML; {error}; its keys are those of InspectConfig") from None
     known = [field.name for field in fields(InspectConfig)]
-    unknown = [key for key in config if key not in known]
-    if unknown:
-        raise SpecError(f"inspect: {source} has unknown keys: {unknown}; known keys are {', '.join(known)}")
-    options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
-    return InspectConfig(**options)
+    if unknown := [key for key in config if key not in known]:
+        raise SpecError(f"inspect: unknown keys: {unknown}; known keys are {', '.join(known)}")
+    return InspectConfig(**config)
 
 
 class JsonLog:

@@ -9,11 +9,10 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import f8emu
@@ -22,7 +21,7 @@ from f8emu.torch.gemm.emulation import emulator_name
 from f8emu.torch.inspection.config import InspectConfig, JsonLog, TensorBoardLog, config_of
 from f8emu.torch.inspection.recorder import Recorder, read
 from f8emu.torch.layer.observers import Observation
-from f8emu.torch.torch_internals import not_compiled, rank_of_process, to_list
+from f8emu.torch.torch_internals import not_compiled, rank_of_process
 
 _log = logging.getLogger("f8emu")
 SCHEMA = 1
@@ -52,7 +51,7 @@ class Event(NamedTuple):
 
 def inspect(
     model: nn.Module,
-    config: InspectConfig | Mapping[str, Any] | str | Path | None = None,
+    config: InspectConfig | Mapping[str, Any] | None = None,
     *,
     optimizer: Optimizer | None = None,
     first_step: int = 1,
@@ -69,7 +68,7 @@ def inspect(
     Args:
         model: a model converted by `convert_to_float8_training`. `config.layers` is searched in the names of its
             layers, as they were before the model was compiled or wrapped.
-        config: an `InspectConfig`, its keys, or the path of a TOML file.
+        config: an `InspectConfig`, or its keys.
         optimizer: every step of this optimizer ends a step; None: call `Inspector.step` after every step.
         first_step: the number of the next step.
         on_event: called with each event, at the end of its step or earlier. An exception that it raises ends the
@@ -166,12 +165,12 @@ class Inspector:
         # 1. Records, and the events among them: a recipe that was only tried has none.
         records: list[dict[str, Any]] = []
         events: list[Event] = []
-        for record, found, values in read(pending):
+        for record, found in read(pending):
             event = None if "recipe" in record else _event_of(record, found, self.config.saturation_event)
             events += [] if event is None else [event]
             is_wanted = {name: name in self.config.statistics or name.startswith("error_") for name in found}
             wanted = {name: value for name, value in found.items() if is_wanted[name]}
-            records.append({**record, **wanted, **{name: _listed(first) for name, first in values.items()}})
+            records.append({**record, **wanted})
         # 2. Written before anybody is told: an observer may end the training.
         self._write([*({**event._asdict(), "event": event.kind, "rank": self._rank} for event in events), *records])
         self.events += events
@@ -195,8 +194,3 @@ def _event_of(record: Mapping[str, Any], found: Mapping[str, float], most_satura
             place = (record["layer"], record["gemm"], record["operand"], record["tensor"])
             return Event(record["step"], kind, *place, amount)
     return None
-
-
-def _listed(values: Tensor) -> list[Any]:
-    found = to_list(values)
-    return [f"{code:02x}" for code in found] if values.dtype is torch.uint8 else found

@@ -12,7 +12,7 @@ from f8emu.spec.scaling import Granularity
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.inspection.config import InspectConfig
 from f8emu.torch.inspection.matrix import Matrix, operand_statistics
-from f8emu.torch.inspection.statistics import Sample, Statistics, exact_values, gemm_error, sample_of
+from f8emu.torch.inspection.statistics import Sample, Statistics, gemm_error, sample_of
 from f8emu.torch.layer.observers import UNKNOWN_CALL, GemmSeen, TensorSeen
 from f8emu.torch.layer.operands import Delayed, Operand
 from f8emu.torch.torch_internals import to_list
@@ -34,16 +34,13 @@ class Pending(NamedTuple):
     record: dict[str, Any]
     statistics: Statistics
     """Of equal names the last one counts."""
-    values: dict[str, Tensor]
-    """First values of tensors."""
 
 
 class Read(NamedTuple):
-    """A record, its statistics and first values."""
+    """A record and its statistics."""
 
     record: dict[str, Any]
     statistics: dict[str, float]
-    values: dict[str, Tensor]
 
 
 class _Prepared(NamedTuple):
@@ -52,7 +49,6 @@ class _Prepared(NamedTuple):
     what_if: dict[str, Statistics]
     """Statistics by recipe."""
     sample: Sample | None
-    before: Tensor | None
 
 
 class Recorder:
@@ -110,11 +106,10 @@ class Recorder:
                     for name, recipe in self._what_if.items()
                     if recipe is not seen.recipe
                 }
-                x, count = seen.value.t() if transposed else seen.value, config.first_values
+                x = seen.value.t() if transposed else seen.value
                 sample = sample_of(x, cast, config.sample, self.number) if "error" in config.statistics else None
-                before = x.flatten()[:count].clone() if count else None
                 waiting = self._waiting.setdefault((seen.layer, gemm, side), {})
-                waiting[seen.call] = _Prepared(tuple(x.shape), statistics, what_if, sample, before)
+                waiting[seen.call] = _Prepared(tuple(x.shape), statistics, what_if, sample)
                 if len(waiting) > _MOST_WAITING:
                     del waiting[next(iter(waiting))]
 
@@ -150,18 +145,16 @@ class Recorder:
         return waiting.pop(call, None)
 
     def _operand(self, seen: GemmSeen, side: str, operand: Operand, tensor: str, known: _Prepared | None) -> None:
-        count, wanted = self._config.first_values, self._config.statistics
+        wanted = self._config.statistics
         cast: Cast = getattr(seen.spec, side)
-        values = _first_values(operand, cast, count) if count else {}
         if known is not None:
             statistics = [*known.statistics, *operand_statistics(operand, cast, wanted)]
-            values = values if known.before is None else {"before": known.before, **values}
         elif operand.scale is None:  # the values themselves
             statistics = Matrix(operand.codes).values({*_EVENT_STATISTICS, *wanted})
         else:
             statistics = operand_statistics(operand, cast, {*_CODE_EVENT_STATISTICS, *wanted})
         more = {"rows": operand.codes.shape[0]} if seen.gemm == "output" and tensor == "input" else {}
-        self._add(seen, side, tensor, statistics, values, cast=str(cast), **more)
+        self._add(seen, side, tensor, statistics, cast=str(cast), **more)
         for recipe, found in ({} if known is None else known.what_if).items():
             what_if = getattr(self._what_if[recipe].gemms[seen.gemm], side)
             self._add(seen, side, tensor, found, cast=str(what_if), recipe=recipe)
@@ -172,18 +165,10 @@ class Recorder:
             return None
         return buffers.of_tensors()[TENSORS.index(seen.tensor)]
 
-    def _add(
-        self,
-        seen: GemmSeen,
-        operand: str,
-        tensor: str,
-        statistics: Statistics,
-        values: dict[str, Tensor] | None = None,
-        **more: Any,
-    ) -> None:
+    def _add(self, seen: GemmSeen, operand: str, tensor: str, statistics: Statistics, **more: Any) -> None:
         record = {"step": self.number, "rank": self._rank, "layer": seen.layer, "gemm": seen.gemm, "operand": operand}
         record |= {"tensor": tensor, "pass": self._passes[seen.layer, seen.gemm], **more}
-        self.pending.append(Pending(record, statistics, values or {}))
+        self.pending.append(Pending(record, statistics))
         if len(self.pending) >= MOST_PENDING:
             self._on_full()
 
@@ -203,16 +188,5 @@ def read(pending: Sequence[Pending]) -> list[Read]:
         statistics: dict[str, float] = {}
         for found in item.statistics:
             statistics |= found.meaning(numbers[id(found.numbers)])
-        records.append(Read(item.record, statistics, item.values))
+        records.append(Read(item.record, statistics))
     return records
-
-
-def _first_values(operand: Operand, cast: Cast, count: int) -> dict[str, Tensor]:
-    rows = -(-count // max(1, operand.codes.shape[1]))
-    codes, scale = operand.codes[:rows], operand.scale
-    if scale is not None and cast.granularity is not Granularity.TENSORWISE:
-        scale = scale[: cast.granularity.scale_shape(rows, codes.shape[1])[0]]
-    found = {"after": exact_values(codes, scale, cast.granularity).flatten()[:count]}
-    if cast.format is not None:
-        found["codes"] = codes.view(torch.uint8).flatten()[:count].clone()
-    return found
