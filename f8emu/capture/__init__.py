@@ -10,6 +10,5 @@ from f8emu.capture.record import LeftOut as LeftOut
 from f8emu.capture.record import StepHeader as StepHeader
 from f8emu.capture.record import TensorRecord as TensorRecord
 from f8emu.capture.session import Session as Session
-from f8emu.capture.writer import Budget as Budget
 from f8emu.capture.writer import StepWriter as StepWriter
 from f8emu.capture.writer import Stored as Stored

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from f8emu.capture.record import CaptureError, LeftOut, Record, StepHeader
-from f8emu.capture.writer import LONGEST_REASON, RESERVED, ROOM, Budget, StepWriter, Stored, make_directory, size_of
+from f8emu.capture.writer import LONGEST_REASON, StepWriter, Stored, make_directory
 from f8emu.spec.errors import SpecError
 
-LIMIT_BYTES = 16 * 2**30
 Arrays = Mapping[str, Stored]
 
 
@@ -35,7 +34,6 @@ class Session:
         rank: int,
         steps: Iterable[int] | None,
         ring: int | None,
-        limit_bytes: int | None,
         first_step: int,
     ) -> None:
         numbers = {first_step} if steps is None else set(steps)
@@ -43,8 +41,6 @@ class Session:
             raise SpecError(f"{call}: give steps, or a ring of at least 1 step; got steps={steps!r} and ring={ring!r}")
         if not numbers or min(numbers) < first_step:
             raise SpecError(f"{call}: steps must be some, from {first_step} (first_step) on; got {sorted(numbers)}")
-        if limit_bytes is not None and limit_bytes < 1:
-            raise SpecError(f"{call}: limit_bytes must be at least 1, or None for no limit; got {limit_bytes}")
         self.path = Path(path)
         try:
             make_directory(self.path)
@@ -63,7 +59,6 @@ class Session:
         self.lock = threading.RLock()  # backward passes have threads of their own
         self._call, self._header = call, header
         self._steps = None if ring is not None else numbers
-        self._limit, self._budget = limit_bytes, Budget(limit_bytes)
         self._held: deque[_Held] = deque(maxlen=ring)
         self._current: StepWriter | _Held | None = None
         self._turns: dict[tuple[str, str], int] = {}
@@ -96,7 +91,7 @@ class Session:
             self._current = _Held(self.number) if self.looks else self._writer(self.number)
         current = self._current
         # 1. Whether it may be kept, before anything is copied from the device.
-        refusal = current.refusal(size) if isinstance(current, StepWriter) else self._refusal(current, size)
+        refusal = current.fault if isinstance(current, StepWriter) else ""
         # 2. The copy; a device or host without memory costs this record, not the training.
         try:
             if not refusal:
@@ -154,7 +149,7 @@ class Session:
         self._held.clear()
 
     def _writer(self, number: int) -> StepWriter:
-        return StepWriter(self.path, self._header(number, self.reason), self._budget)
+        return StepWriter(self.path, self._header(number, self.reason))
 
     def _moved(self, held: "_Held") -> StepWriter:
         writer = self._writer(held.number)
@@ -163,19 +158,6 @@ class Session:
         writer.left_out += held.left_out
         return writer
 
-    def _refusal(self, current: "_Held", size: int) -> str:
-        # Why a ring cannot hold a record of `size` bytes more; its oldest steps make room.
-        if self._limit is None:
-            return ""
-        # the step in progress matters more than those before it
-        while True:
-            held = sum(one.size for one in self._held) + current.size
-            if RESERVED + held + size + ROOM <= self._limit:
-                return ""
-            if not self._held:
-                return f"limit_bytes={self._limit} is reached in memory"
-            self._held.popleft()
-
     def _finish(self, writer: StepWriter) -> None:
         final = writer.close()
         self.left_out += writer.left_out
@@ -183,13 +165,10 @@ class Session:
             self.written.append(final)
         if final is not None and not writer.left_out:
             return
-        # Where the limit left no room for one record, the next step would have none either; a ring is written once.
-        is_last = writer.is_refused and not self.is_ring
-        self.is_over = self.is_over or is_last
         end = "is not finished" if final is None else f"lacks {len(writer.left_out)} records"
+        reason = writer.fault or writer.left_out[0].reason
         text = (
-            f"{self._call}: {writer.name} {end}{', and the capture is over' if is_last else ''}: "
-            f"{writer.fault or writer.left_out[0].reason}; training goes on. Free some space, or capture fewer layers "
+            f"{self._call}: {writer.name} {end}: {reason}; training goes on. Free some space, or capture fewer layers "
             "or steps, or without tensors"
         )
         try:
@@ -200,10 +179,9 @@ class Session:
 
 class _Held:
     def __init__(self, number: int) -> None:
-        self.number, self.size = number, 0
+        self.number = number
         self.records: list[tuple[Record, Arrays]] = []
         self.left_out: list[LeftOut] = []
 
     def add(self, record: Record, arrays: Arrays) -> None:
         self.records.append((record, arrays))
-        self.size += size_of(arrays) + ROOM

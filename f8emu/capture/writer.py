@@ -1,4 +1,4 @@
-"""Writes a captured step so that a crash, a full disk or a limit costs no more than it must.
+"""Writes a captured step so that a crash or a full disk costs no more than it must.
 
 A file has its name only once its bytes are on the disk: written under a temporary name, fsynced, renamed. So has the
 directory of the step: `step-00000040-rank-00000.partial` until it is whole. What could not be written is listed in the
@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 from f8emu.capture.record import INDEX, UNFINISHED, LeftOut, Record, StepHeader
 
 RESERVED = 1 << 20
-"""Bytes that a step keeps free, of its limit and on the disk, for its index."""
-ROOM = 4096
-"""The most bytes of a record besides its arrays: the header of its file and its entry in the index."""
+"""Bytes that a step keeps free on the disk for its index."""
 _RESERVE = "reserved"
 """A file that holds the room of the index until the index needs it."""
 _MOST_LISTED = 1000
@@ -39,38 +37,18 @@ class Stored(NamedTuple):
     """Row-major bytes."""
 
 
-class Budget:
-    """How many bytes the steps of a capture may take together, with indexes and headers; None: no limit."""
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
-        self.used = 0
-
-    def refusal(self, size: int) -> str:
-        """Why `size` more bytes are not allowed; empty if they are."""
-        if self.limit is None or self.used + size <= self.limit:
-            return ""
-        return f"limit_bytes={self.limit} is reached: {self.used} bytes are taken, and this has {size}"
-
-
 class StepWriter:
     """One step of one rank."""
 
-    def __init__(self, root: Path, header: StepHeader, budget: Budget) -> None:
+    def __init__(self, root: Path, header: StepHeader) -> None:
         self.left_out: list[LeftOut] = []
-        self._header, self._budget = header, budget
+        self._header = header
         self._final = root / header.name
         self._path = root / (header.name + UNFINISHED)
         self._entries: list[dict[str, Any]] = []
-        self._before = budget.used
-        self.fault = budget.refusal(RESERVED)
+        self.fault = ""
         """Why the step could not be finished; empty without a fault."""
-        # a limit without room for an index has none for a record
-        self._is_full = bool(self.fault)
-        if self._is_full:
-            return
         # Room for the index is taken first: a full disk must not cost the records that were written before.
-        budget.used += RESERVED
         try:
             make_directory(self._path)
             # after a crash this index says what step the files belong to
@@ -83,29 +61,15 @@ class StepWriter:
     def name(self) -> str:
         return self._header.name
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether the limit had no room for a single record of the step."""
-        return self._is_full and not self._entries
-
-    def refusal(self, size: int) -> str:
-        """Why a record whose arrays have this many bytes is not written; empty if it may be."""
-        if self.fault:
-            return self.fault
-        reason = self._budget.refusal(size + ROOM)
-        self._is_full = self._is_full or bool(reason)
-        return reason
-
     def add(self, record: Record, arrays: Mapping[str, Stored]) -> bool:
         """Write a record. If that is impossible return False, and add an entry to `left_out`."""
         size, name = size_of(arrays), f"{record.order:06d}.safetensors"
         text = {"record": json.dumps(record.to_json()), "step": self._header.name}
-        reason = self.refusal(size)
+        reason = self.fault
         try:
             if not reason:
                 written, digest = _write(self._path / name, _container(arrays, text))
                 self._entries.append({"file": name, "bytes": written, "sha256": digest, **record.to_json()})
-                self._budget.used += size + ROOM
                 return True
         except OSError as error:
             reason = _text(error)
@@ -125,8 +89,7 @@ class StepWriter:
         try:
             # 1. The index, in place of the room that was kept for it: the disk may be full.
             (self._path / _RESERVE).unlink()
-            index = self._write_index(is_complete=not interrupted_by)
-            self._budget.used = self._before + sum(entry["bytes"] for entry in self._entries) + index
+            self._write_index(is_complete=not interrupted_by)
             # 2. The final name, which only a whole step has.
             if not interrupted_by:
                 self._path.rename(self._final)
@@ -136,16 +99,15 @@ class StepWriter:
         self.fault = interrupted_by
         return None if self.fault else self._final
 
-    def _write_index(self, *, is_complete: bool) -> int:
+    def _write_index(self, *, is_complete: bool) -> None:
         # A list without end would not fit the room that was kept for the index.
         left_out = self.left_out[:_MOST_LISTED]
         if more := len(self.left_out) - len(left_out):
             left_out.append(LeftOut(place=f"{more} more", size=0, reason="not listed one by one"))
         index = {"is_complete": is_complete, "records": self._entries, "left_out": [asdict(one) for one in left_out]}
         text = json.dumps(self._header.to_json() | index, indent=1).encode()
-        size, _ = _write(self._path / INDEX, iter((text,)))
+        _write(self._path / INDEX, iter((text,)))
         _sync_directory(self._path)
-        return size
 
 
 def make_directory(path: Path) -> None:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from f8emu.capture.handle import Handle, arrays_of, facts_of, session_of
-from f8emu.capture.session import LIMIT_BYTES, Session
+from f8emu.capture.session import Session
 from f8emu.capture.writer import Stored
 from f8emu.jax.gemm.call import layer_split_k
 from f8emu.jax.gemm.engine import engine_of
@@ -41,7 +41,6 @@ def capture(
     steps: Iterable[int] | None = None,
     ring: int | None = None,
     tensors: bool = True,
-    limit_bytes: int | None = LIMIT_BYTES,
     first_step: int = 1,
 ) -> "Capture":
     """Write every operand, scale and product of chosen steps to `path`, one directory per step and process.
@@ -53,7 +52,7 @@ def capture(
         CaptureError: `path` cannot be created, or this process has captured into it before.
     """
     recipes: dict[str, Recipe] = {}
-    options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
+    options: dict[str, Any] = {"steps": steps, "ring": ring, "first_step": first_step}
     device, ranks = jax.devices()[0].device_kind, (jax.process_index(), jax.process_count())
     return Capture(session_of(_CALL, path, "jax", device, ranks, recipes, **options), recipes, tensors)
 

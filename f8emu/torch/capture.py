@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from f8emu.capture.handle import Handle, arrays_of, facts_of, session_of
 from f8emu.capture.record import ForeignRecord
-from f8emu.capture.session import LIMIT_BYTES, Session
+from f8emu.capture.session import Session
 from f8emu.capture.writer import Stored
 from f8emu.torch.float8_layer import Float8Layer, all_float8_layers, chosen_layers
 from f8emu.torch.foreign_layers import ForeignWatch, foreign_layers
@@ -36,7 +36,6 @@ def capture(
     ring: int | None = None,
     layers: str | None = None,
     tensors: bool = True,
-    limit_bytes: int | None = LIMIT_BYTES,
     first_step: int = 1,
 ) -> "Capture":
     """Write every operand, scale and product of chosen training steps to `path`, one directory per step and rank.
@@ -60,9 +59,6 @@ def capture(
             progress is written too, once it ends; then the capture is over. Each rank watches its own tensors.
         layers: a regular expression that is searched in the names of the layers; None: all.
         tensors: also write the tensors before their casts, from which `f8emu replay` computes scales and codes.
-        limit_bytes: the limit for all files that this rank writes, and for what a ring holds. Records beyond it are
-            left out; a ring drops its oldest steps. The capture ends at the first step for which there is no room at
-            all. None: no limit.
         first_step: the number of the next step.
 
     Raises:
@@ -75,7 +71,7 @@ def capture(
     others = {name: layer for name, layer in every.items() if name not in chosen}
     device = next((p.device for layer in every.values() for p in layer.parameters()), torch.device("cpu"))
     recipes = {layer.recipe.content_hash: layer.recipe for layer in chosen.values()}
-    options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
+    options: dict[str, Any] = {"steps": steps, "ring": ring, "first_step": first_step}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     session = session_of(_CALL, path, "torch", name, rank_of_process(), recipes, **options)
     return Capture(model, chosen, others, session, tensors)

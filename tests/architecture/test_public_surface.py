@@ -36,7 +36,7 @@ SURFACE = {
         recipe_by_name recipe_from_dict recipe_from_json recipe_from_toml
     """,
     "f8emu.capture": """
-        Budget CaptureError ForeignRecord GemmRecord LeftOut Session StepHeader StepWriter Stored TensorRecord
+        CaptureError ForeignRecord GemmRecord LeftOut Session StepHeader StepWriter Stored TensorRecord
     """,
     "f8emu.audit": "Audit CHECKS Check CheckpointError Finding Severity audit",
     "f8ref.numpy": VERBS + " grouped_linear linear mma",
