@@ -51,15 +51,21 @@ def quantize(x: Tensor, inv_scale: Tensor, format: Format, granularity: Granular
     return codes
 
 
-def cast(x: Tensor, granularity: Granularity, format: Format, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, row-major, scales and amaxes of `x` [rows, K], from one reading; 1x128 scales are column-major."""
+def cast(
+    x: Tensor, granularity: Granularity, format: Format, rule: ScaleRule, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, row-major, scales and amaxes of `x` [rows, K], from one reading; 1x128 scales are column-major.
+
+    `amax` is the amax of a tensorwise cast, if it is known.
+    """
     values, _keep = _values(x)
     shape = Granularity.scale_shape(granularity, *x.shape)
-    scale, inv_scale, found = (_new_floats(x, shape, granularity) for _ in range(3))
+    scale, inv_scale = (_new_floats(x, shape, granularity) for _ in range(2))
+    found = _new_floats(x, shape, granularity) if amax is None else amax
     codes = x.new_empty(x.shape, dtype=getattr(torch, format.name))
     grid = native.Grid(found.data_ptr(), inv_scale.data_ptr(), scale.data_ptr(), *scale.stride())
     of_codes = native.Codes(codes.data_ptr(), *codes.stride())
-    stages = native.FIND + native.SCALE + native.ENCODE
+    stages = native.SCALE + native.ENCODE + (native.FIND if amax is None else 0)
     native.run(values, granularity, grid, format, rule, of_codes, stages, threads=torch.get_num_threads())
     return codes, scale, found
 

@@ -1,13 +1,16 @@
 /* The loops of a cast, which a compiler turns into vectors of the width that includes them. */
 #include "width.h"
 
+/* All ones or none. A compiler makes branches of `condition ? x : y`, and no vectors of a loop with branches. */
+static inline uint32_t mask(int condition) { return -(uint32_t)condition; }
+
 static inline float from_bfloat16(uint16_t x) { return f8_float((uint32_t)x << 16); }
 
 /* Exponents of float16 begin 112 below those of float32; its infinity and NaN keep all ones. */
 static inline float from_float16(uint16_t x) {
     uint32_t magnitude = (uint32_t)(x & 0x7FFF) << 13, sign = (uint32_t)(x & 0x8000) << 16;
-    uint32_t finite = f8_bits(f8_float(magnitude) * 0x1p112f);
-    return f8_float((magnitude >= 0x0F800000 ? magnitude | 0x7F800000 : finite) | sign);
+    uint32_t finite = f8_bits(f8_float(magnitude) * 0x1p112f), is_finite = mask(magnitude < 0x0F800000);
+    return f8_float((finite & is_finite) | ((magnitude | 0x7F800000) & ~is_finite) | sign);
 }
 
 static inline float from_float32(float x) { return x; }
@@ -20,9 +23,11 @@ static inline uint8_t code_of(float x, const f8_target *target, int fraction) {
     uint32_t normal = ((m + (1u << (shift - 1)) - 1 + (m >> shift & 1)) >> shift) - target->exponent_offset;
     /* Of a subnormal the float32 sum has the last place where the format has it. */
     uint32_t subnormal = f8_bits(f8_float(m) + target->subnormal) - f8_bits(target->subnormal);
-    uint32_t code = m < target->min_normal_bits ? subnormal : normal;
-    code |= bits >> 24 & 0x80 & (code ? 0x80 : target->zero_sign);
-    return (uint8_t)(magnitude > 0x7F800000 ? target->nan_code : code);
+    uint32_t is_subnormal = mask(m < target->min_normal_bits);
+    uint32_t code = (subnormal & is_subnormal) | (normal & ~is_subnormal);
+    uint32_t is_zero = mask(code == 0), is_nan = mask(magnitude > 0x7F800000);
+    code |= bits >> 24 & 0x80 & (target->zero_sign | ~is_zero);
+    return (uint8_t)((code & ~is_nan) | (target->nan_code & is_nan));
 }
 
 #define ENCODE(type, from, fraction)                                                                     \

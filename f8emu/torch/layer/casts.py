@@ -32,8 +32,8 @@ from f8emu.torch.layer.operands import (
     ScaleSource,
     cast_both,
     cast_delayed,
+    cast_matrix,
     cast_rows_first,
-    find_source,
     format_name,
     weight_to_cast,
 )
@@ -224,6 +224,8 @@ def cast_weight_again(
         if plan.layout is not None:
             delayed = global_delayed(weight, cols, rule, delayed, plan.layout.weight)
         _, operand, _ = cast_delayed(weight, None, cols, delayed, rule)
+    elif source.amax is None and source.scale is None:
+        _, operand = cast_matrix(weight, None, cols, rule)
     else:
         has_scales = source.inv_scale is not None and source.scale is not None
         given = Scales(source.inv_scale, source.scale) if has_scales else None
@@ -247,10 +249,4 @@ def _cast_matrix(
     if delayed is not None:
         row_operand, col_operand, _ = cast_delayed(x, rows, cols, delayed, rule)
         return row_operand, col_operand
-    is_single = cols is None or cols.format is None
-    if is_single and rows is not None and rows.format is not None and rows.granularity is Granularity.ROWWISE:
-        operand, _ = cast_rows_first(x, rows, cols, rule)
-        _, transposed = cast_both(x, None, cols, ScaleSource(), rule)
-        return operand, transposed
-    source = find_source(x, rows, cols, tiled=rule.power_of_two)
-    return cast_both(x, rows, cols, source, rule, recompute=recompute)
+    return cast_matrix(x, rows, cols, rule, recompute=recompute)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from f8emu.spec.recipe import Cast, CastFrom, Recipe
 from f8emu.spec.scaling import Granularity, ScaleRule, Scales
+from f8emu.torch import cpu_casts
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import cast_pair_delayed
 from f8emu.torch.fused.launch import amax_tiles
@@ -174,6 +175,32 @@ def cast_both(
     return operands
 
 
+def cast_matrix(x: Tensor, rows: Cast | None, cols: Cast | None, rule: ScaleRule, *, recompute: bool = False) -> Both:
+    """`cast_both` under scales of `x` itself."""
+    # 1. A CPU has both operands from one reading each.
+    if cpu_casts.takes(x):
+        return _cast_on_cpu(x, rows, cols, rule)
+    # 2. Elsewhere rows alone take one reading, and whatever else two: amaxes, then codes.
+    is_single = _granularity(cols) is None
+    if is_single and rows is not None and _granularity(rows) is Granularity.ROWWISE:
+        operand, _ = cast_rows_first(x, rows, cols, rule)
+        _, transposed = cast_both(x, None, cols, ScaleSource(), rule)
+        return operand, transposed
+    source = find_source(x, rows, cols, tiled=rule.power_of_two)
+    return cast_both(x, rows, cols, source, rule, recompute=recompute)
+
+
+def _cast_on_cpu(x: Tensor, rows: Cast | None, cols: Cast | None, rule: ScaleRule) -> Both:
+    operands, amax = list(_high_precision(x, rows, cols)), None
+    for i, (side, cast) in enumerate(((x, rows), (x.t(), cols))):
+        if cast is not None and cast.format is not None:
+            is_one = cast.granularity is Granularity.TENSORWISE
+            codes, scale, found = cpu_casts.cast(side, cast.granularity, cast.format, rule, amax if is_one else None)
+            operands[i] = Operand(codes, scale)
+            amax = found if is_one else None
+    return operands[0], operands[1]
+
+
 def cast_delayed(
     x: Tensor, rows: Cast | None, cols: Cast | None, state: Delayed, rule: ScaleRule
 ) -> tuple[Operand | None, Operand | None, ScaleSource]:
@@ -194,7 +221,11 @@ def cast_delayed(
 
 
 def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -> tuple[Operand, ScaleSource]:
-    """The operand `rows`, and the source for casting `cols` later."""
+    """The operand `rows`, and the source for casting `cols` later, empty if that cast finds its amaxes itself."""
+    if cpu_casts.takes(x):
+        operand, _ = _cast_on_cpu(x, rows, None, rule)
+        assert operand is not None, "rows were requested"
+        return operand, ScaleSource()
     # If `rows` is rowwise and `cols` is not, amax, scale and codes take a single pass over `x`. A tensorwise amax for
     # `cols` is then the maximum of the row amaxes.
     col_kind = _granularity(cols)
