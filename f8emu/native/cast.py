@@ -8,7 +8,7 @@ from typing import NamedTuple
 from f8emu.native import library
 from f8emu.native.gemm import FORMATS
 from f8emu.native.library import fields
-from f8emu.spec.formats import Format
+from f8emu.spec.formats import Format, format_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
 
 FIND, SCALE, ENCODE = 1, 2, 4
@@ -112,8 +112,8 @@ def run(
         *(grid.row_stride, grid.block_stride)[::order],
         codes.address,
         *(codes.row_stride, codes.k_stride)[::order],
-        _Target() if format is None else _target(format),
-        _Rule() if format is None or rule is None else _rule(format, rule, 0),
+        _Target() if format is None else _target(format.name),
+        _Rule() if format is None or rule is None else _rule(format.name, rule, 0),
         FORMATS[x.format],
         stages,
         threads,
@@ -128,11 +128,12 @@ def scales(
     """`f8ref.numpy.scale_from_amax` of `count` amaxes, which lie one after the other as results do; a NaN is any."""
     found = library.library()
     assert found is not None, library.unavailable()
-    found.f8_scales(ctypes.byref(_rule(format, rule, margin)), count, amax, inv_scale, scale)
+    found.f8_scales(ctypes.byref(_rule(format.name, rule, margin)), count, amax, inv_scale, scale)
 
 
 @functools.cache
-def _target(format: Format) -> _Target:
+def _target(name: str) -> _Target:
+    format = format_by_name(name)
     return _Target(
         format.fraction_bits,
         format.nan_code,
@@ -145,8 +146,8 @@ def _target(format: Format) -> _Target:
 
 
 @functools.cache
-def _rule(format: Format, rule: ScaleRule, margin: int) -> _Rule:
-    return _Rule(format.max * 2.0**-margin, rule.amax_floor, rule.power_of_two)
+def _rule(name: str, rule: ScaleRule, margin: int) -> _Rule:
+    return _Rule(format_by_name(name).max * 2.0**-margin, rule.amax_floor, rule.power_of_two)
 
 
 def _bits(x: float) -> int:

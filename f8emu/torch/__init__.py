@@ -19,15 +19,16 @@ from f8emu.torch.cast import cast as cast
 from f8emu.torch.cast import decode as decode
 from f8emu.torch.cast import dequantize as dequantize
 from f8emu.torch.cast import quantize as quantize
+from f8emu.torch.casts.delayed_state import DelayedScalingError as DelayedScalingError
 from f8emu.torch.conversion.convert import convert_to_float8_training as convert_to_float8_training
 from f8emu.torch.conversion.convert import dequantize_float8_training as dequantize_float8_training
 from f8emu.torch.conversion.convert import plan_conversion as plan_conversion
 from f8emu.torch.conversion.convert import swap_linear_with_float8_linear as swap_linear_with_float8_linear
+from f8emu.torch.conversion.filters import filter_small_layers as filter_small_layers
 from f8emu.torch.conversion.report import ConversionEntry as ConversionEntry
 from f8emu.torch.conversion.report import ConversionReport as ConversionReport
 from f8emu.torch.conversion.report import OtherWeight as OtherWeight
 from f8emu.torch.conversion.report import Outcome as Outcome
-from f8emu.torch.conversion.torchao import filter_small_layers as filter_small_layers
 from f8emu.torch.gemm.engine import engine_of as engine_of
 from f8emu.torch.gemm.scaled_mm import mm as mm
 from f8emu.torch.gemm.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
@@ -35,7 +36,6 @@ from f8emu.torch.gemm.scaled_mm import scaled_mm as scaled_mm
 from f8emu.torch.inspection.config import InspectConfig as InspectConfig
 from f8emu.torch.inspection.inspector import Inspector as Inspector
 from f8emu.torch.inspection.inspector import inspect as inspect
-from f8emu.torch.layer.delayed_state import DelayedScalingError as DelayedScalingError
 from f8emu.torch.layer.delayed_update import DelayedScalingState as DelayedScalingState
 from f8emu.torch.layer.delayed_update import delayed_state_dict as delayed_state_dict
 from f8emu.torch.layer.delayed_update import load_delayed_state_dict as load_delayed_state_dict

@@ -19,8 +19,8 @@ from f8emu.capture.handle import Handle, arrays_of, facts_of, session_of
 from f8emu.capture.record import ForeignRecord
 from f8emu.capture.session import Session
 from f8emu.capture.writer import Stored
-from f8emu.torch.float8_layer import Float8Layer, all_float8_layers, chosen_layers
 from f8emu.torch.foreign_layers import ForeignWatch, foreign_layers
+from f8emu.torch.layer.float8_layer import Float8Layer, all_float8_layers, chosen_layers
 from f8emu.torch.layer.observers import GemmSeen, Observation, TensorSeen
 from f8emu.torch.torch_internals import is_dtensor, not_compiled, rank_of_process
 

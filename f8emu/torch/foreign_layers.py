@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from f8emu.capture.handle import name_of
 from f8emu.environment import version_of
 from f8emu.torch.chip import FLOAT8_DTYPES, HIGH_PRECISION_DTYPES
-from f8emu.torch.float8_layer import Float8Layer
+from f8emu.torch.layer.float8_layer import Float8Layer
 from f8emu.torch.torch_internals import is_in_backward_pass, named_modules, not_compiled
 
 _OPERATORS = {

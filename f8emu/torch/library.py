@@ -11,10 +11,8 @@ mode that reads a stand-in reads its operand.
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cache, wraps
-from types import ModuleType
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from f8emu.spec.errors import UnsupportedError
-from f8emu.torch.chip import has_float8_hardware
 from f8emu.torch.torch_internals import (
     checkpoint_modes,
     dispatch_modes,
@@ -140,29 +137,6 @@ def fake(operator: Operator) -> Callable[[Implementation], Implementation]:
         return function
 
     return register
-
-
-def kernels_for(x: Tensor) -> ModuleType | None:
-    """`launch_plans()` where kernels run on `x`; None where plain torch does."""
-    return launch_plans() if x.numel() > 0 and has_float8_hardware(x.device) else None
-
-
-@cache
-def launch_plans() -> ModuleType | None:
-    """`f8emu.torch.fused.plans`; None, with one warning, if Triton is not installed."""
-    try:
-        from f8emu.torch.fused import plans
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        warnings.warn(
-            "f8emu.torch: Triton is not installed, so casts to float8 run as plain torch operations: the same bits, "
-            "several times slower; install it with: pip install triton",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    return plans
 
 
 def differentiable_once(backward: Implementation) -> Implementation:

@@ -12,12 +12,13 @@ import inspect
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, return_and_correct_aliasing
 
@@ -188,6 +189,11 @@ def is_batched(x: Any) -> bool:
 
 
 _TRACING_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def has_tangent(tensors: Iterable[Tensor]) -> bool:
+    """Whether forward-mode AD follows one of the tensors."""
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def has_tracing_mode() -> bool:

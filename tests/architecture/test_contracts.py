@@ -24,6 +24,11 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/report/page.py", "import f8emu.audit"),
         ("f8emu/homeless.py", ""),
     ],
+    "torch-floors": [
+        ("f8emu/torch/weights/codes.py", "from f8emu.torch.layer import matmul"),
+        ("f8emu/torch/layer/casts.py", "import f8emu.torch.conversion.filters"),
+        ("f8emu/torch/homeless.py", ""),
+    ],
     "captures-are-written": [("f8emu/capture/writer.py", "import numpy")],
     "captures-are-read": [("f8emu/torch/capture.py", "from f8emu.capture import read")],
     "root": [

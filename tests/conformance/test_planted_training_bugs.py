@@ -22,6 +22,7 @@ from f8emu.spec import BFLOAT16, DELAYED, FLOAT32, RECIPES, TENSORWISE, Recipe
 torch = pytest.importorskip("torch")
 pytest.importorskip("jax")
 
+from f8emu.torch.casts.shared_input import LastInput  # noqa: E402
 from f8emu.torch.gemm import emulation, hardware  # noqa: E402
 from f8emu.torch.layer import (  # noqa: E402
     casts,
@@ -31,7 +32,6 @@ from f8emu.torch.layer import (  # noqa: E402
     operands,
 )
 from f8emu.torch.layer import matmul as padded_gemm  # noqa: E402
-from f8emu.torch.layer.casts import LastInput  # noqa: E402
 
 Planted = Callable[[], Iterator[Any]]
 """Gives patches."""

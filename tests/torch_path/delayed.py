@@ -11,9 +11,9 @@ from torch.optim import SGD, Optimizer
 import f8emu.torch as f8
 from f8emu.spec import DELAYED, Recipe
 from f8emu.spec.scaling import DelayedState
-from f8emu.torch.float8_layer import Scaled
-from f8emu.torch.layer.delayed_state import DelayedBuffers
+from f8emu.torch.casts.delayed_state import DelayedBuffers
 from f8emu.torch.layer.delayed_update import UpdateGroup
+from f8emu.torch.layer.float8_layer import Scaled
 from tests.torch_path.states import assert_same_state, state_of
 
 BF16 = torch.bfloat16

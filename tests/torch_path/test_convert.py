@@ -23,7 +23,8 @@ from f8emu.spec import (
     SpecError,
 )
 from f8emu.torch import Outcome
-from f8emu.torch.conversion import convert, first_step, torchao
+from f8emu.torch.conversion import convert, filters
+from f8emu.torch.layer import first_step
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -292,8 +293,8 @@ def test_configurations() -> None:
 def test_the_filter_of_small_layers(in_cuda_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers above both thresholds, of sizes that raise no error, without the names that were given."""
     name = "SMALLEST_LAYERS_IN_CUDA_GRAPHS" if in_cuda_graph else "SMALLEST_LAYERS"
-    smallest = torchao.SmallestLayer(features=64, parameters=64 * 256)
-    monkeypatch.setitem(getattr(torchao, name), TENSORWISE, smallest)
+    smallest = filters.SmallestLayer(features=64, parameters=64 * 256)
+    monkeypatch.setitem(getattr(filters, name), TENSORWISE, smallest)
     sizes = [(32, 512), (512, 64), (64, 128), (128, 128), (128, 250)]
     model = nn.Sequential(*(nn.Linear(*size) for size in sizes))
 
@@ -313,8 +314,8 @@ def test_the_thresholds_are_those_that_were_measured() -> None:
     """Of every recipe in the record; a recipe that was not measured yet has none."""
     recorded = json.loads((RESULTS / "sizes-h200.json").read_text())["smallest"]
     for timing, table in (
-        ("back to back", torchao.SMALLEST_LAYERS),
-        ("CUDA graph", torchao.SMALLEST_LAYERS_IN_CUDA_GRAPHS),
+        ("back to back", filters.SMALLEST_LAYERS),
+        ("CUDA graph", filters.SMALLEST_LAYERS_IN_CUDA_GRAPHS),
     ):
         assert {recipe.name: list(smallest) for recipe, smallest in table.items()} == {
             subject.partition("/")[2]: smallest

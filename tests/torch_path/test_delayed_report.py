@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import f8emu.torch as f8
 from f8emu.spec import DELAYED, Recipe, ScaleRule
+from f8emu.torch.casts import delayed_state
+from f8emu.torch.casts.delayed_state import DelayedBuffers, Report, report_of
 from f8emu.torch.fused.delayed import STATE
-from f8emu.torch.layer import delayed_state, delayed_update
-from f8emu.torch.layer.delayed_state import DelayedBuffers, Report, report_of
+from f8emu.torch.layer import delayed_update
 from tests.torch_path.delayed import buffers_of
 
 CUDA = torch.device("cuda", 0)

@@ -10,7 +10,7 @@ import torch
 import f8emu.torch as f8
 from f8emu.spec import RECIPES
 from f8emu.torch import Outcome
-from f8emu.torch.conversion import first_step
+from f8emu.torch.layer import first_step
 from tests.torch_path.states import assert_same_state
 
 transformers: Any = pytest.importorskip("transformers")

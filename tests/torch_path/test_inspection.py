@@ -38,12 +38,12 @@ from f8emu.spec import (
     SpecError,
     UnsupportedError,
 )
-from f8emu.torch.float8_layer import all_float8_layers, float8_layers
+from f8emu.torch.casts.operand import Operand
 from f8emu.torch.inspection import recorder
 from f8emu.torch.inspection.config import STATISTICS, JsonLog, config_of
 from f8emu.torch.layer import observers
+from f8emu.torch.layer.float8_layer import all_float8_layers, float8_layers
 from f8emu.torch.layer.observers import GemmSeen, Observation, TensorSeen
-from f8emu.torch.layer.operands import Operand
 
 BF16 = torch.bfloat16
 Draw = Callable[..., Tensor]

@@ -26,13 +26,13 @@ from f8emu.spec import (
     ScaleRule,
 )
 from f8emu.spec.recipe import OPERANDS, TRANSPOSED
-from f8emu.torch import library
+from f8emu.torch.casts.operand import Delayed, Operand
+from f8emu.torch.fused import launch
 from f8emu.torch.inspection.config import OPERAND_STATISTICS, InspectConfig
 from f8emu.torch.inspection.matrix import Matrix, operand_statistics
 from f8emu.torch.inspection.recorder import Pending, Read, Recorder, read
 from f8emu.torch.inspection.statistics import Statistics
 from f8emu.torch.layer.observers import GemmSeen, TensorSeen
-from f8emu.torch.layer.operands import Delayed, Operand
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
@@ -59,7 +59,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     runs = False
     if INTERPRETED:
         prepare(monkeypatch)
-        monkeypatch.setattr(library, "has_float8_hardware", lambda device: runs)
+        monkeypatch.setattr(launch, "has_float8_hardware", lambda device: runs)
 
     def call(function: Callable[..., Any], *args: Any) -> Any:
         nonlocal runs
@@ -83,7 +83,7 @@ def draw(shape: tuple[int, int], dtype: torch.dtype, specials: tuple[float, ...]
 
 
 def numbers(statistics: Statistics) -> dict[str, float]:
-    (found,) = read([Pending({}, statistics, {})])
+    (found,) = read([Pending({}, statistics)])
     return found.statistics
 
 

@@ -29,8 +29,8 @@ from f8emu.spec import (
     SpecError,
     UnsupportedError,
 )
-from f8emu.torch.layer import casts
-from f8emu.torch.layer.delayed_state import DelayedBuffers
+from f8emu.torch.casts import shared_input
+from f8emu.torch.casts.delayed_state import DelayedBuffers
 from tests.torch_path.layers import OpCounter, draw, layer_of, passes
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -268,13 +268,13 @@ def test_a_shared_cast_is_never_stale(assert_same_bits: Any, monkeypatch: pytest
         h.data.mul_(-3)
 
     for write in (counted, moved, renewed, unseen, lambda h: h.detach().mul_(-3)):
-        monkeypatch.setattr(casts, "_SHARES", write is not unseen)
+        monkeypatch.setattr(shared_input, "_SHARES", write is not unseen)
         h = both[0].clone() if write is not moved else both[0]
         q(h)
         write(h)
         assert_same_bits(k(h).detach(), k(h.detach().clone()).detach())
     # Without a write they share: a stale cast is what the switch is for.
-    monkeypatch.setattr(casts, "_SHARES", True)
+    monkeypatch.setattr(shared_input, "_SHARES", True)
     h = both[0].clone()
     q(h)
     unseen(h)

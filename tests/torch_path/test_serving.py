@@ -23,8 +23,8 @@ import f8ref.numpy as oracle
 from f8emu.cli import build_app
 from f8emu.dialects import dequantize, dialect_by_name, quantize, serving_recipe
 from f8emu.spec import BLOCKWISE_UE8M0, ROWWISE, TENSORS, CastFrom, F8Error, Granularity, Recipe, ScaleRule
+from f8emu.torch.casts.operand import Operand
 from f8emu.torch.layer.matmul import gemm
-from f8emu.torch.layer.operands import Operand
 from f8emu.torch.serving.export import export_checkpoint
 from tests.torch_path.layers import draw, layer_of, passes
 

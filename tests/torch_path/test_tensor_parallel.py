@@ -28,10 +28,10 @@ import f8emu.torch as f8
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import recipe_by_name
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.casts import sharded
+from f8emu.torch.casts.operand import cast_both, find_source
 from f8emu.torch.inspection.recorder import read
 from f8emu.torch.layer.matmul import gemm
-from f8emu.torch.layer.operands import cast_both, find_source
-from f8emu.torch.parallel import sharding
 from tests.torch_path.layers import draw
 from tests.torch_path.ranks import run_cases
 from tests.torch_path.states import assert_same_state, local
@@ -331,7 +331,7 @@ def compiled(recipe: str) -> None:
 def scale_of_one_rank_is_caught() -> None:
     """A rank that takes the amax of its own shard gives other bits, and only that rank."""
     mesh = mesh_of_all()
-    own = sharding.reduce_amax
+    own = sharded.reduce_amax
     alone, ours = (convert("tensorwise", (N, K)) for _ in range(2))
     with torch.no_grad():
         for layers in (alone, ours):
@@ -341,7 +341,7 @@ def scale_of_one_rank_is_caught() -> None:
     expected = part(alone[0](x), 2, mesh)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(sharding, "reduce_amax", lambda amax, groups: own(amax, groups) * 0 + amax)
+            patch.setattr(sharded, "reduce_amax", lambda amax, groups: own(amax, groups) * 0 + amax)
         observed = ours[0](x)
     assert torch.equal(observed, expected) == (dist.get_rank() != 1)
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import f8emu.torch as f8
 from f8emu.spec import OperandError
-from f8emu.torch.float8_layer import all_float8_layers
+from f8emu.torch.layer.float8_layer import all_float8_layers
 from f8emu.torch.layer.float8_linear import Float8Linear
 
 pytestmark = [

@@ -21,7 +21,7 @@ from f8emu.torch.conversion.experts import (
     dequantize_experts,
     gather_experts_as_codes,
 )
-from f8emu.torch.conversion.first_step import FirstStep
+from f8emu.torch.conversion.filters import ModuleFilter
 from f8emu.torch.conversion.mixtures import are_multiplied_apart
 from f8emu.torch.conversion.report import (
     ConversionReport,
@@ -34,12 +34,13 @@ from f8emu.torch.conversion.report import (
     report_of,
     sharded_layers,
 )
-from f8emu.torch.conversion.torchao import ModuleFilter, RecipeLike, resolve_recipe, torchao_options
-from f8emu.torch.float8_layer import shortened
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.layer.delayed_update import UpdateGroup
 from f8emu.torch.layer.experts import ExpertsSettings
+from f8emu.torch.layer.first_step import FirstStep
+from f8emu.torch.layer.float8_layer import shortened
 from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.recipes import RecipeLike, resolve_recipe, torchao_options
 from f8emu.torch.torch_internals import named_modules, own_parameters, rank_of_process, replace_modules
 from f8emu.torch.weights.codes import require_codes
 from f8emu.torch.weights.float8_weight import Float8Weight

@@ -19,14 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
+from f8emu.torch.casts.placements import own_experts, own_groups
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
 from f8emu.torch.conversion.mixtures import LAYOUTS, TRANSFORMERS, Experts, Layout, file_of
-from f8emu.torch.float8_layer import Float8Layer, LayersOfExperts
 from f8emu.torch.layer.delayed_update import UpdateGroup
 from f8emu.torch.layer.experts import ExpertsSettings, Float8Experts, GroupedState
+from f8emu.torch.layer.float8_layer import Float8Layer, LayersOfExperts
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.grouped_linear import grouped_linear
-from f8emu.torch.parallel.placements import own_experts, own_groups
 from f8emu.torch.torch_internals import Function, is_dtensor, not_compiled, own_buffers, own_parameters, to_list
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 

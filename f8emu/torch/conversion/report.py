@@ -20,9 +20,9 @@ from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
 from f8emu.torch.conversion.experts import ConvertedExperts, why_not
+from f8emu.torch.conversion.filters import HEADS, ModuleFilter
 from f8emu.torch.conversion.mixtures import Experts, are_multiplied_apart, experts_of, routers, speed_of_experts
-from f8emu.torch.conversion.torchao import HEADS, ModuleFilter
-from f8emu.torch.float8_layer import Float8Layer, Scaled, pattern_of, shortened
+from f8emu.torch.layer.float8_layer import Float8Layer, Scaled, pattern_of, shortened
 from f8emu.torch.layer.float8_linear import Float8Linear
 
 

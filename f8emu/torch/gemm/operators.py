@@ -26,6 +26,7 @@ from f8emu.native import gemm as native
 from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.torch.cast import dequantize
+from f8emu.torch.fused.launch import kernels_for
 from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.engine import (
     Checked,
@@ -35,7 +36,7 @@ from f8emu.torch.gemm.engine import (
     checked_scaled_mm,
     resolve_engine,
 )
-from f8emu.torch.library import fake, has_dispatch_mode, kernels_for, operator, seen_as_mm
+from f8emu.torch.library import fake, has_dispatch_mode, operator, seen_as_mm
 from f8emu.torch.torch_internals import is_dtensor
 
 _MULTIPLE = 16  # of the columns that a rank multiplies: the hardware's rule

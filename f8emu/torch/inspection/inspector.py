@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import f8emu
-from f8emu.torch.float8_layer import Float8Layer, float8_layers
 from f8emu.torch.gemm.emulation import emulator_name
 from f8emu.torch.inspection.config import InspectConfig, JsonLog, TensorBoardLog, config_of
 from f8emu.torch.inspection.recorder import Recorder, read
+from f8emu.torch.layer.float8_layer import Float8Layer, float8_layers
 from f8emu.torch.layer.observers import Observation
 from f8emu.torch.torch_internals import not_compiled, rank_of_process
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from f8emu.spec.formats import Format
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch.casts.operand import Delayed, Operand
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import is_known_set
+from f8emu.torch.fused.launch import kernels_for
 from f8emu.torch.inspection.statistics import (
     CAST,
     CODES,
@@ -29,8 +31,6 @@ from f8emu.torch.inspection.statistics import (
     stacked,
     value_numbers,
 )
-from f8emu.torch.layer.operands import Delayed, Operand
-from f8emu.torch.library import kernels_for
 from f8emu.torch.scale import amax, scale_from_amax
 
 

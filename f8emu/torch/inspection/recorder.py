@@ -9,12 +9,12 @@ from torch import Tensor
 
 from f8emu.spec.recipe import OPERANDS, TENSORS, TRANSPOSED, Cast, Recipe, recipe_by_name
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.float8_layer import Float8Layer
+from f8emu.torch.casts.operand import Delayed, Operand
 from f8emu.torch.inspection.config import InspectConfig
 from f8emu.torch.inspection.matrix import Matrix, operand_statistics
 from f8emu.torch.inspection.statistics import Sample, Statistics, gemm_error, sample_of
+from f8emu.torch.layer.float8_layer import Float8Layer
 from f8emu.torch.layer.observers import UNKNOWN_CALL, GemmSeen, TensorSeen
-from f8emu.torch.layer.operands import Delayed, Operand
 from f8emu.torch.torch_internals import to_list
 
 MOST_PENDING = 4096

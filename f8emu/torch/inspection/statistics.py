@@ -15,9 +15,9 @@ from f8emu.spec.formats import Format
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.cast import decode, dequantize, quantize
+from f8emu.torch.casts.operand import Operand
 from f8emu.torch.layer.matmul import gemm
 from f8emu.torch.layer.observers import GemmSeen
-from f8emu.torch.layer.operands import Operand
 from f8emu.torch.scale import reciprocal, spread_scale
 
 COUNTED = ("amax", "nan", "inf", "zero")

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from f8emu.torch.conversion.convert import convert_to_float8_training
+from f8emu.torch.conversion.filters import filter_layers, filter_small_layers
 from f8emu.torch.conversion.report import surrounds_forward
-from f8emu.torch.conversion.torchao import filter_layers, filter_small_layers
 from f8emu.torch.layer.delayed_update import DelayedScalingState
 from f8emu.torch.weights.sharded_weight import precompute_float8_dynamic_scale_for_fsdp
 

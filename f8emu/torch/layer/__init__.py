@@ -1,1 +1,1 @@
-"""Float8Linear, its matrix products and what it saves."""
+"""Float8Linear and its base class, its matrix products and what it saves."""

@@ -2,30 +2,16 @@
 
 Both casts of the input are made in the forward pass, both casts of `grad_output` in the backward pass, each pair from
 one reading. The weight is cast before each of its two GEMMs: no float8 copy of it lives in between.
-
-Layers with the same input (q, k, v; w1, w3) share its casts. Eager code keeps the operands of the last input until
-another input is cast or the tensor is freed, has another version or another memory (`x.data = y`). Only tensors with a
-`grad_fn` are kept: those are new in every step, whereas a buffer that numpy or a replayed CUDA graph overwrites stays
-the same tensor with the same version. A write in between that torch does not count (`x.data.mul_`, a kernel that is no
-operator of torch) is not seen: nothing but a reading of the whole input would show it. Such code calls
-`torch.autograd.graph.increment_version(x)`; F8EMU_SHARE_CASTS=0 in the environment shares nothing. In compiled code
-nothing is kept: there the compiler merges equal casts. It does not merge collectives, so a module whose input is
-gathered has a `TracedInput`.
 """
 
-import os
-import threading
-import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from f8emu.spec.recipe import Cast, Recipe
-from f8emu.spec.scaling import Granularity, Scales
-from f8emu.torch.fused.delayed import note_cast
-from f8emu.torch.fused.operators import transpose_codes
-from f8emu.torch.layer.operands import (
+from f8emu.spec.scaling import Scales
+from f8emu.torch.casts.operand import (
     Both,
     Delayed,
     Operand,
@@ -37,13 +23,13 @@ from f8emu.torch.layer.operands import (
     format_name,
     weight_to_cast,
 )
-from f8emu.torch.parallel.sharding import Gathered, Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
-from f8emu.torch.torch_internals import memory_of, top_saved_tensors_hooks, trace_number
+from f8emu.torch.casts.sharded import Gathered, Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
+from f8emu.torch.casts.shared_input import LAST_INPUT, InputOperands, TracedInput
+from f8emu.torch.fused.delayed import note_cast
+from f8emu.torch.fused.operators import transpose_codes
 from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
 from f8emu.torch.weights.codes import OwnRows
 from f8emu.torch.weights.sharded_weight import ShardedWeight
-
-_SHARES = os.environ.get("F8EMU_SHARE_CASTS") != "0"
 
 
 class LayerPlan(NamedTuple):
@@ -58,14 +44,6 @@ class LayerPlan(NamedTuple):
     layout: Layout | None = None  # how the matrices are sharded under tensor parallelism; None for whole matrices
 
 
-class InputOperands(NamedTuple):
-    """Both casts of a layer's input; layers with the same input and plan share them."""
-
-    output: Operand
-    grad_weight: Operand | None
-    gathered: Tensor | None = None  # the place in the autograd graph of an input that was gathered as float8
-
-
 class WeightSource(NamedTuple):
     """What the backward pass casts the weight's operand of `grad_input` from, besides the weight."""
 
@@ -73,75 +51,6 @@ class WeightSource(NamedTuple):
     inv_scale: Tensor | None = None
     scale: Tensor | None = None  # the scales of the first cast, under delayed scaling; or that of `codes`
     codes: Tensor | None = None  # in place of the weight: the codes that FSDP2 gathered, still to be transposed
-
-
-class TracedInput:
-    """The last input that a layer of one module has cast, in a compiler's trace of the module's forward pass.
-
-    Hooks of the module begin and end it, so that nothing of it is left when the trace ends. A compiler that is asked to
-    compile this very module traces the hooks apart; then nothing is shared.
-    """
-
-    def __init__(self) -> None:
-        torch.compiler.assume_constant_result(trace_number)  # pyright: ignore[reportUnknownMemberType]
-        self.trace = 0
-        self.input: Tensor | None = None
-        self.key: Any = None
-        self.operands: InputOperands | None = None
-
-    def begin(self, *_: Any) -> None:  # a forward pre-hook
-        self.trace = trace_number() if torch.compiler.is_compiling() else 0
-
-    def end(self, *_: Any) -> None:  # a forward hook
-        self.trace = 0
-        self.input = self.key = self.operands = None
-
-    def find(self, input: Tensor, key: Any) -> InputOperands | None:
-        """The operands that another layer cast from this very tensor under an equal key: dtype and plan."""
-        return self.operands if self.input is input and self.key == key else None
-
-    def keep(self, input: Tensor, key: Any, operands: InputOperands) -> None:
-        if self.trace == trace_number():
-            self.input, self.key, self.operands = input, key, operands
-
-
-class LastInput(threading.local):
-    """The last input that eager code has cast on this thread: one at most, so that float8 copies are freed soon."""
-
-    input: Any = None
-    key: Any = None
-    region: Any = None
-    operands: InputOperands | None = None
-
-    def find(self, input: Tensor, key: Any) -> InputOperands | None:
-        """The operands that another layer cast from this very tensor, unmodified since, under an equal key."""
-        if self.input is None or self.input() is not input:
-            return None
-        region = checkpointed_region()
-        is_same = self.region is None if region is None else self.region is not None and self.region() is region
-        return self.operands if is_same and self.key == (input._version, memory_of(input), key) else None
-
-    def keep(self, input: Tensor, key: Any, operands: InputOperands) -> None:
-        if input.grad_fn is None or not _SHARES:
-            return
-        region = checkpointed_region()
-        # If another thread frees the tensor, that thread's cache is cleared; here the reference is dead, and no match.
-        self.input = weakref.ref(input, self._clear)
-        self.key, self.operands = (input._version, memory_of(input), key), operands
-        self.region = None if region is None else weakref.ref(region)
-
-    def _clear(self, _: object) -> None:
-        self.input = self.key = self.region = self.operands = None
-
-
-_last_input = LastInput()
-
-
-def checkpointed_region() -> Any:
-    """The activation checkpoint that this call is in, or None."""
-    # A checkpointed region is recomputed as a whole, so it must not share casts with code outside of it.
-    hooks = top_saved_tensors_hooks(True)
-    return None if hooks is None else hooks[0]
 
 
 def cast_input(
@@ -152,7 +61,7 @@ def cast_input(
     `x` [M, K] is what is cast of the `input` that the layer was called with, which decides on sharing.
     """
     # 1. Under delayed scaling every layer has scales of its own, so none are shared.
-    shared = None if delayed is not None else traced if torch.compiler.is_compiling() else _last_input
+    shared = None if delayed is not None else traced if torch.compiler.is_compiling() else LAST_INPUT
     key = x.dtype, plan
     if shared is not None and (operands := shared.find(input, key)) is not None:
         return operands

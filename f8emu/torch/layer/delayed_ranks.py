@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from f8emu.torch import torch_internals as internals
-from f8emu.torch.float8_layer import Scaled
-from f8emu.torch.layer.delayed_state import DelayedScalingError
+from f8emu.torch.casts.delayed_state import DelayedScalingError
+from f8emu.torch.layer.float8_layer import Scaled
 
 Ranks = tuple[Any, ...]  # process groups
 _REMEDY = "name the ranks that train the same layers with f8emu.torch.set_amax_reduction_group(model, group), False for"

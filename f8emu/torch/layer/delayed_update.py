@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from f8emu.spec.errors import OperandError
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch import torch_internals as internals
-from f8emu.torch.float8_layer import Scaled
+from f8emu.torch.casts.delayed_state import DelayedBuffers, Report, report_of, stacked
 from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
 from f8emu.torch.layer.delayed_ranks import Ranks, Told, note_stage, ranks_of, reduce_max, tell
-from f8emu.torch.layer.delayed_state import DelayedBuffers, Report, report_of, stacked
+from f8emu.torch.layer.float8_layer import Scaled
 from f8emu.torch.weights.float8_weight import refill
 
 

@@ -17,13 +17,14 @@ from torch.nn.functional import silu
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import ROWWISE, TENSORS, Recipe
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
-from f8emu.torch.float8_layer import DELAYED_KEY, Scaled, leaf_call
+from f8emu.torch.casts.delayed_state import DelayedBuffers
+from f8emu.torch.casts.operand import DelayedStates, Operand
+from f8emu.torch.casts.placements import own_experts, own_groups
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm.engine import check_engine
-from f8emu.torch.layer.delayed_state import DelayedBuffers
 from f8emu.torch.layer.delayed_update import UpdateGroup, load_with_weights
+from f8emu.torch.layer.float8_layer import DELAYED_KEY, Scaled, leaf_call
 from f8emu.torch.layer.grouped_linear import (
     SAVED_OF_WEIGHT,
     GroupedLinear,
@@ -44,11 +45,10 @@ from f8emu.torch.layer.grouped_linear import (
     saved_of_weight,
     weight_of_saved,
 )
-from f8emu.torch.layer.operands import DelayedStates, Operand
 from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.layer.traced import recipe_text, stateless
 from f8emu.torch.library import differentiable_once, is_exporting, operator
-from f8emu.torch.parallel.placements import own_experts, own_groups
+from f8emu.torch.recipes import RecipeLike, resolve_recipe
 from f8emu.torch.torch_internals import (
     Function,
     is_dtensor,

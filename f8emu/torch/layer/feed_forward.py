@@ -16,13 +16,7 @@ from torch.nn.functional import silu
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import TENSORS, TENSORWISE, Cast, Recipe
 from f8emu.spec.scaling import Scales
-from f8emu.torch.chip import require_values
-from f8emu.torch.float8_layer import autocast_dtype, leaf_call, refuse_torchscript, require_no_transform
-from f8emu.torch.fused import silu as fused
-from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.layer.matmul import Output, add_bias, gemm
-from f8emu.torch.layer.observers import Tap, begin_call, observe_gated, show_gemm, show_tensor
-from f8emu.torch.layer.operands import (
+from f8emu.torch.casts.operand import (
     Delayed,
     Operand,
     ScaleSource,
@@ -31,6 +25,12 @@ from f8emu.torch.layer.operands import (
     format_name,
     weight_to_cast,
 )
+from f8emu.torch.chip import require_values
+from f8emu.torch.fused import silu as fused
+from f8emu.torch.layer.float8_layer import autocast_dtype, leaf_call, refuse_torchscript, require_no_transform
+from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.layer.matmul import Output, add_bias, gemm
+from f8emu.torch.layer.observers import Tap, begin_call, observe_gated, show_gemm, show_tensor
 from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.library import differentiable_once, is_exporting
 from f8emu.torch.torch_internals import Function, compiles_backward, copied_attributes, has_hooks

@@ -9,10 +9,16 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import TENSORWISE
+from f8emu.torch.casts.delayed_state import DelayedBuffers
+from f8emu.torch.casts.operand import DelayedStates
+from f8emu.torch.casts.placements import LocalCall, local_call
+from f8emu.torch.casts.shared_input import TracedInput
 from f8emu.torch.chip import require_values
-from f8emu.torch.conversion.first_step import note_call
-from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
-from f8emu.torch.float8_layer import (
+from f8emu.torch.gemm.engine import check_engine
+from f8emu.torch.layer.casts import LayerPlan, cast_input
+from f8emu.torch.layer.delayed_update import UpdateGroup, load_with_weights
+from f8emu.torch.layer.first_step import note_call
+from f8emu.torch.layer.float8_layer import (
     DELAYED_KEY,
     Float8Layer,
     autocast_dtype,
@@ -21,16 +27,11 @@ from f8emu.torch.float8_layer import (
     require_known_class,
     require_no_transform,
 )
-from f8emu.torch.gemm.engine import check_engine
-from f8emu.torch.layer.casts import LayerPlan, TracedInput, cast_input
-from f8emu.torch.layer.delayed_state import DelayedBuffers
-from f8emu.torch.layer.delayed_update import UpdateGroup, load_with_weights
 from f8emu.torch.layer.matmul import add_bias, float8_matmul
 from f8emu.torch.layer.observers import begin_call, show_tensor
-from f8emu.torch.layer.operands import DelayedStates
 from f8emu.torch.layer.traced import linear, recipe_text
 from f8emu.torch.library import is_exporting
-from f8emu.torch.parallel.placements import LocalCall, local_call
+from f8emu.torch.recipes import RecipeLike, resolve_recipe
 from f8emu.torch.torch_internals import (
     copied_attributes,
     is_dtensor,

@@ -16,16 +16,16 @@ from torch import Tensor
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import ROWWISE, Cast, Gemm, Recipe, recipe_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch.casts.operand import Both, Delayed, Operand, format_name, weight_to_cast
 from f8emu.torch.chip import CHIP, require_values
-from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm import operators
 from f8emu.torch.gemm.engine import check_engine
-from f8emu.torch.layer.operands import Both, Delayed, Operand, format_name, weight_to_cast
 from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.layer.traced import recipe_text, stateless
 from f8emu.torch.library import differentiable_once, fake, is_exporting, operator
+from f8emu.torch.recipes import RecipeLike, resolve_recipe
 from f8emu.torch.torch_internals import Function
 from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
 

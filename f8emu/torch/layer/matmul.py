@@ -19,6 +19,9 @@ from torch.nn.functional import pad
 from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
 from f8emu.split_k.gemm import unsplit_rows
+from f8emu.torch.casts.operand import Delayed, DelayedStates, Operand, rounded
+from f8emu.torch.casts.sharded import sum_products
+from f8emu.torch.casts.shared_input import checkpointed_region
 from f8emu.torch.chip import CHIP
 from f8emu.torch.gemm import operators
 from f8emu.torch.layer.casts import (
@@ -28,13 +31,10 @@ from f8emu.torch.layer.casts import (
     cast_grad_output,
     cast_weight,
     cast_weight_again,
-    checkpointed_region,
 )
 from f8emu.torch.layer.observers import Tap, show_gemm, show_tensor
-from f8emu.torch.layer.operands import Delayed, DelayedStates, Operand, rounded
 from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.library import differentiable_once, fake, is_known, operator
-from f8emu.torch.parallel.sharding import sum_products
 from f8emu.torch.torch_internals import Function, compiles_backward
 
 

@@ -22,10 +22,10 @@ from torch.nn.functional import silu
 
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.recipe import TRANSPOSED, Gemm, Recipe
-from f8emu.torch.float8_layer import Float8Layer
+from f8emu.torch.casts.operand import Operand, weight_to_cast
 from f8emu.torch.gemm.emulation import layer_split_k
 from f8emu.torch.gemm.engine import resolve_engine
-from f8emu.torch.layer.operands import Operand, weight_to_cast
+from f8emu.torch.layer.float8_layer import Float8Layer
 from f8emu.torch.library import fake, operator
 from f8emu.torch.torch_internals import is_in_backward_pass
 

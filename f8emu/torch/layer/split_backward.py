@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from f8emu.torch.casts.operand import Delayed
 from f8emu.torch.fused.delayed import is_known_set, mark_set
-from f8emu.torch.layer.operands import Delayed
 from f8emu.torch.torch_internals import gradients_asked_for, keeps_graph
 
 States = tuple[Delayed | None, ...]

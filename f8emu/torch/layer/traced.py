@@ -15,8 +15,8 @@ from torch import Tensor
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import RECIPES, Recipe
 from f8emu.spec.serialize import recipe_from_json
-from f8emu.torch.float8_layer import autocast_dtype
 from f8emu.torch.layer.casts import LayerPlan, cast_input
+from f8emu.torch.layer.float8_layer import autocast_dtype
 from f8emu.torch.layer.matmul import add_bias, float8_matmul
 from f8emu.torch.library import constant_in_traces, operator
 from f8emu.torch.torch_internals import Function

@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.placement_types import Placement
 
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.torch.layer.casts import TracedInput
+from f8emu.torch.casts.placements import require_gatherable
+from f8emu.torch.casts.shared_input import TracedInput
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.parallel.placements import require_gatherable
 
 
 class Float8ColwiseParallel(ColwiseParallel):

@@ -14,11 +14,12 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import CastFrom
 from f8emu.torch.chip import CHIP, name_of
 from f8emu.torch.conversion.experts import ConvertedExperts
+from f8emu.torch.conversion.filters import HEADS
 from f8emu.torch.conversion.report import linear_layers
-from f8emu.torch.conversion.torchao import HEADS, RecipeLike, resolve_recipe
 from f8emu.torch.layer.experts import Float8Experts
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.parallel.checkpoints import names_of_parameters, whole_tensors
+from f8emu.torch.recipes import RecipeLike, resolve_recipe
 from f8emu.torch.serving.checkpoint import CONFIG, INDEX, Export, json_of, read
 from f8emu.torch.torch_internals import named_modules, rank_of_process
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch import torch_internals as internals
-from f8emu.torch.layer.operands import Delayed, Operand
+from f8emu.torch.casts.operand import Delayed, Operand
 from f8emu.torch.weights.codes import WeightCodes
 from f8emu.torch.weights.weight_tensor import WeightTensor, require_own_call
 

@@ -19,16 +19,16 @@ from torch.nn.functional import pad
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.casts.operand import Delayed, cast_delayed, weight_to_cast
+from f8emu.torch.casts.sharded import Shards, global_delayed
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import UNCALLED, UNSET
 from f8emu.torch.fused.fused_cast import CODES
-from f8emu.torch.layer.operands import Delayed, cast_delayed, weight_to_cast
-from f8emu.torch.parallel.sharding import Shards, global_delayed
 from f8emu.torch.torch_internals import foreach_copy, is_dtensor, reduce_amax
 
 if TYPE_CHECKING:
-    from f8emu.torch.layer.delayed_state import DelayedBuffers
+    from f8emu.torch.casts.delayed_state import DelayedBuffers
 
 _ALIGNMENT = 4  # floats: the GEMMs take scales that lie at multiples of 16 bytes
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
-from f8emu.torch.layer.delayed_state import DelayedBuffers
+from f8emu.torch.casts.delayed_state import DelayedBuffers
 from f8emu.torch.weights.coded_weight import COPIES, EMPTIES, FILLED, NEW, CodedWeight, is_view, written
 from f8emu.torch.weights.codes import LocalWeight, OwnRows, WeightCodes, WeightScales, cast_master, global_scales
 from f8emu.torch.weights.sharded_weight import GatherState, Resting, ShardedWeight, local_tensor

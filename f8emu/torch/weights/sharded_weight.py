@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
+from f8emu.torch.casts.delayed_state import DelayedBuffers
+from f8emu.torch.casts.sharded import Shards
 from f8emu.torch.fused.fused_cast import CODES
-from f8emu.torch.layer.delayed_state import DelayedBuffers
-from f8emu.torch.parallel.sharding import Shards
 from f8emu.torch.weights.coded_weight import (
     COPIES,
     EMPTIES,

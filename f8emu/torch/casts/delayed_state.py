@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import F8Error, OperandError
 from f8emu.spec.recipe import TENSORS, Recipe
+from f8emu.torch.casts.operand import Delayed, DelayedStates
 from f8emu.torch.fused import delayed as fused
-from f8emu.torch.layer.operands import Delayed, DelayedStates
 from f8emu.torch.torch_internals import own_buffers, to_list
 
 

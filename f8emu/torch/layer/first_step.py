@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from f8emu.torch.float8_layer import Float8Layer, pattern_of, shortened
+from f8emu.torch.layer.float8_layer import Float8Layer, pattern_of, shortened
 from f8emu.torch.library import constant_in_traces
 from f8emu.torch.torch_internals import is_in_backward_pass, named_modules, own_parameters, rank_of_process
 

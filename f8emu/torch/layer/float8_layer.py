@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd import forward_ad
 
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.library import constant_in_traces, is_exporting
 from f8emu.torch.torch_internals import (
     has_functorch,
+    has_tangent,
     has_tracing_mode,
     is_in_autograd_function,
     named_modules,
@@ -24,10 +24,10 @@ from f8emu.torch.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from f8emu.torch.layer.delayed_state import DelayedBuffers
+    from f8emu.torch.casts.delayed_state import DelayedBuffers
+    from f8emu.torch.casts.operand import DelayedStates
     from f8emu.torch.layer.delayed_update import UpdateGroup
     from f8emu.torch.layer.observers import Tap
-    from f8emu.torch.layer.operands import DelayedStates
 
 
 def autocast_dtype(input: Tensor) -> torch.dtype:
@@ -88,13 +88,13 @@ class Scaled(nn.Module):
             metadata.setdefault(prefix[:-1], {})[DELAYED_KEY] = self.delayed.tensors()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
         if self.delayed is not None:
             self.delayed._apply(fn, recurse)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # pyright: ignore[reportUnknownMemberType]
         self.update_with(self.update_group)
 
 
@@ -187,13 +187,12 @@ def require_no_transform(call: str, module: nn.Module, input: Tensor) -> None:
         )
     if torchscript_trace():
         refuse_torchscript(call)
-    if forward_ad._current_level >= 0:
-        if any(forward_ad.unpack_dual(x).tangent is not None for x in (input, *module.parameters())):
-            raise UnsupportedError(
-                f"{call}: forward-mode AD (torch.autograd.forward_ad, strategy='forward-mode') is not supported for "
-                "float8 layers, since a rounding has no derivative; got an input or a parameter with a tangent; "
-                "compute gradients with backward(), or convert the model back with dequantize_float8_training"
-            )
+    if has_tangent((input, *module.parameters())):
+        raise UnsupportedError(
+            f"{call}: forward-mode AD (torch.autograd.forward_ad, strategy='forward-mode') is not supported for "
+            "float8 layers, since a rounding has no derivative; got an input or a parameter with a tangent; "
+            "compute gradients with backward(), or convert the model back with dequantize_float8_training"
+        )
 
 
 def require_known_class(call: str, weight: Tensor) -> None:

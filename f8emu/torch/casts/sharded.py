@@ -16,9 +16,7 @@ from torch.nn.functional import pad
 
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.delayed import UNSET, note_cast
-from f8emu.torch.layer.operands import (
+from f8emu.torch.casts.operand import (
     Delayed,
     Operand,
     ScaleSource,
@@ -28,6 +26,8 @@ from f8emu.torch.layer.operands import (
     find_source,
     format_name,
 )
+from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.delayed import UNSET, note_cast
 from f8emu.torch.torch_internals import Function, collective, reduce_amax
 
 

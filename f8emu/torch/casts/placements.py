@@ -20,7 +20,7 @@ from torch import Tensor
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Cast, Recipe
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.parallel.sharding import Layout, Shards, Tokens
+from f8emu.torch.casts.sharded import Layout, Shards, Tokens
 from f8emu.torch.torch_internals import is_dtensor
 
 _BLOCK = 128  # elements that share a scale along a dimension that a block of blockwise scaling spans
@@ -90,7 +90,7 @@ def local_call(
     #    its part of K.
     wanted = [Replicate() if place.is_partial() else place for place in input.placements]
     pairs = zip(wanted, weight.placements, strict=True)
-    wanted = [Shard(last) if x.is_replicate() and w.is_shard(1) else x for x, w in pairs]
+    wanted = [Shard(last) if isinstance(x, Replicate) and w.is_shard(1) else x for x, w in pairs]
     if wanted != list(input.placements):
         input = input.redistribute(placements=wanted)
     # 2. How each dimension of the mesh splits the layer.

@@ -1,0 +1,1 @@
+"""The casts of a matrix: its two operands, whole or sharded, and their state under delayed scaling."""
