@@ -22,6 +22,7 @@ from f8emu.spec import BFLOAT16, DELAYED, FLOAT32, RECIPES, TENSORWISE, Recipe
 torch = pytest.importorskip("torch")
 pytest.importorskip("jax")
 
+from f8emu.torch.casts import operand  # noqa: E402
 from f8emu.torch.casts.shared_input import LastInput  # noqa: E402
 from f8emu.torch.gemm import emulation, hardware  # noqa: E402
 from f8emu.torch.layer import (  # noqa: E402
@@ -29,7 +30,6 @@ from f8emu.torch.layer import (  # noqa: E402
     delayed_update,
     float8_linear,
     matmul,
-    operands,
 )
 from f8emu.torch.layer import matmul as padded_gemm  # noqa: E402
 
@@ -53,16 +53,16 @@ def is_grad(name: str, spec: Any) -> bool:
 
 
 def casts_zeroed() -> Iterator[Any]:
-    cast_both = operands.cast_both
+    cast_matrix = operand.cast_matrix
 
     def zeroed(*args: Any, **options: Any) -> Any:
         return tuple(
             x and x._replace(codes=torch.zeros_like(x.codes.view(torch.uint8)).view(x.codes.dtype))
-            for x in cast_both(*args, **options)
+            for x in cast_matrix(*args, **options)
         )
 
-    for module in (operands, casts):
-        yield patch.object(module, "cast_both", zeroed)
+    for module in (operand, casts):
+        yield patch.object(module, "cast_matrix", zeroed)
 
 
 def stale_input() -> Iterator[Any]:

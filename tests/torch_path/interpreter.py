@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from f8emu.torch.chip import has_float8_hardware
-from f8emu.torch.fused import launch
+from f8emu.torch.fused import availability
 from f8emu.torch.fused.delayed import mark_set
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -135,7 +135,7 @@ class Kernels:
             prepare_silu(monkeypatch)
         self._run = False
         monkeypatch.setattr(
-            launch, "has_float8_hardware", lambda x: self._run and (INTERPRETED or has_float8_hardware(x))
+            availability, "has_float8_hardware", lambda x: self._run and (INTERPRETED or has_float8_hardware(x))
         )
 
     def __call__(self, operator: Any, *args: Any, run: bool = True, is_set: bool = False) -> tuple[Tensor, ...]:

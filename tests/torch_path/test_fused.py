@@ -11,7 +11,7 @@ import torch
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import Granularity, OperandError, SpecError, UnsupportedError
-from f8emu.torch.fused import delayed, launch
+from f8emu.torch.fused import availability, delayed
 from f8emu.torch.fused import operators as fused
 from tests.torch_path.fused_casts import (
     AMAXES,
@@ -279,12 +279,12 @@ def test_missing_triton_is_said_once(monkeypatch) -> None:
     for name in ("plans", "block_kernels", "cast_kernels", "scale_kernels", "silu_kernels"):
         monkeypatch.delitem(sys.modules, f"f8emu.torch.fused.{name}", raising=False)  # an import finds them here
         monkeypatch.delattr(package, name, raising=False)  # and in their package
-    monkeypatch.setattr(launch, "has_float8_hardware", lambda device: True)
-    launch.launch_plans.cache_clear()
+    monkeypatch.setattr(availability, "has_float8_hardware", lambda device: True)
+    availability.launch_plans.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="Triton is not installed.*same bits.*pip install triton"):
             first = fused.row_amax(torch.ones(2, 3))
         np.testing.assert_array_equal(first.numpy(), np.ones((2, 1)))
         fused.row_amax(torch.ones(2, 3))  # a second warning would be an error here
     finally:
-        launch.launch_plans.cache_clear()
+        availability.launch_plans.cache_clear()

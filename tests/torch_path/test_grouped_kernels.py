@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from f8emu.torch.fused import grouped
-from f8emu.torch.fused.launch import launch_plans, padded_rows
+from f8emu.torch.fused.availability import launch_plans
+from f8emu.torch.fused.launch import padded_rows
 from f8emu.torch.scale import reciprocal
 from tests.torch_path.interpreter import INTERPRETED, ON_GPU, Kernels, run_interpreted
 from tests.torch_path.layers import draw

@@ -27,7 +27,7 @@ from f8emu.spec import (
 )
 from f8emu.spec.recipe import OPERANDS, TRANSPOSED
 from f8emu.torch.casts.operand import Delayed, Operand
-from f8emu.torch.fused import launch
+from f8emu.torch.fused import availability
 from f8emu.torch.inspection.config import OPERAND_STATISTICS, InspectConfig
 from f8emu.torch.inspection.matrix import Matrix, operand_statistics
 from f8emu.torch.inspection.recorder import Pending, Read, Recorder, read
@@ -59,7 +59,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     runs = False
     if INTERPRETED:
         prepare(monkeypatch)
-        monkeypatch.setattr(launch, "has_float8_hardware", lambda device: runs)
+        monkeypatch.setattr(availability, "has_float8_hardware", lambda device: runs)
 
     def call(function: Callable[..., Any], *args: Any) -> Any:
         nonlocal runs

@@ -21,8 +21,8 @@ from torch import Tensor
 from f8emu.spec.formats import E4M3FN
 from f8emu.spec.scaling import ScaleRule
 from f8emu.torch.fused import eager
+from f8emu.torch.fused.availability import kernels_for, launch_plans
 from f8emu.torch.fused.fused_cast import FusedCast, Output, check_one_float, named_format, named_rule
-from f8emu.torch.fused.launch import kernels_for, launch_plans
 from f8emu.torch.fused.operators import given_outputs
 from f8emu.torch.library import fake, operator
 from f8emu.torch.scale import reciprocal, scale_from_amax

@@ -22,7 +22,7 @@ from f8emu.spec.formats import Format
 from f8emu.spec.scaling import ScaleRule
 from f8emu.torch.chip import CHIP, operand_format, require_values
 from f8emu.torch.fused import inductor
-from f8emu.torch.fused.launch import kernels_for
+from f8emu.torch.fused.availability import kernels_for
 from f8emu.torch.library import Implementation, Operator, fake, operator
 
 CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in CHIP.operand_formats}

@@ -20,9 +20,10 @@ from torch.nn.functional import silu
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import E4M3FN
 from f8emu.torch.fused import eager
+from f8emu.torch.fused.availability import kernels_for
 from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set, tell_owner
 from f8emu.torch.fused.fused_cast import FusedCast, Output, codes_of, matrix, named_format, named_rule
-from f8emu.torch.fused.launch import GROUP_MULTIPLE, GROUP_PLANES, kernels_for, padded_rows, tile_count
+from f8emu.torch.fused.launch import GROUP_MULTIPLE, GROUP_PLANES, padded_rows, tile_count
 from f8emu.torch.library import fake, operator
 from f8emu.torch.scale import reciprocal
 

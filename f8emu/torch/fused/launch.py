@@ -5,19 +5,16 @@ a tensor that the kernel does not use any tensor may be passed: its pointer is n
 """
 
 import hashlib
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, wraps
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
-from f8emu.torch.chip import has_float8_hardware
 from f8emu.torch.torch_internals import current_stream, launch_kernel
 
 GROUP_TILE = 64  # rows of a tile of a matrix whose groups of rows are cast apart (`grouped`)
@@ -177,26 +174,3 @@ def require_sources(digest: str) -> None:
             "would call wrongly; delete the cache (TORCHINDUCTOR_CACHE_DIR, by default /tmp/torchinductor_<user>), or "
             "set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
         )
-
-
-def kernels_for(x: Tensor) -> ModuleType | None:
-    """`launch_plans()` where kernels run on `x`; None where plain torch does."""
-    return launch_plans() if x.numel() > 0 and has_float8_hardware(x.device) else None
-
-
-@cache
-def launch_plans() -> ModuleType | None:
-    """`f8emu.torch.fused.plans`; None, with one warning, if Triton is not installed."""
-    try:
-        from f8emu.torch.fused import plans
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        warnings.warn(
-            "f8emu.torch: Triton is not installed, so casts to float8 run as plain torch operations: the same bits, "
-            "several times slower; install it with: pip install triton",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    return plans

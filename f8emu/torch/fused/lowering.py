@@ -22,7 +22,8 @@ from torch._inductor.lowering import add_needs_realized_inputs, fallback_handler
 from torch._inductor.virtualized import V
 
 from f8emu.torch.chip import has_float8_hardware
-from f8emu.torch.fused.launch import COMPILER_OPTIONS, launch_plans, sources_digest
+from f8emu.torch.fused.availability import launch_plans
+from f8emu.torch.fused.launch import COMPILER_OPTIONS, sources_digest
 
 
 def register(overload: torch._ops.OpOverload, cast: Any) -> None:

@@ -13,7 +13,7 @@ from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.chip import dtype_of, require_hopper
-from f8emu.torch.fused.launch import kernels_for
+from f8emu.torch.fused.availability import kernels_for
 from f8emu.torch.library import is_watched
 
 _ALIGNMENT = 16  # the alignment of pointers and strides of operands, in bytes

@@ -26,7 +26,7 @@ from f8emu.native import gemm as native
 from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.torch.cast import dequantize
-from f8emu.torch.fused.launch import kernels_for
+from f8emu.torch.fused.availability import kernels_for
 from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.engine import (
     Checked,

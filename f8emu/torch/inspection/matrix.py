@@ -15,8 +15,8 @@ from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.casts.operand import Delayed, Operand
 from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.availability import kernels_for
 from f8emu.torch.fused.delayed import is_known_set
-from f8emu.torch.fused.launch import kernels_for
 from f8emu.torch.inspection.statistics import (
     CAST,
     CODES,
