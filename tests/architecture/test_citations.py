@@ -13,7 +13,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NUMERICS = (ROOT / "reference" / "NUMERICS.md").read_text()
 FOLDERS = ("f8emu", "reference", "tests", "benchmarks", "examples")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-DOCUMENTS = sorted({*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))})
+PAGES = (ROOT / "docs" / "contributing").glob("*.md")
+DOCUMENTS = sorted(
+    {*ROOT.glob("*.md"), *PAGES, *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))}
+)
 IDS = set(re.findall(r"^\[([A-Z0-9]+-\d)\]", NUMERICS, re.MULTILINE))
 
 

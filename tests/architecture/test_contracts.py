@@ -1,6 +1,7 @@
 """The import contracts and the import rules of ruff, each shown to break on a planted violation."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -153,3 +154,16 @@ def test_planted_imports_break_the_rules_of_ruff(copy: Path) -> None:
     found = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
     broken = {(one.split(":")[0], rule) for one in found.stdout.splitlines() for rule in one.split() if "TID" in rule}
     assert found.returncode == 1 and broken == {(file, rule) for file, _, rule in BANNED}
+
+
+def test_the_map_draws_the_floors_of_the_contracts() -> None:
+    """Every room stands in the drawing, in the order of its contract."""
+    page = (ROOT / "docs/contributing/architecture.md").read_text()
+    drawings = [block.split("```")[0] for block in page.split("```text\n")[1:3]]
+    for drawing, contract in zip(drawings, ("floors", "torch-floors"), strict=True):
+        layers = next(one["layers"] for one in CONTRACTS if one["id"] == contract)
+        rooms = [room for layer in layers for room in layer.split(" | ") if room != "__main__"]
+        drawn = [word for line in drawing.splitlines() for word in re.split(" {3,}", line) if word in rooms]
+        assert sorted(drawn) == sorted(rooms)
+        floor = {room: i for i, layer in enumerate(layers) for room in layer.split(" | ")}
+        assert [floor[room] for room in drawn] == sorted(floor[room] for room in drawn)
