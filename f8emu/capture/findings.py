@@ -160,7 +160,8 @@ def findings_page(
     for title, of in lists.items():
         if of:
             lines += [f"{title} ({len(of)}):", *(f"  {line}" for line in of[:errors])]
-            lines += [f"  ... and {len(of) - errors} more"] * (len(of) > errors)
+            if len(of) > errors:
+                lines.append(f"  ... and {len(of) - errors} more")
     section = Section(title=command, blocks=[*blocks, Text(points=lines)])
     return Page(title=f"f8emu {command}", sections=[section])
 
@@ -172,15 +173,18 @@ def numbered(steps: Sequence[CapturedStep]) -> tuple[dict[tuple[int, int], Captu
     # 1. Finished steps come first in the order, and so keep their number.
     for step in sorted(steps, key=lambda step: not step.is_complete):
         kept = found.setdefault((step.header.step, step.header.rank), step)
-        missing += [f"{step.name} appears twice: {kept.path}, {step.path}"] * (kept is not step)
+        if kept is not step:
+            missing.append(f"{step.name} appears twice: {kept.path}, {step.path}")
     # 2. What the steps themselves say.
     for step in steps:
-        missing += [f"{step.name} was never finished: {step.path}"] * (not step.is_complete)
+        if not step.is_complete:
+            missing.append(f"{step.name} was never finished: {step.path}")
         missing += [f"{step.name}: {one.place} was left out: {one.reason}" for one in step.left_out]
     # 3. Of a step that any rank captured, all ranks are expected; but a step given by its own path stands alone.
     headers = [step.header for step in steps if not step.is_alone]
     for number in sorted({header.step for header in headers}):
         size = max(header.world_size for header in headers if header.step == number)
         lacking = size - len({header.rank for header in headers if header.step == number})
-        missing += [f"step {number}: {counted(lacking, 'rank')} of {size} did not capture it"] * (lacking > 0)
+        if lacking:
+            missing.append(f"step {number}: {counted(lacking, 'rank')} of {size} did not capture it")
     return found, missing

@@ -54,7 +54,8 @@ class Shard(CapturedRecord):
 
     def load(self) -> Arrays:
         """As of a layer of its own; without scales whose blocks reach into another shard."""
-        arrays, rows, record = self.whole.load(), slice(self.start, self.stop), self.whole.record
+        arrays, record = self.whole.load(), self.whole.record
+        rows = slice(self.start, self.stop)
         if isinstance(record, TensorRecord):
             return {"value": arrays["value"][rows] if record.tensor == "weight" else arrays["value"]}
         arrays["product"] = arrays["product"][:, rows]

@@ -108,7 +108,8 @@ class Gemm:
             raise SpecError(f"Gemm: {self.refusal(HOPPER)}")
 
     def __repr__(self) -> str:
-        fast, whole = ", use_fast_accum=True" * self.use_fast_accum, ", split_k=False" * (not self.split_k)
+        fast = ", use_fast_accum=True" if self.use_fast_accum else ""
+        whole = "" if self.split_k else ", split_k=False"
         return f"Gemm({self.a} @ {self.b}{fast}{whole})"
 
     @property

@@ -100,7 +100,8 @@ def _cast_sides(
         if cast is not None and cast.format is None:
             values = x.astype(jnp.bfloat16)
             found[side] = Deferred(values, None) if side == kept else Operand(values.T if side else values, None)
-    format, rule, amax = float8_of(*of_sides), recipe.rule_of(*of_sides), None
+    format, rule = float8_of(*of_sides), recipe.rule_of(*of_sides)
+    amax = None
     if format is None:
         return found, None if state is None else jnp.zeros((), jnp.float32)
     kinds = [None if cast is None or cast.format is None else cast.granularity for cast in of_sides]

@@ -259,7 +259,8 @@ class Report:
         seen: list[list[int]] = to_list(self.numbers)
         if seen == self._seen:
             return
-        self._seen, names, rows = seen, list[str](), iter(seen)
+        self._seen, rows = seen, iter(seen)
+        names = list[str]()
         for layer in layers:
             of_layer = zip(*[next(rows) for _ in range(layer.groups or 1)], strict=True)
             for tensor, inv_scale, numbers in zip(TENSORS, layer.inv_scales, of_layer, strict=True):

@@ -104,7 +104,8 @@ def local_call(
     # 3. The tensors of this rank; the placements of their gradients are what this rank will compute.
     x_grads = [Partial() if kind == _COLUMNS else own for kind, own in zip(kinds, input.placements, strict=True)]
     w_grads = [Partial() if kind == _TOKENS else own for kind, own in zip(kinds, weight.placements, strict=True)]
-    x, w, b = input.to_local(grad_placements=x_grads), weight.to_local(grad_placements=w_grads), None
+    x, w = input.to_local(grad_placements=x_grads), weight.to_local(grad_placements=w_grads)
+    b = None
     if x.shape[-1] != w.shape[1]:
         raise OperandError(
             f"{call}: input must be [..., in_features] with in_features = {weight.shape[1]}, {w.shape[1]} of them on "

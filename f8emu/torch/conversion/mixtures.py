@@ -121,7 +121,8 @@ def routers(module: nn.Module) -> set[int]:
         count = next(iter(stacks.values())).shape[0] if stacks else 0
         if isinstance(part, nn.ModuleList | nn.ModuleDict) and fqn.endswith("experts"):
             count = len(part)
-        block, others, own = fqn, dict[str, nn.Module](), set(part.modules())
+        block, own = fqn, set(part.modules())
+        others = dict[str, nn.Module]()
         while count > 1 and block and not any(internals.own_parameters(one) for one in others.values()):
             block = block.rpartition(".")[0]
             around = internals.named_modules(modules[block])

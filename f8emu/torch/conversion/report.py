@@ -266,7 +266,8 @@ def _readers(module: nn.Module) -> dict[int, str]:
 @cache
 def _weights_read_by(kind: type[nn.Module]) -> set[str]:
     """The names of layers for which `forward`, or a method that it calls, has `self.<name>.weight`."""
-    found, left, seen = set[str](), ["forward"], set[str]()
+    found, seen = set[str](), set[str]()
+    left = ["forward"]
     while left:
         seen.add(method := left.pop())
         code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)

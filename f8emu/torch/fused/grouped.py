@@ -348,7 +348,8 @@ def _gradients_outputs(
     grad: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int, fmt: str, hidden_fmt: str, *args: Any
 ) -> tuple[Output, ...]:
     _, _, _, rows, cols, hidden, by_group, *_ = args
-    m, width, nothing, h, places = *gate.shape, (0, 0), _width(gate, up), padded_rows(gate.shape[0], groups)
+    m, width = gate.shape
+    h, places, nothing = _width(gate, up), padded_rows(m, groups), (0, 0)
     codes, hidden_codes = codes_of(fmt, 0, 0).dtype, codes_of(hidden_fmt, 0, 0).dtype
     one = (
         Output((m, width) if rows else nothing, codes),

@@ -43,7 +43,8 @@ class Matrix:
 
     def values(self, wanted: Collection[str]) -> Statistics:
         """The requested statistics of `VALUE_STATISTICS`."""
-        x, numbers, found = self.x, needed(wanted), list[Found]()
+        x, numbers = self.x, needed(wanted)
+        found = list[Found]()
         if x.numel() == 0:
             return []
         launch = launches_for(x)

@@ -44,7 +44,8 @@ class FirstStep:
     """A conversion of `model`, to `layers` by name, that waits for its first step."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Float8Layer]) -> None:
-        self.model, self.layers, self.names = weakref.ref(model), weakref.WeakValueDictionary(layers), frozenset(layers)
+        self.model, self.names = weakref.ref(model), frozenset(layers)
+        self.layers = weakref.WeakValueDictionary(layers)
         _waiting.append(self)
         _listen()
 
