@@ -43,17 +43,22 @@ def walked(function: Any, *arguments: Any) -> list[str]:
     return stays
 
 
+def stays_of_layer(recipe: str, *, is_first: bool = False) -> list[str]:
+    """The stays of the first or of the second forward pass of a layer."""
+    layer = Float8Linear(64, 48, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    if not is_first:
+        layer(x)
+    return walked(layer, x * 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="rowwise")
     parser.add_argument("--first", action="store_true", help="the first call instead of the second")
     parser.add_argument("--files", action="store_true", help="print every stay")
     arguments = parser.parse_args()
-    layer = Float8Linear(64, 48, bias=False, dtype=torch.bfloat16, recipe=arguments.recipe)
-    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-    if not arguments.first:
-        layer(x)
-    stays = walked(layer, x * 1)
+    stays = stays_of_layer(arguments.recipe, is_first=arguments.first)
     if arguments.files:
         print("\n".join(str(Path(file).relative_to(_ROOT)) for file in stays))
     print(f"{arguments.recipe}: {len(set(stays))} files, {len(stays)} stays, {len(stays) - len(set(stays))} returns")

@@ -26,6 +26,7 @@ from benchmarks.subjects import ATTENTION_OPS, BFLOAT16_OPS, SUBJECTS, checkpoin
 from benchmarks.timing import Run, draw_exposure, exposure
 from benchmarks.torchtitan import __main__ as titan
 from benchmarks.torchtitan import worker
+from benchmarks.walk import stays_of_layer
 from benchmarks.workloads import HIGH_PRECISION_GEMM, Shape
 from f8emu.native import library
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE
@@ -480,3 +481,9 @@ def test_tensorwise_equals_torchao() -> None:
     pytest.importorskip("torchao")
     for entry in equal_to_torchao([(256, 512, 384), (48, 64, 80)], torch.device("cuda")):
         assert not any(entry["numbers_differing"].values()), entry
+
+
+def test_a_forward_pass_is_a_short_walk() -> None:
+    """The files of an eager layer on a CPU, and how often it returns to one: both may shrink."""
+    stays = stays_of_layer("rowwise")
+    assert len(set(stays)) <= 19 and len(stays) - len(set(stays)) <= 102
