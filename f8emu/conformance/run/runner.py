@@ -70,7 +70,9 @@ class Runner:
             return outcome
 
         self.progress.begin(subject.name, stage.title, len(cases))
-        judging, running = ThreadPoolExecutor(_threads(judge)), _threads(subject)
+        # A compiler's frames may not fit the stack of a thread, and a layer is trained alone in its process anyway.
+        running = 1 if subject.train is not None and not stage.needs else _threads(subject)
+        judging = ThreadPoolExecutor(_threads(judge))
         try:
             expected = [judging.submit(self._answer, stage, case, judge) for case in cases]
             if running == 1:
