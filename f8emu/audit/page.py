@@ -42,7 +42,8 @@ def audit_page(found: Audit, errors: int) -> tuple[Page, str]:
         meanings.append(Text(points=[f"{one.check} ({counted(totals[one.check], 'tensor')}): {one.title}", *lines]))
     verdict, tone = _verdict(found)
     terminal = Text(points=[f"{name}: {text}" for name, text in facts], only="terminal")
-    section = Section(title=found.path, blocks=[Facts(items=facts), terminal, *[table] * bool(shown), *meanings])
+    tables = [table] if shown else []
+    section = Section(title=found.path, blocks=[Facts(items=facts), terminal, *tables, *meanings])
     return Page(title=f"f8emu audit {found.path}", verdict=Cell(text=verdict, tone=tone), sections=[section]), verdict
 
 

@@ -31,7 +31,7 @@ def fingerprints(weights: Sequence[Weight]) -> dict[str, int]:
     named: dict[str, int] = {}
     for scale, count in total.most_common(4):
         names = of_zeros().get(scale, ())
-        more = f" and {len(names) - 6} more" * (len(names) > 6)
+        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
         named[f"scale {scale:.4g}: {', '.join(names[:6]) or 'no known dialect'}{more}"] = count
     return named
 

@@ -44,7 +44,8 @@ def _verify(model: Path, *others: object) -> int:
     differences = verify_export(model)
     for line in differences:
         say(line)
-    say(f"{model}: {len(differences) or 'no'} difference{'s' * (len(differences) != 1)} from its manifest")
+    ending = "" if len(differences) == 1 else "s"
+    say(f"{model}: {len(differences) or 'no'} difference{ending} from its manifest")
     return DIFFERENT if differences else 0
 
 

@@ -68,7 +68,7 @@ def candidates(
     found: list[Candidate] = []
     for one in dialects:
         # Rows of a matrix that is stored transposed are its columns.
-        own = [*one.blocks, *[(None, 1)] * (ROW in one.blocks)]
+        own = [*one.blocks, (None, 1)] if ROW in one.blocks else one.blocks
         if one.scale is None or extent(shape, block) not in [extent(shape, size) for size in own]:
             continue
         factors = factors_from_amax(amax(one.scale.ignores_nan), one, dtype)

@@ -47,6 +47,11 @@ class Arithmetic(Enum):
     INPUT = "x's dtype"
     """Computed in float32, each result rounded to the dtype of the matrix."""
 
+    @property
+    def suffix(self) -> str:
+        """What a formula says of it; nothing of float32."""
+        return f" in {self.value}" if self is Arithmetic.INPUT else ""
+
 
 class PowerOfTwo(Enum):
     """How a scale becomes a power of two."""
@@ -126,7 +131,7 @@ class ScaleForm:
         division = self.division.value.replace("amax", amax).replace("448", f"{self.largest:g}")
         if self.carry:
             division = division.replace("exponent(amax)", f"exponent(amax + {self.carry:#x} in the last place)")
-        steps = [division + " in x's dtype" * (self.arithmetic is Arithmetic.INPUT)]
+        steps = [division + self.arithmetic.suffix]
         if self.scale_floor:
             steps.append(f"at least {self.scale_floor:g}")
         if self.power_of_two is not None:
@@ -178,7 +183,7 @@ class CodeForm:
     def formula(self) -> str:
         """The number that is cast."""
         s = f"max(s, {self.scale_floor:g})" if self.scale_floor else "s"
-        return self.rule.value.replace("s", s) + " in x's dtype" * (self.arithmetic is Arithmetic.INPUT)
+        return self.rule.value.replace("s", s) + self.arithmetic.suffix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +239,9 @@ class Dialect:
     @property
     def standing(self) -> str:
         """`compared with PACKAGE==VERSION`, with `on an H100` if its kernels ran there; or `read in VERSION`."""
-        where = ["on a CPU"] * self.is_compared + [f"on an {self.gpu}"] * bool(self.gpu)
+        where = ["on a CPU"] if self.is_compared else []
+        if self.gpu:
+            where.append(f"on an {self.gpu}")
         return f"compared with {self.version} {' and '.join(where)}" if where else f"read in {self.version}"
 
     @property

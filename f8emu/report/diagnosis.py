@@ -145,7 +145,9 @@ def fit_page(fit: Fit) -> Page:
     sections: list[Section] = []
     for kind in fit.kinds:
         columns = ("parameter", "value", "told by")
-        blocks: list[Block] = [Table(caption=kind.kind, columns=columns, rows=kind.measured)] * bool(kind.measured)
+        blocks: list[Block] = []
+        if kind.measured:
+            blocks.append(Table(caption=kind.kind, columns=columns, rows=kind.measured))
         sections.append(Section(title=kind.kind, blocks=[*blocks, Text(points=list(fit_lines(kind)))]))
     lead = f"{fit.subject}   engine: {fit.engine}"
     return Page(title="f8emu fit", sections=[Section(title=fit.subject, lead=lead), *sections])
@@ -208,7 +210,8 @@ def fit_verdict(fit: Fit) -> str:
         ("MISS THE RULES at another size", missed),
         ("bits depend on M", [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]),
     ):
-        said += [f"{what}: {', '.join(kinds)}"] * bool(kinds)
+        if kinds:
+            said.append(f"{what}: {', '.join(kinds)}")
     # The largest sizes that ran, of the kind where they are smallest.
     sizes = {
         dimension: min((max(ran) for kind in fit.kinds if (ran := kind.ran(dimension))), default=0)

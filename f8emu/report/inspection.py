@@ -155,9 +155,11 @@ def page(run: Run, worst: Sequence[Place], by: str, log: Path) -> Page:
     blocks: list[Block] = [Facts(items=[(name, str(head[name])) for name in _FACTS if name in head]), table]
     # What is not there, or could not be read.
     remedy = "name it in the statistics of the inspection, or sort by another"
-    faults = [f"no record has {by}; {remedy}"] * (not worst)
-    faults += [f"lines skipped because they are not JSON: {run.skipped:,} (a crash leaves one)"] * bool(run.skipped)
-    faults += ["the last line is incomplete: the run was ended while it wrote"] * run.is_cut
+    faults = [] if worst else [f"no record has {by}; {remedy}"]
+    if run.skipped:
+        faults.append(f"lines skipped because they are not JSON: {run.skipped:,} (a crash leaves one)")
+    if run.is_cut:
+        faults.append("the last line is incomplete: the run was ended while it wrote")
     sections = [Section(title=f"Worst by {by}", blocks=[*blocks, Text(points=faults)] if faults else blocks)]
     if run.events:
         sections.insert(0, Section(title="Events", blocks=[Text(points=list(_events(run.events)))]))

@@ -131,11 +131,11 @@ def parts(page: Page) -> "Iterator[str | Code | rich.table.Table]":
     """Lines that are wrapped, lines that are not, and tables; an empty line between sections."""
     is_first = True
     for section in _flat(page.sections):
-        shown = [section.lead] * bool(section.lead) + [
-            part for block in section.blocks for part in _terminal_block(block)
-        ]
+        shown: list[Any] = [section.lead] if section.lead else []
+        shown += [part for block in section.blocks for part in _terminal_block(block)]
         if shown:
-            yield from [""] * (not is_first)
+            if not is_first:
+                yield ""
             yield from shown
             is_first = False
 
@@ -285,5 +285,6 @@ def _cell(cell: str | Cell | Share, column: int, table: Table) -> str:
 def _class(column: int, table: Table, cell: Cell | None = None) -> str:
     names = ["number"] if column in table.numeric else []
     if cell is not None:
-        names += ["mono"] * cell.is_code + [cell.tone] * bool(cell.tone)
+        names += ["mono"] if cell.is_code else []
+        names += [cell.tone] if cell.tone else []
     return f' class="{" ".join(names)}"' if names else ""

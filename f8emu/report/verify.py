@@ -67,10 +67,9 @@ def verdict(result: Result) -> str:
         own = f"{sum(t.outputs for t in splits)} in {sum(t.cases for t in splits)} under an S of its own"
         cases -= sum(tally.cases for tally in splits)
         equal = [f"every bit of {outputs} outputs in {cases} cases"] if cases else []
+        equal += [own] if splits else []
         skipped = sum(s.cases_not_offered for one in result.subjects if one.name not in SUBJECTS for s in one.stages)
-        return f"equal: {', and '.join(equal + [own] * bool(splits))}" + (
-            f"; {skipped} cases not offered" if skipped else ""
-        )
+        return f"equal: {', and '.join(equal)}" + (f"; {skipped} cases not offered" if skipped else "")
     # Else the subjects and stages to blame; a subject of which nothing ran proves nothing.
     failed = []
     for subject in result.subjects:
@@ -203,7 +202,11 @@ def mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:
     wrong = sum(stage.outputs_differing for stage in subject.stages)
     cases = sum(stage.cases_differing for stage in subject.stages)
     shown = min(errors, len(found))
-    of = "" if cases == 1 else " of each" if shown == cases else f" of each of the first {shown}" * (shown > 1)
+    of = ""
+    if cases > 1 and shown == cases:
+        of = " of each"
+    elif cases > 1 and shown > 1:
+        of = f" of each of the first {shown}"
     head = f"{subject.name}: {counted(cases, 'case differs', 'cases differ')}, {counted(wrong, 'output')}"
     head += "" if not shown else ":" if wrong == 1 else f"; one{of}:"
     return [head, *(mismatch.line() for mismatch in found[:errors])]
@@ -248,7 +251,9 @@ def _stage_lines(subject: SubjectResult) -> Iterator[str]:
 
 def _counts(stage: StageResult) -> str:
     # `recorded GEMMs 3/4 cases equal, 90/96 outputs, 0.1 s, 1 equal under an S of its own [CHAIN-3] (S = 5: 1)`.
-    cases = f"{stage.cases_equal}/{stage.cases_total} cases" + " equal" * (stage.cases_equal != stage.cases_total)
+    cases = f"{stage.cases_equal}/{stage.cases_total} cases"
+    if stage.cases_equal != stage.cases_total:
+        cases += " equal"
     found = f"{stage.title} {cases}, {stage.outputs_equal}/{stage.outputs_total} outputs, {stage.seconds:.1f} s"
     if not stage.own_splits:
         return found
