@@ -1,6 +1,7 @@
 """The float8 weights of a checkpoint: which scale each has, and what its blocks hold, read in bands."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,14 @@ CODES = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 _SAMPLE = 1 << 20
 """About so many codes of a weight are counted."""
 Mask = NDArray[np.bool]
+LAYER = re.compile(r"(.*?)\.\d+\.")
+"""The begin of a name, to the number of the layer; the stack of layers in front of it is a group."""
+_NUMBERS = re.compile(r"\d+")
+
+
+def like_of(name: str) -> str:
+    """The name with # for every number: that of its like in other layers too."""
+    return _NUMBERS.sub("#", name)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

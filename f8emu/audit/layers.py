@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from f8emu.audit.blocks import Weight
+from f8emu.audit.blocks import LAYER, Weight, like_of
 from f8emu.audit.checkpoint import FLOATS, Checkpoint, Stored
 from f8emu.audit.findings import Finding, Severity, finding
 from f8emu.audit.formats import Format, has
@@ -18,8 +18,6 @@ _LINEARS = frozenset(
 )
 """Layers that servers build as the configuration says, if it does not except them."""
 _EXPERT = re.compile(r"(.*experts)\.(\d{1,4})\.(.+)")
-_NUMBERS = re.compile(r"\d+")
-_STACK = re.compile(r"(.*?)\.\d+\.")
 
 
 def layered(
@@ -29,15 +27,15 @@ def layered(
     for weight in weights:
         if form.is_complete and (_is_router(weight.codes) or weight.module.rpartition(".")[2] in _EMBEDDINGS):
             yield weight.finding("no-linear", "BF16, F16 or F32", weight.codes.dtype)
-    stacks = {found[1] for weight in weights if (found := _STACK.match(weight.name))}
-    told = {_NUMBERS.sub("#", weight.module) for weight in weights}  # by the like in other layers
+    stacks = {found[1] for weight in weights if (found := LAYER.match(weight.name))}
+    told = {like_of(weight.module) for weight in weights}  # by the like in other layers
     kinds: dict[str, list[Stored]] = defaultdict(list)
     for name, stored in sorted(checkpoint.tensors.items()) if form.is_complete else ():
-        module, found = name.removesuffix(".weight"), _STACK.match(name)
+        module, found = name.removesuffix(".weight"), LAYER.match(name)
         is_near = found is not None and (found[1] in stacks or "mtp" in name)
         is_plain = stored.dtype in FLOATS and stored.is_matrix and "norm" not in name and "scale" not in name
         if is_near and is_plain and not form.ignores(module) and form.quantizes(module):
-            kinds[_NUMBERS.sub("#", module)].append(stored)
+            kinds[like_of(module)].append(stored)
     for module, stored in kinds.items():
         last = module.rpartition(".")[2]
         is_listed = form.method == "modelopt" and "conv" not in last  # what it does not list is quantized
@@ -76,9 +74,9 @@ def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
         if (found := _EXPERT.fullmatch(name)) and "scale" not in found[3]:
             layers[found[1]][int(found[2])].add(found[3])
     ends = {stem: max(experts) for stem, experts in layers.items()}
-    usual = Counter((_NUMBERS.sub("#", stem), end) for stem, end in ends.items())
+    usual = Counter((like_of(stem), end) for stem, end in ends.items())
     for stem, experts in layers.items():
-        kind, end = _NUMBERS.sub("#", stem), ends[stem]
+        kind, end = like_of(stem), ends[stem]
         # The last ones are missing where most layers have more.
         end = max([end, *(more for (one, more), count in usual.items() if one == kind and count > usual[kind, end])])
         parts = Counter(chain.from_iterable(experts.values()))

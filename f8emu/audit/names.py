@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from f8emu.audit.blocks import CODES, Weight, names_of, shapes_of
+from f8emu.audit.blocks import CODES, LAYER, Weight, like_of, names_of, shapes_of
 from f8emu.audit.checkpoint import FLOATS, MODELOPT, Checkpoint, Stored
 from f8emu.audit.findings import Finding, Severity, finding
 from f8emu.audit.formats import INPUT_SCALES, SCALES, Format, format_of, has
@@ -19,8 +19,6 @@ _SHARDS = {"query_key_value": 3, **{name: len(shards) for name, shards in FUSED.
 _INPUTS = tuple(one[3:] for one in INPUT_SCALES)
 _LARGEST_INPUT = 10.0
 """A scale of activations that no model has in every layer: they would reach 4480."""
-_NUMBERS = re.compile(r"\d+")
-_LAYER = re.compile(r".*?\.\d+\.")
 _KV = re.compile(r"(^|[._])(k|v|kv|q|prob)_scale$|(^|\.)(k|v)_proj\.output_scale$|kv_cache\.scaling_factor$")
 
 
@@ -64,13 +62,13 @@ def named(
                 yield weight.finding("scale-dtype", f"{dtype}, as in other layers", weight.scale.dtype, **more)
     # 3. The other tensors.
     used = {weight.scale.name for weight in weights if weight.scale is not None}
-    like = {_NUMBERS.sub("#", weight.name): weight.codes.shape for weight in weights if form.method}
+    like = {like_of(weight.name): weight.codes.shape for weight in weights if form.method}
     for name, stored in sorted(checkpoint.tensors.items()):
         if name in checkpoint.unlisted:
             yield finding("unlisted", name, "an entry of the index", "none")
         if name not in used:
             yield from _orphan(checkpoint, name)
-        yield from _unlike(form, stored, like.get(_NUMBERS.sub("#", name)))
+        yield from _unlike(form, stored, like.get(like_of(name)))
         yield from _lone_scale(checkpoint, stored)
     acts = [one for name, one in checkpoint.tensors.items() if name.endswith(_INPUTS) and one.dtype in FLOATS]
     values = [float(one.read(0, 1)[0]) for one in acts if one.size]
@@ -95,14 +93,14 @@ def changed(checkpoint: Checkpoint, name: str) -> list[Finding]:
 
 def left_out(checkpoint: Checkpoint, origin: Checkpoint, weights: Sequence[Weight]) -> Iterator[Finding]:
     """Weights of the source that are not there, although their like in other layers and more of their layer are."""
-    layers = {found[0] for name in checkpoint.tensors if (found := _LAYER.match(name))}
+    layers = {found[0] for name in checkpoint.tensors if (found := LAYER.match(name))}
     there = {weight.source: weight.codes.shape for weight in weights}
-    like = {(_NUMBERS.sub("#", name), shape) for name, shape in there.items()}
+    like = {(like_of(name), shape) for name, shape in there.items()}
     for name, stored in origin.tensors.items():
-        is_like = (_NUMBERS.sub("#", name), stored.shape) in like
+        is_like = (like_of(name), stored.shape) in like
         is_lost = is_like and name not in there and name not in checkpoint.tensors
         # A layer that is missing as a whole was left out on purpose, as the last ones of DeepSeek-V3 are.
-        if checkpoint.has_config and is_lost and (found := _LAYER.match(name)) and found[0] in layers:
+        if checkpoint.has_config and is_lost and (found := LAYER.match(name)) and found[0] in layers:
             yield finding("left-out", name, "the weight, as in other layers", "none")
 
 
