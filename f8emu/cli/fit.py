@@ -34,9 +34,7 @@ def add_to(app: "typer.Typer") -> None:
             typer.Option(min=1, max=frame.MOST, help="Rows to try instead of 1 to 4112; may be repeated."),
         ] = None,
         isolate: Annotated[bool, typer.Option("--isolate", help=frame.ISOLATE)] = False,
-        timeout: Annotated[
-            float | None, typer.Option(metavar="frame.SECONDS", max=frame.MOST, help=frame.SECONDS)
-        ] = None,
+        timeout: Annotated[float | None, typer.Option(metavar="SECONDS", max=frame.MOST, help=frame.SECONDS)] = None,
     ) -> None:
         """Measure the unknown rules of a kernel, and confirm them by bits, also at other sizes.
 
