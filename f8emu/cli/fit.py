@@ -33,24 +33,29 @@ def add_to(app: "typer.Typer") -> None:
             list[int] | None,
             typer.Option(min=1, max=frame.MOST, help="Rows to try instead of 1 to 4112; may be repeated."),
         ] = None,
-        isolate: Annotated[bool, typer.Option("--isolate", help=frame.ISOLATE)] = False,
         timeout: Annotated[float | None, typer.Option(metavar="SECONDS", max=frame.MOST, help=frame.SECONDS)] = None,
+        here: Annotated[bool, typer.Option("--here", help=frame.HERE)] = False,
     ) -> None:
         """Measure the unknown rules of a kernel, and confirm them by bits, also at other sizes.
 
         Ctrl-C ends it, and the findings so far are reported. Status 1 means unconfirmed rules, a row whose bits depend
         on M, or a kernel that contradicts itself. A size at which confirmed rules do not hold has its own status.
         """
-        seconds = frame.TIMEOUT if isolate and timeout is None else timeout
-        raise typer.Exit(guarded(_fit, kernel, json_file, arrays.value, kind or [], m or [], seconds))
+        raise typer.Exit(guarded(_fit, kernel, json_file, arrays.value, kind or [], m or [], timeout, here))
 
 
 def _fit(
-    kernel: str, json_file: Path | None, arrays: str, kinds: list[str], ms: list[int], timeout: float | None
+    kernel: str,
+    json_file: Path | None,
+    arrays: str,
+    kinds: list[str],
+    ms: list[int],
+    timeout: float | None,
+    here: bool,
 ) -> int:
     from f8emu.conformance.diagnosis.fit import fit
     from f8emu.conformance.diagnosis.probes import KINDS
-    from f8emu.conformance.run.runner import load_and_call
+    from f8emu.conformance.run.runner import begin_subject_and_call
     from f8emu.report.diagnosis import fit_json, fit_page, fit_verdict
 
     start = time.perf_counter()
@@ -62,7 +67,7 @@ def _fit(
     if ":" in kernel:
         frame.find_modules_here()
     # 2. The fit, its tables, and the JSON.
-    subject = load_and_call(kernel, arrays=arrays, timeout=timeout)
+    subject = begin_subject_and_call(kernel, arrays=arrays, timeout=timeout, here=here)()
     with frame.progress_bar() as progress:
         found = fit(subject, kinds=[known[name] for name in kinds] or KINDS, ms=ms, progress=progress)
     frame.show(fit_page(found))

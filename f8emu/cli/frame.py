@@ -36,12 +36,13 @@ STATUSES = (
 )
 _NARROWEST = 20
 """The narrowest output in columns; longer words are broken."""
-TIMEOUT = 120.0
-"""Seconds for one GEMM of an isolated kernel, which may compile it first."""
 MOST = 1 << 15
 """The most lines that an option may ask for, or rows of a GEMM, or seconds for one."""
-ISOLATE = "Run kernels in a separate process, so that a crash or a hang fails only one case."
-SECONDS = f"Time limit for one GEMM, compilation included; implies --isolate, whose default is {TIMEOUT:g}."
+SECONDS = "Time limit for one GEMM, compilation included; 120 by default."
+HERE = (
+    "Run your own code in this process, for a debugger. By default it has its own process, where a crash or a hang "
+    "fails only one case; with --here, whatever ends the process ends the run."
+)
 
 
 class Arrays(Enum):
@@ -62,7 +63,7 @@ def guarded(command: Callable[..., int], *args: object) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception:  # Python would exit with the status of a difference
+    except (Exception, SystemExit):  # Python would exit with the status of a difference, a kernel with any
         traceback.print_exc()
         return BAD_USAGE
 

@@ -3,7 +3,7 @@
 import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
@@ -46,6 +46,7 @@ class _Options(NamedTuple):
     errors: int
     arrays: str
     timeout: float | None
+    here: bool
     jobs: int | None
     diagnose: bool
     start: float
@@ -90,8 +91,8 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Option(metavar="NAME=PROFILE", help="The profile for a chip in --recordings; may be repeated."),
         ] = None,
-        isolate: Annotated[bool, typer.Option("--isolate", help=frame.ISOLATE)] = False,
         timeout: Annotated[float | None, typer.Option(metavar="SECONDS", max=frame.MOST, help=frame.SECONDS)] = None,
+        here: Annotated[bool, typer.Option("--here", help=frame.HERE)] = False,
         kind: Annotated[
             Kind, typer.Option(help="What your own function is: a GEMM, a cast x -> codes, or x -> codes and scales.")
         ] = Kind.GEMM,
@@ -115,24 +116,23 @@ def add_to(app: "typer.Typer") -> None:
 
         Ctrl-C ends the run, and the finished stages are reported.
         """
-        seconds = frame.TIMEOUT if isolate and timeout is None else timeout
         files, chosen = (golden, json_file, html_file), (stage or [], case or [])
         options = _Options(
-            subjects or [], *files, *chosen, errors, arrays.value, seconds, jobs, diagnose, time.perf_counter()
+            subjects or [], *files, *chosen, errors, arrays.value, timeout, here, jobs, diagnose, time.perf_counter()
         )
         if kernels or contract:
             raise typer.Exit(guarded(_list_kernels) if kernels else guarded(_show_contract, kind))
         if kind is not Kind.GEMM:
-            if recordings is not None or chip or golden is not None or stage or seconds is not None or jobs is not None:
-                raise typer.BadParameter("--kind cast and quantize take no recordings, stages, processes or time limit")
+            if recordings is not None or chip or golden is not None or stage or jobs is not None:
+                raise typer.BadParameter("--kind cast and quantize take no recordings, stages or processes")
             raise typer.Exit(guarded(_verify_functions, options, kind.value, format, overflow, granularity))
         if format or overflow or granularity:
             raise typer.BadParameter("--format, --overflow and --granularity need --kind cast or --kind quantize")
         if recordings is None and not chip:
             raise typer.Exit(guarded(_verify, options))
-        if recordings is None or golden is not None or stage or case or seconds is not None:
+        if recordings is None or golden is not None or stage or case or timeout is not None:
             raise typer.BadParameter(
-                "--chip needs --recordings; neither goes with --golden, --stage, --case, --isolate or --timeout"
+                "--chip needs --recordings; neither goes with --golden, --stage, --case or --timeout"
             )
         raise typer.Exit(guarded(_verify_recordings, options, recordings, chip or []))
 
@@ -169,7 +169,7 @@ def _verify_functions(
     flags |= {"--overflow": overflow and overflow.value, "--granularity": granularity and granularity.value}
     words = [word for flag, value in flags.items() if value for word in (flag, value)]
     frame.find_modules_here()
-    more = {"arrays": options.arrays, "errors": options.errors, "cases": options.cases, "diagnose": options.diagnose}
+    more = {name: getattr(options, name) for name in ("arrays", "errors", "cases", "diagnose", "timeout", "here")}
     verified: dict[str, Verified] = {}
     with frame.progress_bar() as progress:
         for name in options.subjects:
@@ -197,13 +197,14 @@ def _verify(options: _Options) -> int:
     named = stages_by_name(options.stages)
     is_whole = not (options.subjects or options.stages or options.cases)
     with ExitStack() as stack:
+        begun = _begun(options)
         recorded = shipped_golden() if options.golden is None else read_golden(options.golden)
         workers = None
         if is_whole and options.jobs is None and (os.cpu_count() or 1) > 1:
             # They import torch and JAX while this process does.
             workers = stack.enter_context(Workers(2, list(SUBJECTS)))
         # 2. The subjects, and how many processes they are worth.
-        loaded, not_run = _load(options)
+        loaded, not_run = _loaded(begun, options)
         subjects = list(loaded.values())
         if not options.subjects:  # the engine has GEMMs and layers alone
             subjects = [one for one in subjects if any(stage.is_offered_by(one) for stage in named)]
@@ -242,11 +243,10 @@ def _words_of(name: str, options: _Options) -> list[str]:
     return words
 
 
-def _load(options: _Options) -> "tuple[dict[str, Subject], dict[str, str]]":
-    # The subjects by name, in the order in which they were named; and why a default one cannot run.
-    from f8emu.conformance.kernels.call import absent
-    from f8emu.conformance.run.runner import load_and_call
-    from f8emu.conformance.run.subject import SUBJECTS, Subject
+def _begun(options: _Options) -> "dict[str, Callable[[], Subject]]":
+    # What loads the subjects, by name, in the order in which they were named; kernels are being imported already.
+    from f8emu.conformance.run.runner import begin_subject_and_call
+    from f8emu.conformance.run.subject import SUBJECTS
 
     names = options.subjects
     if any(":" in name for name in names):
@@ -255,25 +255,38 @@ def _load(options: _Options) -> "tuple[dict[str, Subject], dict[str, str]]":
     several = {name: [one for one in SUBJECTS if one == name or one.startswith(f"{name}:")] for name in names}
     chosen = [one for name in names for one in several[name] or [name]] or list(SUBJECTS)
     has_kernels = any(name not in SUBJECTS for name in chosen)
-    # torch first: JAX then knows that it must leave the GPU's memory to others
+    # beside kernels the others run as ever; without any, a timeout is refused
+    seconds = {name: None if has_kernels and name in SUBJECTS else options.timeout for name in chosen}
+    return {
+        name: begin_subject_and_call(name, arrays=options.arrays, timeout=seconds[name], here=options.here)
+        for name in chosen
+    }
+
+
+def _loaded(
+    begun: "dict[str, Callable[[], Subject]]", options: _Options
+) -> "tuple[dict[str, Subject], dict[str, str]]":
+    # The subjects by name; and why a default one cannot run.
+    from f8emu.conformance.kernels.call import absent
+    from f8emu.conformance.run.subject import Subject
+
     loaded: dict[str, Subject] = {}
     not_run: dict[str, str] = {}
-    for name in sorted(chosen, key=lambda name: name != "torch"):
+    # torch first: JAX then knows that it must leave the GPU's memory to others
+    for name in sorted(begun, key=lambda name: name != "torch"):
         try:
-            # beside kernels the others run as ever; without any, a timeout is refused
-            seconds = None if has_kernels and name in SUBJECTS else options.timeout
-            loaded[name] = load_and_call(name, arrays=options.arrays, timeout=seconds)
-            if loaded[name].is_idle and not names:
+            loaded[name] = begun[name]()
+            if loaded[name].is_idle and not options.subjects:
                 not_run[name] = f"{name}, which emulates on GPUs, and here is none; f8emu verify {name} runs it"
         except (MissingExtraError, UnsupportedError) as error:
-            if names:
+            if options.subjects:
                 raise
             not_run[name] = str(error)
         except SpecError as error:
-            if ":" not in name or len(chosen) == 1:
+            if ":" not in name or len(begun) == 1:
                 raise
             loaded[name] = Subject(name=name, engine=f"{name}, which cannot be called", calls=absent(str(error)))
-    return {name: loaded[name] for name in chosen if name in loaded and name not in not_run}, not_run
+    return {name: loaded[name] for name in begun if name in loaded and name not in not_run}, not_run
 
 
 def _verify_recordings(options: _Options, path: Path, chips: Sequence[str]) -> int:

@@ -32,23 +32,24 @@ class Worker:
     ) -> None:
         """Starts a Python with `flags`, in which `answers(*arguments)`, a `module:name`, gives the answering function.
 
-        With `keeps_prints` what it prints is kept for `fate`.
+        It has this process's `sys.path`. With `keeps_prints` what it prints is kept for `fate`.
         """
         module, _, name = answers.partition(":")
         self.connection, theirs = Pipe()
         self._printed = tempfile.TemporaryFile() if keeps_prints else None
-        program = (
-            f"from multiprocessing.connection import Connection; from {__name__} import serve; "
-            f"from {module} import {name}; serve(Connection({theirs.fileno()}), {name}, {arguments!r})"
-        )
         places = [os.path.abspath(place) for place in sys.path]  # "" is the current directory
+        program = (
+            f"import sys; sys.path[:] = {places!r}; from multiprocessing.connection import Connection; "
+            f"from {__name__} import serve; from {module} import {name}; "
+            f"serve(Connection({theirs.fileno()}), {name}, {arguments!r})"
+        )
         self.process = subprocess.Popen(
             [sys.executable, *flags, "-c", program],
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=self._printed,
             pass_fds=(theirs.fileno(),),
-            env={**(os.environ if environment is None else environment), "PYTHONPATH": os.pathsep.join(places)},
+            env=environment,
             start_new_session=True,
         )
         theirs.close()
@@ -86,8 +87,12 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, printed: IO[b
 
 
 def serve(connection: Connection, answers: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...]) -> None:
-    """The worker's side: answers requests until the parent is gone, even while it works on one."""
+    """The worker's side: answers requests until the parent is gone, even while it works on one.
+
+    A process that the answering function forks ends where the function returns.
+    """
     requests: queue.Queue[tuple[Any, ...]] = queue.Queue()
+    process = os.getpid()
 
     def receive() -> None:
         while True:
@@ -98,9 +103,11 @@ def serve(connection: Connection, answers: Callable[..., Callable[..., Any]], ar
 
     threading.Thread(target=receive, daemon=True).start()
     answer = answers(*arguments)
-    while True:
+    while os.getpid() == process:
         found = answer(*requests.get())
         try:
-            connection.send(found)
+            if os.getpid() == process:
+                connection.send(found)
         except OSError:
-            os._exit(0)
+            break
+    os._exit(0)

@@ -58,7 +58,7 @@ QUANTIZERS = {
 
 
 def verified(name: str, kind: str, wanted: Wanted = ANY, arrays: str = "numpy") -> Verified:
-    return verify_function(f"tests.conformance.planted_casts:{name}", kind, wanted, arrays=arrays)
+    return verify_function(f"tests.conformance.planted_casts:{name}", kind, wanted, arrays=arrays, here=True)
 
 
 def assert_named(found: Verified, headline: str) -> None:

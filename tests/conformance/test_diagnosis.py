@@ -285,7 +285,7 @@ def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
     "error", [TimedOut("no output"), ProcessEnded("crashed"), RuntimeError("illegal access"), SystemExit("exits")]
 )
 def test_a_kernel_that_fails_is_not_diagnosed(error: BaseException) -> None:
-    """Three crashes or hangs in a row end a kind: the process of an isolated kernel is started anew after each."""
+    """Three crashes or hangs in a row end a kind: its process is started anew after each."""
     broken, calls = failing(lambda *_: True, error)
     (found,) = diagnose(broken, kinds=[BY_NAME[FAST]], memory=MEMORY)
     assert str(error) in found.error and found.best is None and not found.is_right

@@ -2,12 +2,9 @@
 
 import contextlib
 import io
-import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ import numpy as np
 import pytest
 
 import f8ref.numpy as f8
-from f8emu.cli import run_supervised
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.arrays import torch_arrays
 from f8emu.conformance.cases.gemm import Mode
@@ -26,22 +22,7 @@ from f8emu.conformance.run.stages import STAGES
 from f8emu.spec import Granularity
 from tests.conformance.command import ENVIRONMENT, few_recorded, invoke, stages_in
 
-BEFORE = {  # name of a kernel -> what it does before it computes
-    "leaves": "sys.exit(0)",
-    "ends": "raise Ending",
-    "exits": "os._exit(0)",
-    "forks": "os.fork()",
-    "ends_oddly": "raise Odd",
-    "raises_oddly": "raise OddError",
-    "raises_oddly_later": "later(OddError)",
-    "interrupts": "later(KeyboardInterrupt)",
-    "forks_in_c": "print('called', flush=True); ctypes.CDLL(None).fork()",
-    "starts": "assert subprocess.run([sys.executable, '-c', '']).returncode == 0",
-    "waits": "print('waiting', flush=True); time.sleep(60)",
-    "silences": "sys.stdout = sys.stderr = None",
-}
 KERNELS = """
-import ctypes, os, subprocess, sys, time
 import numpy as np
 from f8emu.conformance import Accumulation, Arg, K_BY_ROWS, Kernel, TENSORWISE_SCALARS
 
@@ -49,22 +30,20 @@ def float32(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     out = (a.astype(np.float32) @ b.astype(np.float32)) * scale_b * scale_a
     return (out if bias is None else out + bias.astype(np.float32)).astype(out_dtype)
 
-class Ending(BaseException):
-    pass
-
-class Odd(BaseException):
+class OddError(ValueError):
     def __str__(self):
         raise RuntimeError
 
-class OddError(Odd, ValueError):
-    pass
-
 CALLS = []
 
-def later(error):
+def raises_oddly(*args, **options):
+    raise OddError
+
+def raises_oddly_later(*args, **options):
     CALLS.append(0)
     if len(CALLS) > 1:
-        raise error
+        raise OddError
+    return float32(*args, **options)
 
 DECLARED = Kernel(name="another name", function=float32, scales=TENSORWISE_SCALARS, b=K_BY_ROWS, arrays="numpy",
                   accumulation=Accumulation.FAST,
@@ -75,10 +54,7 @@ class Group:
     @staticmethod
     def inner(*args, **options):
         return float32(*args, **options)
-""" + "".join(
-    f"\ndef {name}(*args, **options):\n    {line}\n    return float32(*args, **options)\n"
-    for name, line in BEFORE.items()
-)
+"""
 
 
 @pytest.fixture
@@ -87,7 +63,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "numpy.py").write_text(KERNELS)
     (tmp_path / "deep" / "leaves_on_import.py").write_text("import sys\nsys.exit(0)\n")
-    (tmp_path / "deep" / "exits_on_import.py").write_text("import os\nos._exit(0)\n")
     (tmp_path / "deep" / "broken.py").write_text("import helper\nraise KeyError('x')\n")
     (tmp_path / "deep" / "helper.py").write_text("")
     (tmp_path / "my_kernel.py").write_text(KERNELS)
@@ -109,9 +84,9 @@ FEW = ("--arrays", "numpy", "--stage", "golden", "--golden", "few", "--no-diagno
 )
 def test_a_kernel_in_a_file(name: str, folder: Path) -> None:
     """By its path, or as a module of the current directory."""
-    for isolated in ((), ("--isolate",)) if name.startswith("deep") else ((),):
-        name = name.format(folder=folder)
-        status, out, error = invoke("verify", name, *FEW, *isolated)
+    name = name.format(folder=folder)
+    for here in ((), ("--here",)) if name.startswith("deep") else ((),):
+        status, out, error = invoke("verify", name, *FEW, *here)
         assert status == 1 and out.startswith(f"NOT EQUAL: {name} (golden)"), error
     assert np.__file__ != str(folder / "deep" / "numpy.py")
 
@@ -141,104 +116,21 @@ def test_names_that_lead_nowhere(command: str, name: str, text: str, folder: Pat
     assert (status, out) == (2, "") and text in error and len(error.splitlines()) == 1, error
 
 
-# What would end the process
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")  # JAX's, where another test has loaded it
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("leaves", "raised SystemExit(0), which ends a process"),
-        ("ends", "raised Ending(), which ends a process"),
-        ("ends_oddly", "raised Odd(), which ends a process"),
-        ("forks", "forked this process"),
-    ],
-)
-def test_what_ends_a_process_is_a_fault(name: str, text: str, folder: Path) -> None:
-    status, out, error = invoke("verify", f"deep/numpy.py:{name}", *FEW)
-    assert status == 1 and out.startswith("NOT EQUAL: ") and text in " ".join(out.split()), error
-    assert out.count("NOT EQUAL") == 1
-    status, out, _ = invoke("fit", f"deep/numpy.py:{name}", "--arrays", "numpy", "--kind", "tensorwise fast")
-    assert status in (1, 2) and out
-
-
-@pytest.mark.parametrize("name", ["starts", "silences"])
-def test_what_is_no_fault_of_a_kernel(name: str, folder: Path) -> None:
-    """A program that it starts, as a compiler, is no fork; and the verdict is printed wherever it prints."""
-    status, out, _ = invoke("verify", f"deep/numpy.py:{name}", *FEW, "--errors", "1")
-    assert status == 1 and "forked" not in out and "expected: 0x" in " ".join(out.split())
-
-
-def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "f8emu", *arguments]
-    of_process = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=ENVIRONMENT)
-    finally:
-        signal.signal(signal.SIGINT, of_process)
-
-
-@pytest.mark.parametrize(
-    ("name", "status", "text"),
-    [
-        ("numpy.py:exits", 2, "NOT VERIFIED: the process exited with status 0 before the verdict"),
-        ("exits_on_import.py:f", 2, "NOT VERIFIED: the process exited with status 0 before the verdict"),
-        ("numpy.py:forks_in_c", 1, "NOT EQUAL: "),
-        # Cases before an interrupt that no signal sent are kept, and the status is that of a difference.
-        ("numpy.py:interrupts", 1, "raised KeyboardInterrupt(), which ends a process"),
-    ],
-)
-def test_nothing_ends_the_verdict(name: str, status: int, text: str, folder: Path) -> None:
-    process = started(folder, "verify", f"deep/{name}", *FEW, "--errors", "2")
-    out, _ = process.communicate(timeout=60)
-    words = " ".join(out.split())
-    assert process.returncode == status and text in words
-    assert words.count("NOT EQUAL: ") == (status == 1) and ("--isolate" in words) == (status == 2)
-    assert ("called" in words) == ("forks" in name)
-    if "on_import" in name:  # of cases: tests/conformance/test_isolation.py
-        status, out, error = invoke("verify", f"deep/{name}", *FEW, "--isolate")
-        assert (status, out) == (2, "") and "its process exited with status 0" in error
-
-
-@pytest.mark.parametrize("isolated", [(), ("--isolate",)])
-def test_an_error_without_a_text_is_told_by_its_type(isolated: tuple[str, ...], folder: Path) -> None:
-    status, out, error = invoke("verify", "deep/numpy.py:raises_oddly", *FEW, *isolated)
+def test_an_error_without_a_text_is_told_by_its_type(folder: Path) -> None:
+    status, out, error = invoke("verify", "deep/numpy.py:raises_oddly", *FEW)
     assert status == 2 and "failed, the first: OddError" in error, out + error
-    status, out, error = invoke("verify", "deep/numpy.py:raises_oddly_later", *FEW, *isolated)
+    status, out, error = invoke("verify", "deep/numpy.py:raises_oddly_later", *FEW)
     assert status == 1 and "4 cases differ" in out and out.count("raised OddError") == 4, out + error
-
-
-def test_without_fork_a_command_runs_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "fork")
-    with pytest.raises(SystemExit, match="7"):
-        run_supervised(lambda: sys.exit(7))
 
 
 @pytest.mark.parametrize("command", ["verify", "recipes"])
 def test_a_reader_that_is_gone_changes_no_status(command: str, folder: Path) -> None:
     arguments = ("deep/numpy.py:float32", *FEW) if command == "verify" else ()
-    process = started(folder, command, *arguments)
+    words = [sys.executable, "-m", "f8emu", command, *arguments]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=folder, env=ENVIRONMENT)
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait(timeout=60) == (command == "verify")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_reach_the_process_that_works(number: signal.Signals, folder: Path) -> None:
-    process = started(folder, "verify", "deep/numpy.py:waits", *FEW)
-    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
-    process.send_signal(number)
-    process.communicate(timeout=20)
-    assert process.returncode == 130
-
-
-def test_nothing_outlives_a_command_that_is_killed(folder: Path) -> None:
-    process = started(folder, "verify", "deep/numpy.py:waits", *FEW)
-    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
-    process.kill()
-    begin = time.monotonic()
-    process.communicate(timeout=20)  # the other process has the pipe too
-    assert time.monotonic() - begin < 10
 
 
 # The report

@@ -181,7 +181,7 @@ def run(few: Path, json_path: Path, *arguments: str) -> tuple[int, dict[str, Any
 def test_right_kernel(kernels: Any, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That pads to tiles, reorders them, goes row by row, returns views, or computes the transpose."""
     monkeypatch.setattr(subject, "kernel_cases", lambda kernel: islice(kernel_cases(kernel), 0, None, 4))
-    status, stages, output = run(few, tmp_path / "o", "own_kernels:all_ways", "--arrays", "numpy")
+    status, stages, output = run(few, tmp_path / "o", "own_kernels:all_ways", "--arrays", "numpy", "--here")
     assert status == 0, output
     assert {name: stage["status"] for name, stage in stages.items()} == {
         "formats": "not offered",
@@ -244,7 +244,7 @@ def test_a_sample_of_a_larger_gemm_accuses_nobody(tmp_path: Path) -> None:
 
 def test_what_refuses_padded_rows_is_not_accused(kernels: Any) -> None:
     """Of torch's contract they are a part, but an exception is no wrong bit."""
-    kernel = load_subject("own_kernels:of_contiguous", arrays="numpy")
+    kernel = load_subject("own_kernels:of_contiguous", arrays="numpy", here=True)
     case = next(case for case in kernel.more_gemms() if case.placement and case.placement.paddings)
     with pytest.raises(NotOffered, match="refuses a's rows 16 elements apart: a must be contiguous"):
         kernel.gemm(case)
@@ -257,17 +257,15 @@ def test_what_refuses_padded_rows_is_not_accused(kernels: Any) -> None:
             kernel.gemm(case)
 
 
-@pytest.mark.parametrize("isolate", [(), ("--isolate",)])
 @pytest.mark.parametrize(("name", "text"), [("first_wrong", "expected: 0x"), ("first_raises", "not warm yet")])
 def test_the_first_call_is_judged(
-    name: str, text: str, isolate: tuple[str, ...], kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, text: str, kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is made before the run."""
     monkeypatch.setattr(subject, "kernel_cases", lambda kernel: ())
-    words = "--arrays", "numpy", "--stage", "gemms", "--case", "first call*", *isolate
+    words = "--arrays", "numpy", "--stage", "gemms", "--case", "first call*"
     status, stages, output = run(shipped_golden().path, tmp_path / "o", f"own_kernels:{name}", *words)
     assert (status, stages["gemms"]["cases_total"]) == (1, 1) and text in " ".join(output.split()), output
-    kernels.SEEN.clear()
     status, _, output = run(shipped_golden().path, tmp_path / "p", "own_kernels:right", *words)
     assert status == 0, output
 
@@ -297,7 +295,9 @@ def test_torch_on_the_hardware_is_not_accused(name: str, tmp_path: Path) -> None
 def test_kernel_with_jax_arrays(kernels: Any, few: Path, tmp_path: Path) -> None:
     """A jax.Array is no numpy array: the kernel was given what it was promised."""
     pytest.importorskip("jax")
-    status, stages, output = run(few, tmp_path / "o", "own_kernels:of_jax", "--arrays", "jax", "--stage", "golden")
+    status, stages, output = run(
+        few, tmp_path / "o", "own_kernels:of_jax", "--arrays", "jax", "--stage", "golden", "--here"
+    )
     assert (status, stages["golden"]["status"]) == (0, "equal"), output
     assert {kind for kind, _, _ in kernels.SEEN} == {"jaxlib"}
 

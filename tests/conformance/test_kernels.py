@@ -310,7 +310,7 @@ def test_absent_kernels_are_not_offered(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("fbgemm.rowwise", "deepgemm.fp8_gemm_nt", "torch._scaled_grouped_mm"):
         kernel = KERNELS[name]
         with pytest.raises(NotOffered, match=f"{name} needs a GPU, and torch has none here") as caught:
-            load_subject(name).gemm(few_cases()[0])
+            load_subject(name, here=True).gemm(few_cases()[0])
         assert kernel.install in str(caught.value)
     missing = replace(KERNELS["fbgemm.rowwise"], needs_gpu=False)
     with pytest.raises(NotOffered, match=r"is not installed .*; pip install fbgemm-gpu-genai"):
@@ -330,7 +330,7 @@ import numpy as np, ml_dtypes, f8ref.numpy as f8
 from f8emu.conformance import GemmCase, load_subject
 from f8emu.conformance.cases.gemm import Mode
 from f8emu.spec import FLOAT32, Granularity
-kernel, r = load_subject("triton.dot"), np.random.default_rng(1)
+kernel, r = load_subject("triton.dot", here=True), np.random.default_rng(1)
 for m, n, k in ((5, 7, 300), (65, 129, 256)):
     a, b = (r.integers(-2, 3, shape).astype(ml_dtypes.float8_e4m3fn) for shape in ((m, k), (n, k)))
     scales = r.uniform(0.1, 9, (m, 1)).astype(np.float32), r.uniform(0.1, 9, (1, n)).astype(np.float32)
@@ -340,7 +340,7 @@ for m, n, k in ((5, 7, 300), (65, 129, 256)):
         given, expected = kernel.gemm(case), case.run(vars(f8))
         print(given.view(np.uint32).tobytes() == expected.view(np.uint32).tobytes())
 print("nothing follows for the GPU" in kernel.engine)
-print("nothing follows for the GPU" not in load_subject("torch:_scaled_mm").engine)
+print("nothing follows for the GPU" not in load_subject("torch:_scaled_mm", here=True).engine)
 from f8emu.conformance.kernels.imported import is_interpreted
 def later():
     import triton
@@ -539,7 +539,7 @@ def test_outputs_never_written_are_found(arrays: str, dtype: Any) -> None:
 def test_example_and_the_gemms_for_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten lines declare a kernel of block scales; every distribution of codes, and what a wrong scale would give."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    subject = load_subject("own_kernel:BLOCKWISE")
+    subject = load_subject("own_kernel:BLOCKWISE", here=True)
     drawn = [case for case in subject.more_gemms() if not case.id.startswith("probe ")]
     cases = [subject.question(case) for case in drawn if case.a.shape == (128, 128)]
     assert len(cases) == len(CODE_DISTRIBUTIONS)

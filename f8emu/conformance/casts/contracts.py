@@ -12,6 +12,7 @@ from f8emu.conformance.casts.questions import Question, cast_questions, quantize
 from f8emu.conformance.casts.rules import CastRule, QuantizerRule, Scaling, own_dialects
 from f8emu.conformance.casts.subject import Function, codes_of, granularity_of, scales_of
 from f8emu.conformance.compare import different, said_by
+from f8emu.conformance.kernels.child import Ask
 from f8emu.conformance.run.check import Parts
 from f8emu.dialects import DIALECTS
 from f8emu.dialects.matching import fitting
@@ -29,15 +30,17 @@ class Wanted(NamedTuple):
 ANYTHING = Wanted()
 
 
-def _first_call(function: Function, shape: tuple[int, int], wanted: Wanted) -> tuple[Format, tuple[np.ndarray, ...]]:
+def _first_call(
+    function: Function, ask: Ask, shape: tuple[int, int], wanted: Wanted
+) -> tuple[Format, tuple[np.ndarray, ...]]:
     # The format, and what is returned for ordinary numbers.
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     scale = np.full((), 0.5, np.float32) if function.takes_scale else None
     begin = f"f8emu verify {function.name}: codes of a float8 dtype, or bytes whose format --format names, are expected"
-    others = " or ".join(f"--arrays {name}" for name in FRAMEWORKS if name != function.framework.name)
+    others = " or ".join(f"--arrays {name}" for name in FRAMEWORKS if name != function.arrays)
     remedy = f"f8emu verify --contract --kind {function.kind} says what it is given; {others} gives other arrays"
     try:
-        returned = function.ask(Question(id="first call", lying=x, scale=scale), is_first=True)
+        returned = ask(Question(id="first call", lying=x, scale=scale), True)
     except Exception as error:
         call = f"a first call, of float32 {list(shape)}"
         raise SpecError(f"{begin}; {call}, failed: {said_by(error)} ({function.engine}); {remedy}") from None
@@ -76,12 +79,12 @@ class Contract:
 
 
 def _asked(
-    function: Function, questions: Sequence[Question], parts: Callable[[Question, tuple[np.ndarray, ...]], Parts]
+    ask: Ask, questions: Sequence[Question], parts: Callable[[Question, tuple[np.ndarray, ...]], Parts]
 ) -> Mapping[str, Parts | Exception]:
     answers: dict[str, Parts | Exception] = {}
     for q in questions:
         try:
-            answers[q.id] = parts(q, function.ask(q))
+            answers[q.id] = parts(q, ask(q))
         except Exception as error:
             answers[q.id] = error
     return answers
@@ -90,10 +93,10 @@ def _asked(
 class CastContract(Contract):
     """The contract of a cast."""
 
-    def __init__(self, function: Function, wanted: Wanted) -> None:
-        self._target, _ = _first_call(function, (256, 256), wanted)
+    def __init__(self, function: Function, ask: Ask, wanted: Wanted) -> None:
+        self._target, _ = _first_call(function, ask, (256, 256), wanted)
         self.questions = list(cast_questions(self._target, with_scale=function.takes_scale))
-        self.answers = _asked(function, self.questions, self._parts)
+        self.answers = _asked(ask, self.questions, self._parts)
         # Most is right by it: how a scale is taken, and what overflows to.
         scalings = (Scaling.PRODUCT, Scaling.QUOTIENT) if function.takes_scale else (Scaling.PRODUCT,)
         policies = [wanted.overflow] if wanted.overflow else [*Overflow]
@@ -129,13 +132,13 @@ class CastContract(Contract):
 class QuantizerContract(Contract):
     """The rule or the dialect of a quantizer."""
 
-    def __init__(self, function: Function, wanted: Wanted) -> None:
+    def __init__(self, function: Function, ask: Ask, wanted: Wanted) -> None:
         shape = 256, 384
-        self._target, (_, scale) = _first_call(function, shape, wanted)
+        self._target, (_, scale) = _first_call(function, ask, shape, wanted)
         self._granularity = wanted.granularity or granularity_of(function.name, scale, shape)
         self._block = self._granularity.block
         self.questions = list(quantize_questions(self._granularity, self._target))
-        self.answers = _asked(function, self.questions, self._parts)
+        self.answers = _asked(ask, self.questions, self._parts)
         # 1. The dialects that give every byte of every matrix; among them f8emu's rule, and that of its powers of two.
         known = (*own_dialects(self._target, self._block), *DIALECTS.values())
         self._dialects = [dialect for dialect in known if dialect.scale is not None]

@@ -1,9 +1,10 @@
 """A cast or a quantizer that can be asked: a function of arrays, found by its name."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import NotOffered
 from f8emu.conformance.casts.questions import Question
 from f8emu.conformance.compare import shape_fault, text_of
-from f8emu.conformance.kernels.faults import Guarded, KernelFault
+from f8emu.conformance.kernels.child import Ask
+from f8emu.conformance.kernels.faults import Guarded
 from f8emu.conformance.kernels.imported import INTERPRETED, function_of, is_interpreted
 from f8emu.conformance.kernels.kernel import Laid
 from f8emu.conformance.kernels.loaded import load_kernel
@@ -25,7 +27,8 @@ another framework. x is read only, and so is the memory around it. Every one
 must take float32 matrices. NotImplementedError is "not offered": such a case
 never counts as equal. So is any exception for bfloat16 and float16, and for
 {refused}.
-Any other exception is the error of its case.
+Any other exception is the error of its case. So is a crash or a hang, for it
+runs in a process of its own, but not with --here.
 
 Its name is package.module:function or path/to/file.py:function.
 """
@@ -70,58 +73,18 @@ codes = saturating cast of float32(x) * t. Zeros keep their sign.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """A function under test, and how arrays travel to it."""
+    """What is known of a function under test."""
 
     name: str
     kind: str
     engine: str
-    framework: Framework
-    call: Callable[..., Any]
-    takes_scale: bool = False
-
-    def ask(self, question: Question, *, is_first: bool = False) -> tuple[np.ndarray, ...]:
-        """The arrays that it returns, each with memory of its own; codes and scales as they are.
-
-        What a first call does to memory is left to later ones to tell.
-
-        Raises:
-            NotOffered: it refuses the question, and may.
-            KernelFault: it wrote where it must not.
-        """
-        q, framework = question, self.framework
-        memory = Guarded(framework, "x", Laid(q.lying, q.column_major, q.padding, q.offset))
-        x = memory.array[..., :: q.step] if q.step > 1 else memory.array
-        arguments = (x,) if q.scale is None else (x, framework.load(q.scale))
-        try:
-            with np.errstate(all="ignore"):  # numpy would warn of what it is asked on purpose
-                returned = self.call(*arguments)
-        except NotImplementedError as reason:
-            raise NotOffered(text_of(reason)) from None
-        except KernelFault:
-            raise
-        except Exception as refusal:
-            if not q.may_refuse:
-                raise
-            raise NotOffered(f"{type(refusal).__name__}: {text_of(refusal)}") from None
-        if not is_first:
-            memory.check_guards()
-            memory.check_unchanged()
-        outputs = returned if isinstance(returned, tuple | list) else (returned,)
-        expected = ("codes",) if self.kind == "cast" else ("codes", "scales")
-        is_array = [isinstance(output, framework.array_type | np.generic) for output in outputs]
-        if len(outputs) != len(expected) or not all(is_array):
-            types = ", ".join(type(output).__name__ for output in outputs)
-            raise TypeError(f"gave {types}, expected {' and '.join(expected)}")
-        return tuple(np.array(framework.store(output)) for output in outputs)
+    arrays: str
+    """The framework of its arrays."""
+    takes_scale: bool
 
 
-def load_function(name: str, kind: str, arrays: str) -> Function:
-    """The function of that name.
-
-    Raises:
-        SpecError: there is none, or it takes other arguments.
-        MissingExtraError: the framework is not installed.
-    """
+def loaded_function(name: str, kind: str, arrays: str) -> tuple[Function, Ask]:
+    """The function of that name, and how it is asked a `Question`."""
     kernel = load_kernel(name)
     framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {name}")
     try:
@@ -138,7 +101,37 @@ def load_function(name: str, kind: str, arrays: str) -> Function:
     engine = f"{name} on {framework.name} {framework.version}, {framework.device}"
     call = function_of(kernel, framework)
     engine += f", {INTERPRETED}" if is_interpreted(kernel.function) else ""
-    return Function(name=name, kind=kind, engine=engine, framework=framework, call=call, takes_scale=len(needed) == 2)
+    takes_scale = len(needed) == 2
+    known = Function(name=name, kind=kind, engine=engine, arrays=framework.name, takes_scale=takes_scale)
+    return known, partial(_ask, call, framework, ("codes",) if kind == "cast" else ("codes", "scales"))
+
+
+def _ask(
+    call: Callable[..., Any], framework: Framework, expected: Sequence[str], q: Question, is_first: bool = False
+) -> tuple[np.ndarray, ...]:
+    # The arrays that it returns, each with memory of its own; codes and scales as they are. What a first call does to
+    # memory is left to later ones to tell.
+    memory = Guarded(framework, "x", Laid(q.lying, q.column_major, q.padding, q.offset))
+    x = memory.array[..., :: q.step] if q.step > 1 else memory.array
+    arguments = (x,) if q.scale is None else (x, framework.load(q.scale))
+    try:
+        with np.errstate(all="ignore"):  # numpy would warn of what it is asked on purpose
+            returned = call(*arguments)
+    except NotImplementedError as reason:
+        raise NotOffered(text_of(reason)) from None
+    except Exception as refusal:
+        if not q.may_refuse:
+            raise
+        raise NotOffered(f"{type(refusal).__name__}: {text_of(refusal)}") from None
+    if not is_first:
+        memory.check_guards()
+        memory.check_unchanged()
+    outputs = returned if isinstance(returned, tuple | list) else (returned,)
+    is_array = [isinstance(output, framework.array_type | np.generic) for output in outputs]
+    if len(outputs) != len(expected) or not all(is_array):
+        types = ", ".join(type(output).__name__ for output in outputs)
+        raise TypeError(f"gave {types}, expected {' and '.join(expected)}")
+    return tuple(np.array(framework.store(output)) for output in outputs)
 
 
 def codes_of(returned: np.ndarray, shape: tuple[int, ...], target: Format) -> np.ndarray:

@@ -8,7 +8,8 @@ from pathlib import Path
 from f8emu.conformance.cases.golden import GoldenFile
 from f8emu.conformance.casts.contracts import ANYTHING, CastContract, QuantizerContract, Wanted
 from f8emu.conformance.casts.diagnosis import CastDiagnosis
-from f8emu.conformance.casts.subject import load_function
+from f8emu.conformance.casts.subject import loaded_function
+from f8emu.conformance.kernels.child import begin
 from f8emu.conformance.run.check import Case
 from f8emu.conformance.run.result import Progress, Result, StageResult, SubjectResult
 from f8emu.conformance.run.stages import Stage
@@ -42,20 +43,19 @@ def verify_function(
     wanted: Wanted = ANYTHING,
     *,
     arrays: str = "torch",
+    timeout: float | None = None,
+    here: bool = False,
     errors: int = 20,
     cases: Sequence[str] = (),
     diagnose: bool = True,
     progress: Progress | None = None,
 ) -> Verified:
     """Put the `kind`, a "cast" or a "quantize", of that name to its cases, or to `cases` of them, without a diagnosis.
-
-    Raises:
-        SpecError: no such function, or its first call fails, or shows neither format nor granularity.
-        MissingExtraError: the framework is not installed.
+    It runs in its own process, with a limit of `timeout` seconds for each call, or `here`.
     """
-    function = load_function(name, kind, arrays)
+    function, ask = begin(loaded_function, name, kind, arrays, timeout=timeout, here=here)()
     start = time.perf_counter()
-    contract = (CastContract if kind == "cast" else QuantizerContract)(function, wanted)
+    contract = (CastContract if kind == "cast" else QuantizerContract)(function, ask, wanted)
     seconds = time.perf_counter() - start
     every = [
         Case(

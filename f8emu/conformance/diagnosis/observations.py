@@ -66,7 +66,7 @@ class NoOutput:
 
     reason: str
     is_refusal: bool = False  # True: the subject offers no such GEMM. False: it failed
-    is_lost: bool = False  # it failed by a crash or a hang: the process of an isolated kernel is started anew
+    is_lost: bool = False  # it failed by a crash or a hang: its process is started anew
 
 
 def observe(subject: Subject, case: GemmCase, at: Part | None = None) -> Observation | NoOutput:

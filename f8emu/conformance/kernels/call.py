@@ -10,7 +10,7 @@ import numpy as np
 
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.cases.distributions import dtype_of
-from f8emu.conformance.cases.gemm import GemmCase, Memory, Mode, NotOffered, Placement
+from f8emu.conformance.cases.gemm import GemmCase, Memory, Mode, NotOffered, Placement, Sample
 from f8emu.conformance.compare import text_of
 from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written, unwritten
 from f8emu.conformance.kernels.imported import function_of
@@ -65,7 +65,10 @@ def rows_run(kernel: Kernel, case: GemmCase) -> int:
 
 
 Calls = Callable[[Sequence[GemmCase]], tuple[np.ndarray, ...]]
-"""Calls a kernel with one GEMM after the other, and only then looks at what it returned: the outputs, in order."""
+"""Calls a kernel with one GEMM after the other, and only then looks at what it returned: the outputs, in order.
+
+Of a sampled GEMM that is run at its full size, those of the sample: the whole does not travel between processes.
+"""
 
 
 def calls_of(kernel: Kernel, framework: Framework) -> Calls:
@@ -79,8 +82,10 @@ def calls_of(kernel: Kernel, framework: Framework) -> Calls:
     def calls(cases: Sequence[GemmCase]) -> tuple[np.ndarray, ...]:
         begun, inputs = list[_Output](), _Inputs()
         for case in cases:
-            output, inputs = called.begun(case, {} if case.memory is Memory.NEW else inputs)
-            begun.append(output)
+            sample = case.sample if case.sample is not None and (framework.on_gpu or case.sample.is_run) else None
+            whole = case if sample is None else case.embedded(sample)
+            output, inputs = called.begun(whole, {} if case.memory is Memory.NEW else inputs)
+            begun.append(output if sample is None else partial(_sampled, output, sample))
         return tuple(output() for output in begun)
 
     return calls
@@ -89,6 +94,10 @@ def calls_of(kernel: Kernel, framework: Framework) -> Calls:
 def absent(reason: str) -> Calls:
     """The calls of a kernel that is not here."""
     return partial(_refused, reason)
+
+
+def _sampled(output: "_Output", sample: Sample) -> np.ndarray:
+    return output()[np.ix_(sample.rows, sample.cols)]
 
 
 def _refused(reason: str, cases: Sequence[GemmCase]) -> tuple[np.ndarray, ...]:

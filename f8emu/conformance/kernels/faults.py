@@ -3,26 +3,15 @@
 Operands, scales and an output that the kernel is given lie between guard zones of NaN: what is read there spoils the
 output, what is written there is found. The output is poisoned first. Each fault is an exception, which the suite
 reports as the error of that case.
-
-`contained` runs code of others in this process: what would end the process or split it in two is a fault of theirs.
-What Python cannot see, `os._exit` and crashes, needs a process of its own: `loaded`, and the command line's. A fork by
-`os.fork` is a fault. One by the C library is not seen in the parent; its child ends where the call returns.
 """
 
-import os
-import sys
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
-from f8emu.conformance.compare import bits, hexadecimal, text_of
+from f8emu.conformance.compare import bits, hexadecimal
 from f8emu.conformance.kernels.kernel import Laid
-
-_T = TypeVar("_T")
 
 # A kernel that forgets a mask reads or writes the rest of its tile behind its arrays, 128 rows of it at the most.
 _GUARD_ROWS = 128
@@ -54,12 +43,8 @@ class ProcessEnded(KernelFault):
     """A kernel ended its process, or would have: a crash, an exit."""
 
 
-class Forked(KernelFault):
-    """A kernel split the process in two, of which each would go on with the suite."""
-
-
 class TimedOut(KernelFault):
-    """An isolated kernel gave no output in time."""
+    """A kernel gave no output in time."""
 
 
 # Memory
@@ -169,74 +154,3 @@ def check_written(output: np.ndarray) -> None:
             f"{len(left)} of {output.size} outputs were never written, the first at {left[0].tolist()}; "
             "check the grid and the masks"
         )
-
-
-# The process
-
-
-class _Thread(threading.local):
-    """Whether this thread runs code of others, and whether that has forked. A program that is started is no fork."""
-
-    is_running = False
-    has_forked = False
-
-
-_THREAD = _Thread()
-
-
-def _in_parent() -> None:
-    _THREAD.has_forked = _THREAD.is_running
-
-
-def _in_child() -> None:
-    # The child would go on with the suite, or wait for ever for threads that it does not have.
-    if _THREAD.is_running:
-        os._exit(0)
-
-
-os.register_at_fork(after_in_parent=_in_parent, after_in_child=_in_child)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Interrupts:
-    """Where a handler of signals notes them, a KeyboardInterrupt without a signal is raised by the kernel itself."""
-
-    are_noted: bool = False
-    has_come: bool = False
-
-
-INTERRUPTS = _Interrupts()
-
-
-def contained(
-    what: str, function: Callable[..., _T], remedy: str = "return an output, or raise an Exception"
-) -> Callable[..., _T]:
-    """The function, called so that it returns, raises an `Exception`, or is interrupted; nothing else."""
-
-    def call(*args: object, **keywords: object) -> _T:
-        # 1. What the call may take with it: a fork, the streams, numpy's error state.
-        process, streams, was_running = os.getpid(), (sys.stdout, sys.stderr), _THREAD.is_running
-        _THREAD.is_running = True
-        try:
-            with np.errstate():  # what it sets is its own
-                found = function(*args, **keywords)
-        except Exception:
-            raise
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and (INTERRUPTS.has_come or not INTERRUPTS.are_noted):
-                raise
-            raise ProcessEnded(
-                f"{what} raised {type(error).__name__}({text_of(error)}), which ends a process; {remedy}"
-            ) from None
-        finally:
-            if os.getpid() != process:  # forked by the C library: the child would go on with the suite
-                os._exit(0)
-            sys.stdout, sys.stderr = streams  # or the verdict is printed nowhere
-            _THREAD.is_running = was_running
-        # 2. A fork is told by the thread that made it, in the parent alone.
-        if _THREAD.has_forked:
-            _THREAD.has_forked = False
-            raise Forked(f"{what} forked this process; start a separate program instead")
-        return found
-
-    return call

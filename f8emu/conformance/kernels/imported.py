@@ -16,7 +16,7 @@ from typing import Any
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.cases.gemm import NotOffered
 from f8emu.conformance.compare import text_of
-from f8emu.conformance.kernels.faults import contained
+from f8emu.conformance.kernels.faults import ProcessEnded
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.spec import SpecError
 
@@ -28,11 +28,10 @@ REMEDY = "what a kernel is given and returns: f8emu verify --contract"
 """Ends an error about a kernel that cannot be called."""
 # Names that a message lists.
 _NAMED = 8
-_SCRIPT = 'put what a script does under if __name__ == "__main__"'
 
 
 def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
-    """What is called: the kernel's function, `contained`."""
+    """What is called: the kernel's function."""
     if kernel.needs_gpu and not framework.on_gpu:
         install = f"; on a machine with one: {kernel.install}" if kernel.install else ""
         raise NotOffered(f"{kernel.name} needs a GPU, and {framework.name} has none here{install}")
@@ -44,9 +43,9 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
                 if ":" in name:
                     attribute(name)
                 else:
-                    contained(f"the import of {name}", importlib.import_module, _SCRIPT)(name)
-            function = attribute(function)
-        except Exception as error:  # the package's code runs: built for another torch, it may raise anything
+                    importlib.import_module(name)
+            return attribute(function)
+        except (Exception, SystemExit) as error:  # of the package, as if built for another torch
             said = f"{type(error).__name__}: {text_of(error)}"
             if kernel.install:
                 raise NotOffered(f"{kernel.name} is not installed ({said}); {kernel.install}") from None
@@ -54,7 +53,7 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
                 f"Kernel {kernel.name!r}: expected {kernel.function} to be importable; {said}. Run it where the "
                 "module can be imported, or set PYTHONPATH"
             ) from None
-    return contained(kernel.name, function)
+    return function
 
 
 def attribute(path: str) -> Any:
@@ -64,11 +63,11 @@ def attribute(path: str) -> Any:
     the last.
     """
     place, _, names = path.rpartition(":")
-    return contained(f"the import of {place}", _imported, _SCRIPT)(place, names)
-
-
-def _imported(place: str, names: str) -> Any:
-    found: Any = _module_of_file(place) if place.endswith(".py") or os.sep in place else _module(place)
+    try:
+        found: Any = _module_of_file(place) if place.endswith(".py") or os.sep in place else _module(place)
+    except SystemExit as end:
+        said = f"the import of {place} raised SystemExit({text_of(end)}), which ends a process"
+        raise ProcessEnded(f'{said}; put what a script does under if __name__ == "__main__"') from None
     for name in names.split("."):
         if not hasattr(found, name):
             raise AttributeError(f"{place} has no attribute {name!r}{_near(name, _offered(found))}")

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -122,12 +122,19 @@ _OWN = 24
 _First = tuple[GemmCase, np.ndarray | Exception]
 
 
-def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
-    """`load_subject`, and the first call of your own kernel: one GEMM of each kind until a GEMM has an output."""
-    load = partial(subjects.load_subject, name, timeout=timeout)
-    subject = load(arrays=arrays)
-    if name in subjects.SUBJECTS or ":" not in name:
-        return subject
+def begin_subject_and_call(name: str, *, arrays: str, timeout: float | None, here: bool) -> Callable[[], Subject]:
+    """`begin_subject`; the call also makes the first call of your own kernel, a GEMM of each kind until one has an
+    output.
+    """
+    begin = partial(subjects.begin_subject, name, timeout=timeout, here=here)
+    wait = begin(arrays=arrays)
+    is_own = name not in subjects.SUBJECTS and ":" in name
+    return partial(_called_first, wait, begin, arrays) if is_own else wait
+
+
+def _called_first(wait: Callable[[], Subject], begin: Callable[..., Callable[[], Subject]], arrays: str) -> Subject:
+    gemm_cases()  # drawn while the kernel is imported
+    subject = wait()
     first, failed = _called(subject)
     if not failed:
         return replace(subject, first_call=first)
@@ -136,7 +143,7 @@ def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
         remedy = "Triton has no GPU here; its interpreter needs none: TRITON_INTERPRET=1 f8emu ..."
     for works in FRAMEWORKS:
         with suppress(F8Error):  # not installed, or not for this kernel
-            if works != arrays and (other := load(arrays=works)).engine != subject.engine and not _called(other)[1]:
+            if works != arrays and (other := begin(arrays=works)()).engine != subject.engine and not _called(other)[1]:
                 remedy = f"it works with arrays of {works}: add --arrays {works}"
                 break
     raise SpecError(

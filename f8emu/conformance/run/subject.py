@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 
 from f8emu.conformance.arrays import FRAMEWORKS, Framework, jax_arrays, torch_arrays, travelling
-from f8emu.conformance.cases.gemm import GemmCase, Sample, Verbs
+from f8emu.conformance.cases.gemm import GemmCase, Verbs
 from f8emu.conformance.cases.gemm import NotOffered as NotOffered
 from f8emu.conformance.cases.tables import ALIGNED, is_aligned
-from f8emu.conformance.kernels.call import Calls, absent, question, rows_run
+from f8emu.conformance.kernels.call import Calls, absent, calls_of, question, rows_run
+from f8emu.conformance.kernels.child import Ask, begin
+from f8emu.conformance.kernels.imported import INTERPRETED, is_interpreted
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.kernels.known import scaled_mm_kernel as scaled_mm_kernel
-from f8emu.conformance.kernels.loaded import IsolatedKernel, LoadedKernel, load_kernel, loaded
+from f8emu.conformance.kernels.loaded import load_kernel
 from f8emu.conformance.layers.layer import LayerCase
 from f8emu.conformance.layers.trace import SplitK, engine_linear, planned
 from f8emu.conformance.layers.trained import JaxTraining, TorchTraining
@@ -112,32 +114,27 @@ class Subject:
                 raise NotOffered(f"{self.name} has no {case.verb}")
             if case.group_kind not in (None, *self.group_kinds):
                 raise NotOffered(f"{self.name} has no grouped GEMM where {case.group_kind.told}")
-        asked = [self._whole(case) for case in cases]
         if self.calls is not None:
-            found = self.calls([case for case, _ in asked])
-        else:
-            once: dict[int, np.ndarray] = {}  # asked again, an implementation of f8emu gives the same
-            for case, _ in asked:
-                if id(case) not in once:
-                    once[id(case)] = case.run(self.verbs)
-            found = [once[id(case)] for case, _ in asked]
-        return [out if at is None else out[np.ix_(at.rows, at.cols)] for out, (_, at) in zip(found, asked, strict=True)]
+            return [*self.calls(cases)]
+        once = {id(case): case for case in cases}  # asked again, an implementation of f8emu gives the same
+        found = {key: self._output(case) for key, case in once.items()}
+        return [found[id(case)] for case in cases]
 
-    def _whole(self, case: GemmCase) -> tuple[GemmCase, Sample | None]:
-        # The GEMM that runs, and where the outputs of the case are in it.
+    def _output(self, case: GemmCase) -> np.ndarray:
+        # Of the GEMM that runs, the outputs of the case.
         sample = case.sample
-        if sample is None:
-            return case, None
-        if self.runs_full_size or (sample.is_run and self.calls is not None):
-            return case.embedded(sample), sample
-        return (case, None) if self.takes_any_size else case.padded(ALIGNED)
+        if sample is None or (self.takes_any_size and not self.runs_full_size):
+            return case.run(self.verbs)
+        case, sample = (case.embedded(sample), sample) if self.runs_full_size else case.padded(ALIGNED)
+        return case.run(self.verbs)[np.ix_(sample.rows, sample.cols)]
 
 
-def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = None) -> Subject:
+def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = None, here: bool = False) -> Subject:
     """One of `SUBJECTS`, such as `f8ref.numpy` or `torch`, a known kernel or `package.module:attribute`.
 
-    `arrays` names the framework whose arrays your own kernel takes: torch, numpy or jax. With a `timeout`, in seconds
-    for each GEMM, a kernel runs in its own process, so that a crash or a hang is an error of one case only.
+    `arrays` names the framework whose arrays your own kernel takes: torch, numpy or jax. A kernel runs in its own
+    process, so that a crash or a hang is an error of one case only; `timeout`, 120 by default, is in seconds for each
+    GEMM. With `here` it runs in this process, for a debugger.
 
     Raises:
         SpecError: an unknown subject, module or attribute, unknown arrays, or a timeout for a subject that is not a
@@ -145,14 +142,20 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
         MissingExtraError: torch or jax is needed and not installed.
         UnsupportedError: the engine is not compiled.
     """
+    return begin_subject(name, arrays=arrays, timeout=timeout, here=here)()
+
+
+def begin_subject(name: str, *, arrays: str, timeout: float | None, here: bool) -> Callable[[], Subject]:
+    """`load_subject` in two: a kernel is imported in its process already while others work; the call waits for it."""
     if arrays not in FRAMEWORKS:
         raise SpecError(f"load_subject: arrays must be one of {', '.join(FRAMEWORKS)}; got {arrays!r}")
     if name in SUBJECTS:
         if timeout is not None:
             raise SpecError(
-                f"load_subject: a timeout isolates a kernel, and {name!r} is not one; leave out --isolate and --timeout"
+                f"load_subject: a timeout is for kernels, which run in their own process; {name!r} is not one; leave "
+                "out --timeout"
             )
-        return SUBJECTS[name]()
+        return SUBJECTS[name]
     if ":" not in name and name not in KERNELS:
         if name.endswith(".py"):
             raise SpecError(f"load_subject: which function of {name}? Name it: {name}:FUNCTION")
@@ -160,33 +163,44 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
             f"load_subject: unknown subject {name!r}; known subjects are {', '.join(SUBJECTS)}; a kernel of your own "
             "is package.module:function or path/to/file.py:function; f8emu verify --kernels lists the known ones"
         )
-    if timeout is None:
-        return kernel_subject(load_kernel(name), arrays)
-    if not timeout > 0:
-        raise SpecError(f"verify: --timeout must be more than 0 seconds; got {timeout:g}; the default is 120")
+    return partial(_loaded, name, begin(_kernel_by_name, name, arrays, timeout=timeout, here=here))
+
+
+def _loaded(name: str, wait: Callable[[], tuple[Subject, Ask]]) -> Subject:
     try:
-        return _of_kernel(IsolatedKernel(name, arrays, timeout).loaded)
+        subject, calls = wait()
     except SpecError as error:
         if name not in KERNELS:
             raise
         # A known kernel whose package cannot be imported is not offered, and stops no other.
-        return Subject(name=name, engine=f"{name}, which cannot be loaded", calls=absent(str(error)))
+        subject, calls = Subject(name=name, engine=f"{name}, which cannot be loaded"), absent(str(error))
+    return replace(subject, calls=calls)
+
+
+def _kernel_by_name(name: str, arrays: str) -> tuple[Subject, Ask]:
+    # In the kernel's process. What travels is the outline of its declaration.
+    kernel = load_kernel(name)
+    subject, outline = kernel_subject(kernel, arrays), kernel.outline()
+    assert subject.calls is not None, "a kernel is called"
+    return replace(subject, calls=None, more_gemms=partial(kernel_cases, outline), kernel=outline), subject.calls
 
 
 def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
-    """A declared kernel as a subject; it raises as `loaded`."""
-    return _of_kernel(loaded(kernel, arrays))
-
-
-def _of_kernel(found: LoadedKernel) -> Subject:
+    """A declared kernel as a subject in this process."""
+    framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}, unless it has --arrays numpy,")
+    calls = calls_of(kernel, framework)
+    engine = [f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"]
+    if is_interpreted(kernel.function):  # known once its module is imported
+        engine[0] += f", {INTERPRETED}"
+    engine += [f"{name}: {text}" for name, text in (("predicted", kernel.predicted), ("seen", kernel.seen)) if text]
     return Subject(
-        name=found.kernel.name,
-        engine=found.engine,
-        calls=found.calls,
-        runs_full_size=found.runs_full_size,
+        name=kernel.name,
+        engine="; ".join(engine),
+        calls=calls,
+        runs_full_size=framework.on_gpu,
         chooses_split_k=True,
-        more_gemms=partial(kernel_cases, found.kernel),
-        kernel=found.kernel,
+        more_gemms=partial(kernel_cases, kernel),
+        kernel=kernel,
     )
 
 
