@@ -52,6 +52,16 @@ BLOCKS = tuple(
     Combination(pair, formats, False) for pair, formats in product(BLOCK_PAIRS, HOPPER.block_scaled_format_pairs)
 )
 
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split()))
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    """`16x48x144 ..`: M, N and K of each."""
+    return tuple((m, n, k) for m, n, k in (map(int, shape.split("x")) for shape in text.split()))
+
+
 # Sizes. Tiles of kernels have 64, 128 or 256 rows or columns, and their launches change at larger powers of two.
 
 # Shapes that every combination meets
@@ -64,39 +74,35 @@ ALL_MEET: dict[Family, tuple[Shape, ...]] = {
     Family.DECODE: (),
     Family.PREFILL: ((80, 80, 2064),),
 }
-ROWS = (
-    0, *range(2, 18), 24, 31, 33, 40, 48, 63, 64, 65, 80, 96, 100, 127, 128, 129, 160, 192, 224, 255, 256, 257, 320,
-    384, 448, 511, 512, 513, 576, 640, 700, 768, 896, 1000, 1024, 1025, 1536, 2048, 2049, 3000, 4096, 4099, 8192, 8209,
-    16400,
-)  # fmt: skip
-COLUMNS = (
-    1, 7, 17, 31, 32, 33, 63, 64, 65, 80, 96, 112, 127, 128, 129, 144, 160, 192, 224, 255, 256, 257, 272, 320, 384, 417,
-    512, 513, 528, 640, 768, 1024, 1040, 1536, 2048, 2064, 4096, 4112, 8192, 16400,
-)  # fmt: skip
-LENGTHS = (
-    1, 7, 17, 32, 33, 48, 64, 80, 96, 112, 128, 144, 160, 192, 240, 256, 272, 320, 384, 400, 512, 640, 768, 1024, 1040,
-    1536, 2048, 2064, 3072, 4096, 4208, 6144, 8192, 12288, 16384, 16400, 32768,
-)  # fmt: skip
+ROWS = _integers(
+    "0 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 24 31 33 40 48 63 64 65 80 96 100 127 128 129 160 192 224 255 256 257"
+    " 320 384 448 511 512 513 576 640 700 768 896 1000 1024 1025 1536 2048 2049 3000 4096 4099 8192 8209 16400"
+)
+COLUMNS = _integers(
+    "1 7 17 31 32 33 63 64 65 80 96 112 127 128 129 144 160 192 224 255 256 257 272 320 384 417 512 513 528 640 768"
+    " 1024 1040 1536 2048 2064 4096 4112 8192 16400"
+)
+LENGTHS = _integers(
+    "1 7 17 32 33 48 64 80 96 112 128 144 160 192 240 256 272 320 384 400 512 640 768 1024 1040 1536 2048 2064 3072"
+    " 4096 4208 6144 8192 12288 16384 16400 32768"
+)
 # Shapes that tensorwise and rowwise scales, fast and promoted, meet, each with the next pair of formats; large ones are
 # met less often
 SOME_MEET: dict[Family, tuple[Shape, ...]] = {
-    Family.ROW: ((1, 1, 16), (1, 16, 8240), (1, 528, 80), (1, 2064, 48), (1, 65, 33), (3, 48, 144), (5, 272, 528)),
+    Family.ROW: _shapes("1x1x16 1x16x8240 1x528x80 1x2064x48 1x65x33 3x48x144 5x272x528"),
     Family.ROWS: (*((m, 48 if m % 2 and m < 4096 else 16, 48) for m in ROWS), (65553, 16, 16), (1040, 16, 1040)),
     Family.COLUMNS: (
-        *((33 if i % 2 and n < 4096 else 5, n, 48) for i, n in enumerate(COLUMNS)), (3, 65552, 16), (16, 1040, 1040),
+        *((33 if i % 2 and n < 4096 else 5, n, 48) for i, n in enumerate(COLUMNS)),
+        *((3, 65552, 16), (16, 1040, 1040)),
     ),
-    Family.TILES: (
-        (64, 64, 64), (65, 129, 80), (129, 257, 80), (192, 320, 64), (256, 256, 128), (130, 144, 1040), (260, 272, 272),
-        (130, 144, 528), (131, 160, 272), (300, 416, 48), (513, 528, 32), (129, 8576, 256),
+    Family.TILES: _shapes(
+        "64x64x64 65x129x80 129x257x80 192x320x64 256x256x128 130x144x1040 260x272x272 130x144x528 131x160x272"
+        " 300x416x48 513x528x32 129x8576x256"
     ),
     Family.K: tuple((16, 16, k) for k in (*LENGTHS, 65552)),
-    Family.DECODE: (
-        (1, 4096, 4096), (16, 4096, 4096), (1, 528, 8208), (48, 528, 1040),
-    ),
-    Family.PREFILL: (
-        (512, 1024, 1024), (2064, 2064, 16), (2064, 16, 2064), (144, 144, 4112), (528, 48, 1040),
-    ),
-}  # fmt: skip
+    Family.DECODE: _shapes("1x4096x4096 16x4096x4096 1x528x8208 48x528x1040"),
+    Family.PREFILL: _shapes("512x1024x1024 2064x2064x16 2064x16x2064 144x144x4112 528x48x1040"),
+}
 # Shapes that every pair of block scales meets
 BLOCK_SHAPES: dict[Family, tuple[Shape, ...]] = {
     Family.ROW: ((1, 48, 256), (1, 272, 144), (3, 16, 1040)),
@@ -118,17 +124,17 @@ SUBNORMAL = 1.3 * 2.0**-130
 HUGE = 1.7 * 2.0**120
 # Tensorwise scales of a and b. What is very small or large is met by its opposite, so that a result is of any size.
 SCALES: tuple[tuple[float, float], ...] = (
-    (0.0, 1.5), (1.5, 0.0), (-0.0, 1.5), (1.5, -0.0), (-1.5, 0.75), (0.75, -1.5), (-1.5, -0.75),
-    (SUBNORMAL, 2.0**110), (2.0**110, SUBNORMAL), (SUBNORMAL, 1.0), (1.0, SUBNORMAL), (2.0**-149, 2.0**120),
-    (2.0**120, 2.0**-149), (HUGE, 1 / HUGE), (1 / HUGE, HUGE), (HUGE, 1.0), (1.0, HUGE), (2.0**80, 2.0**80),
-    (2.0**-80, 2.0**-80), (np.inf, 1.0), (1.0, np.inf), (-np.inf, 1.0), (1.0, -np.inf), (np.inf, 0.0), (0.0, np.inf),
-    (np.nan, 1.0), (1.0, np.nan),
-)  # fmt: skip
+    *((0.0, 1.5), (1.5, 0.0), (-0.0, 1.5), (1.5, -0.0), (-1.5, 0.75), (0.75, -1.5), (-1.5, -0.75)),
+    *((SUBNORMAL, 2.0**110), (2.0**110, SUBNORMAL), (SUBNORMAL, 1.0), (1.0, SUBNORMAL)),
+    *((2.0**-149, 2.0**120), (2.0**120, 2.0**-149), (HUGE, 1 / HUGE), (1 / HUGE, HUGE), (HUGE, 1.0), (1.0, HUGE)),
+    *((2.0**80, 2.0**80), (2.0**-80, 2.0**-80)),
+    *((np.inf, 1.0), (1.0, np.inf), (-np.inf, 1.0), (1.0, -np.inf), (np.inf, 0.0), (0.0, np.inf)),
+    *((np.nan, 1.0), (1.0, np.nan)),
+)
+_SMALL = (0.0, -0.0, -1.5, 1.0, SUBNORMAL, -SUBNORMAL, 2.0**-149)
+_LARGE = (HUGE, -HUGE, 1 / HUGE, 2.0**110, np.inf, -np.inf, np.nan)
 # Scales of rows and columns, in another order: each row meets each column, so each value meets each value
-VECTOR_SCALES = (
-    0.0, -0.0, -1.5, 1.0, SUBNORMAL, -SUBNORMAL, 2.0**-149, HUGE, -HUGE, 1 / HUGE, 2.0**110, np.inf, -np.inf, np.nan,
-    0.75, -(2.0**-60),
-)  # fmt: skip
+VECTOR_SCALES = (*_SMALL, *_LARGE, 0.75, -(2.0**-60))
 BIASES = (-0.0, 0.0, -1.0, np.inf, -np.inf, np.nan, 0.5, -0.0)  # and subnormals, and the largest of the type
 # The shapes of the distributions: for a compiler another shape would be another program
 VALUE_SHAPES: dict[tuple[Format, Format], Shape] = {

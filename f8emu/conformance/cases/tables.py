@@ -156,9 +156,9 @@ DELAYED_TRACES: tuple[tuple[DelayedScaling, ScaleRule, Format], ...] = tuple(
 
 # Rises and falls, so that the order of the history shows; unusable first, so that the initial state shows
 DELAYED_AMAXES: tuple[float, ...] = (
-    0.0, float("nan"), 3.0, 5.0, 0.75, float("inf"), 0.5, 0.0, 1e-13, 700.3,
-    2.0, 1.1, 1.3, 0.9, 2.0**-140, 1.7, 1.9, 0.3, 40.0,
-)  # fmt: skip
+    *(0.0, float("nan"), 3.0, 5.0, 0.75, float("inf"), 0.5, 0.0, 1e-13, 700.3),
+    *(2.0, 1.1, 1.3, 0.9, 2.0**-140, 1.7, 1.9, 0.3, 40.0),
+)
 
 
 # 3 Layers of real models
@@ -189,9 +189,11 @@ BLOCK_LAYERS: tuple[tuple[int, int, int], ...] = (
 )
 # Where groups of tokens end, N and K of mixtures of experts: few experts, 64, 256, and a decode step
 EXPERTS: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = (
-    (tuple(range(1024, 8193, 1024)), (4096, 4096)), (tuple(range(128, 8193, 128)), (1536, 2048)),
-    (tuple(range(32, 8193, 32)), (256, 2048)), ((1, 1, 3, 8, 9, 9, 14, 16), (4096, 2048)),
-)  # fmt: skip
+    (tuple(range(1024, 8193, 1024)), (4096, 4096)),
+    (tuple(range(128, 8193, 128)), (1536, 2048)),
+    (tuple(range(32, 8193, 32)), (256, 2048)),
+    ((1, 1, 3, 8, 9, 9, 14, 16), (4096, 2048)),
+)
 
 
 def live_cases() -> Iterator[GemmCase]:

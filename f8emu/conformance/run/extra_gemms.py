@@ -33,19 +33,19 @@ from f8emu.spec.gemm_call import GroupKind
 # M, N, K: one block, and many along K
 BLOCK_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 128), (16, 256, 1536))
 GROUPS: tuple[tuple[int, ...], ...] = (
-    (16, 48, 48, 128), (0, 0, 160, 160), (32, 64, 96, 128), (1, 2, 3, 4, 5, 6, 7, 8), (7, 8, 31, 94, 95), (0, 5, 5, 69),
-    (48,), (130, 387, 700), (63, 128, 193, 193), (1025, 1026, 2304),
+    *((16, 48, 48, 128), (0, 0, 160, 160), (32, 64, 96, 128), (1, 2, 3, 4, 5, 6, 7, 8), (7, 8, 31, 94, 95)),
+    *((0, 5, 5, 69), (48,), (130, 387, 700), (63, 128, 193, 193), (1025, 1026, 2304)),
     tuple(accumulate(n * 7 % 11 for n in range(40))),
-)  # fmt: skip
+)
 """Where groups of rows end: different, all in one, all alike, one row each, odd, empty, one group, several tiles in
 each, a tile and a row, large, many."""
 GROUPED_SHAPES: tuple[tuple[int, int], ...] = ((48, 512), (272, 48), (16, 4112), (32, 144))
 """N, K."""
 LAYER_GROUPS: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = (
-    ((5, 21, 21, 70), (528, 528)), ((9, 40), (1040, 144)), ((4096, 4105), (16, 144)),
+    *(((5, 21, 21, 70), (528, 528)), ((9, 40), (1040, 144)), ((4096, 4105), (16, 144))),
     (tuple(accumulate(n * 5 % 7 for n in range(64))), (272, 272)),
     (tuple(accumulate(n % 3 for n in range(256))), (48, 144)),
-)  # fmt: skip
+)
 """Groups of rows of mixtures of experts, and N, K: wide, wider, of thousands of rows, 64, 256."""
 # Where the last group of rows ends before the last row: how many rows are behind it.
 BEHIND = 48
