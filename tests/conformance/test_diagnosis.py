@@ -19,7 +19,6 @@ from f8emu.conformance.diagnosis.compute import Memory, compute
 from f8emu.conformance.diagnosis.probes import GROUPED, KINDS, Kind, probes
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
 from f8emu.conformance.diagnosis.search import diagnose
-from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
 from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128, K_BY_ROWS, Arg, Kernel, ScaleLayout
 from f8emu.conformance.run.subject import NotOffered, Subject, kernel_subject, load_subject
@@ -281,15 +280,12 @@ def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
     assert found.error.startswith("no probe that is left differs; ") and "compilation failed" in found.error
 
 
-@pytest.mark.parametrize(
-    "error", [TimedOut("no output"), ProcessEnded("crashed"), RuntimeError("illegal access"), SystemExit("exits")]
-)
-def test_a_kernel_that_fails_is_not_diagnosed(error: BaseException) -> None:
-    """Three crashes or hangs in a row end a kind: its process is started anew after each."""
-    broken, calls = failing(lambda *_: True, error)
+def test_a_kernel_that_fails_is_not_diagnosed() -> None:
+    """Whatever it raises; after three crashes or hangs in a row its process answers no more: test_isolation.py."""
+    error = RuntimeError("illegal access")
+    broken, _ = failing(lambda *_: True, error)
     (found,) = diagnose(broken, kinds=[BY_NAME[FAST]], memory=MEMORY)
     assert str(error) in found.error and found.best is None and not found.is_right
-    assert (len(calls) == 3) == isinstance(error, TimedOut | ProcessEnded)
     at_times, calls = failing(lambda call, _: call % 4 == 0, error, step=16)
     (found,) = diagnose(at_times, kinds=[BY_NAME[FAST]], memory=MEMORY)
     assert found.best is not None and found.best.is_complete and len(calls) > 12

@@ -137,7 +137,7 @@ def _fit_kind(
     progress.begin(name, "order of adding", 1)
     try:
         found.rules, found.measured = measure_order(subject, kind, right)
-    except (Exception, SystemExit) as error:  # a subject may raise anything, and exit
+    except Exception as error:  # a subject may raise anything
         found.error = f"order of adding: raised {type(error).__name__}: {str(error)[:200]}"
         return
     # 2. What has few possibilities.

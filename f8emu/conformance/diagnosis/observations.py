@@ -15,14 +15,11 @@ from f8emu.conformance.diagnosis.compute import Memory, compute
 from f8emu.conformance.diagnosis.places import Places
 from f8emu.conformance.diagnosis.probes import Kind, probes
 from f8emu.conformance.diagnosis.rules import Rules
-from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
 from f8emu.conformance.run.breakdown import Contrast, contrasts
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import MissingExtraError, OperandError
 from f8emu.spec.gemm_call import GroupKind
 
-_LOST = 3
-"""After so many crashes or hangs in a row the other probes of a kind are not waited for."""
 _AGAIN = 4
 """How often a GEMM is asked again, to see whether its bits are random."""
 _COVERAGE = 0.99
@@ -66,7 +63,6 @@ class NoOutput:
 
     reason: str
     is_refusal: bool = False  # True: the subject offers no such GEMM. False: it failed
-    is_lost: bool = False  # it failed by a crash or a hang: its process is started anew
 
 
 def observe(subject: Subject, case: GemmCase, at: Part | None = None) -> Observation | NoOutput:
@@ -80,11 +76,10 @@ def observe(subject: Subject, case: GemmCase, at: Part | None = None) -> Observa
         output = subject.gemm(run)
     except (NotOffered, MissingExtraError) as reason:
         return NoOutput(reason=str(reason), is_refusal=True)
-    except (Exception, SystemExit) as error:  # a subject may raise anything, and exit
+    except Exception as error:  # a subject may raise anything
         if isinstance(error, OperandError) and not subject.takes_any_size:  # ours, which says what it takes
             return NoOutput(reason=str(error), is_refusal=True)
-        reason = f"{case.id}: raised {said_by(error, 200)}"
-        return NoOutput(reason=reason, is_lost=isinstance(error, (ProcessEnded, TimedOut)))
+        return NoOutput(reason=f"{case.id}: raised {said_by(error, 200)}")
     if fault := shape_fault(output, np.empty(run.output_shape, dtype_of(run.out_dtype))):
         return NoOutput(reason=f"{run.id}: {fault}")
     whole = Observation(case=run, at=None, outputs=output)
@@ -107,7 +102,6 @@ def observe_probes(subject: Subject, kind: Kind) -> tuple[list[Observation], str
     found: list[Observation] = []
     failures: list[NoOutput] = []
     refusals: list[NoOutput] = []
-    lost = 0  # in a row
     multiple = subject.kernel.group_multiples.get(GroupKind.ROWS, 1) if subject.kernel else 1
     multiple = multiple if subject.takes_any_size else max(multiple, ALIGNED)
     for probe in probes(kind, takes_any_size=subject.takes_any_size, group_multiple=multiple):
@@ -116,16 +110,12 @@ def observe_probes(subject: Subject, kind: Kind) -> tuple[list[Observation], str
             if subject.question(case).out_dtype != case.out_dtype:
                 continue
             one = observe(subject, case, probe.at)
-            if isinstance(one, Observation):
-                lost = 0
-                found.append(one)
-                if not probe.needs_all:
-                    break
+            if isinstance(one, NoOutput):
+                (refusals if one.is_refusal else failures).append(one)
                 continue
-            (refusals if one.is_refusal else failures).append(one)
-            lost = lost + 1 if one.is_lost else 0
-            if lost == _LOST:
-                return failures[-_LOST]
+            found.append(one)
+            if not probe.needs_all:
+                break
     if not found:
         none = NoOutput(reason=f"{subject.name} has none of the output types", is_refusal=True)
         return [*failures, *refusals, none][0]

@@ -95,10 +95,9 @@ class Child:
         )
 
     def _answer(self, question: tuple[Any, ...], seconds: float) -> Any:
-        worker, self.worker = (
-            self.worker,
-            None,
-        )  # what a child answers too late, as after Ctrl-C, belongs to no question
+        # What a child answers too late, as after Ctrl-C, belongs to no question: it is kept only once it has answered.
+        worker = self.worker
+        self.worker = None
         assert worker is not None, "a child that was started is asked"
         try:
             worker.connection.send(question)

@@ -16,7 +16,6 @@ from typing import Any
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.cases.gemm import NotOffered
 from f8emu.conformance.compare import text_of
-from f8emu.conformance.kernels.faults import ProcessEnded
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.spec import SpecError
 
@@ -45,7 +44,7 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
                 else:
                     importlib.import_module(name)
             return attribute(function)
-        except (Exception, SystemExit) as error:  # of the package, as if built for another torch
+        except Exception as error:  # of the package, as if built for another torch
             said = f"{type(error).__name__}: {text_of(error)}"
             if kernel.install:
                 raise NotOffered(f"{kernel.name} is not installed ({said}); {kernel.install}") from None
@@ -66,8 +65,10 @@ def attribute(path: str) -> Any:
     try:
         found: Any = _module_of_file(place) if place.endswith(".py") or os.sep in place else _module(place)
     except SystemExit as end:
-        said = f"the import of {place} raised SystemExit({text_of(end)}), which ends a process"
-        raise ProcessEnded(f'{said}; put what a script does under if __name__ == "__main__"') from None
+        raise SpecError(
+            f"f8emu verify {path}: the import of {place} raised SystemExit({text_of(end)}), which ends a process; put "
+            'what a script does under if __name__ == "__main__"'
+        ) from None
     for name in names.split("."):
         if not hasattr(found, name):
             raise AttributeError(f"{place} has no attribute {name!r}{_near(name, _offered(found))}")
