@@ -62,8 +62,8 @@ def shape_fault(observed: object, expected: np.ndarray) -> str:
     wanted = f"{expected.dtype.name}{list(expected.shape)}"
     if not isinstance(observed, np.ndarray | np.generic):
         return f"gave {type(observed).__name__}, expected an array {wanted}"
-    found = f"{observed.dtype.name}{list(observed.shape)}"
-    return "" if found == wanted else f"gave {found}, expected {wanted}"
+    actual = f"{observed.dtype.name}{list(observed.shape)}"
+    return "" if actual == wanted else f"gave {actual}, expected {wanted}"
 
 
 def different(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -111,9 +111,9 @@ def abbreviated(array: np.ndarray, name: str, *, shown: int = 8) -> str:
     return f"{name}=<{' '.join(words)}>({codes.size})"
 
 
-def counted(count: int, one: str, many: str = "") -> str:
+def counted(count: int, singular: str, plural: str = "") -> str:
     """`1 case differs`, `2 cases differ`; without `many` the plural is `one` and an s."""
-    return f"{count} {one if count == 1 else many or f'{one}s'}"
+    return f"{count} {singular if count == 1 else plural or f'{singular}s'}"
 
 
 def text_of(error: BaseException) -> str:
@@ -221,14 +221,14 @@ class UlpHistogram:
 
     def words(self) -> str:
         """`120 outputs differ, by -3 to +1 ulps, most often +1 (60 %); NaN for number 4`."""
-        found = ["1 output differs" if self.total == 1 else f"{self.total:,} outputs differ"]
+        parts = ["1 output differs" if self.total == 1 else f"{self.total:,} outputs differ"]
         if self.finite:
             low, high = f"{self.lowest:+,}", f"{self.highest:+,}"
             ulps = "ulp" if low == high in ("+1", "-1") else "ulps"
-            found.append(f"by {low if low == high else f'{low} to {high}'} {ulps}")
+            parts.append(f"by {low if low == high else f'{low} to {high}'} {ulps}")
         name, count = max(self.labelled().items(), key=lambda item: item[1])
-        found.append(f"most often {name} ({100 * count / self.total:.0f} %)")
-        return "; ".join([", ".join(found), *(f"{name} {count:,}" for name, count in self.apart.items())])
+        parts.append(f"most often {name} ({100 * count / self.total:.0f} %)")
+        return "; ".join([", ".join(parts), *(f"{name} {count:,}" for name, count in self.apart.items())])
 
     def labelled(self) -> dict[str, int]:
         """Label -> outputs, from the most negative to the most positive, then what has no distance."""
@@ -245,10 +245,10 @@ def ulp_histogram(observed: np.ndarray, expected: np.ndarray) -> UlpHistogram:
         return UlpHistogram()
     distance, apart = distances(observed, expected)
     finite = distance[~apart]
-    found, counts = np.unique(bins(finite), return_counts=True)
+    indices, counts = np.unique(bins(finite), return_counts=True)
     kinds = np.bincount(3 * _kind(observed[apart]) + _kind(expected[apart]), minlength=9)
     return UlpHistogram(
-        finite={int(index): int(count) for index, count in zip(found, counts, strict=True)},
+        finite={int(index): int(count) for index, count in zip(indices, counts, strict=True)},
         apart={name: int(kinds[pair]) for pair, name in _APART.items() if kinds[pair]},
         lowest=int(finite.min()) if finite.size else 0,
         highest=int(finite.max()) if finite.size else 0,
@@ -263,14 +263,14 @@ def _kind(array: np.ndarray) -> np.ndarray:
 
 def merged(histograms: Iterable[UlpHistogram]) -> UlpHistogram:
     """All of them counted together."""
-    found = list(histograms)
+    listed = list(histograms)
     finite, apart = Counter[int](), Counter[str]()
-    for histogram in found:
+    for histogram in listed:
         finite.update(histogram.finite)
         apart.update(histogram.apart)
     return UlpHistogram(
         finite=dict(finite),
         apart=dict(apart),
-        lowest=min((histogram.lowest for histogram in found if histogram.finite), default=0),
-        highest=max((histogram.highest for histogram in found if histogram.finite), default=0),
+        lowest=min((histogram.lowest for histogram in listed if histogram.finite), default=0),
+        highest=max((histogram.highest for histogram in listed if histogram.finite), default=0),
     )

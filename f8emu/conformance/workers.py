@@ -104,10 +104,10 @@ def serve(connection: Connection, answers: Callable[..., Callable[..., Any]], ar
     threading.Thread(target=receive, daemon=True).start()
     answer = answers(*arguments)
     while os.getpid() == process:
-        found = answer(*requests.get())
+        result = answer(*requests.get())
         try:
             if os.getpid() == process:
-                connection.send(found)
+                connection.send(result)
         except OSError:
             break
     os._exit(0)

@@ -16,7 +16,7 @@ import pytest
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.diagnosis.alterations import ALTERATIONS
 from f8emu.conformance.diagnosis.compute import Memory, compute
-from f8emu.conformance.diagnosis.probes import GROUPED, KINDS, Kind, probes
+from f8emu.conformance.diagnosis.probes import GROUPED, KINDS, GemmKind, probes
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
 from f8emu.conformance.diagnosis.search import diagnose
 from f8emu.conformance.kernels.imported import INTERPRETED
@@ -244,7 +244,7 @@ SLOW = pytest.mark.exhaustive  # a minute of compiling
         *(pytest.param(name, KINDS, marks=SLOW) for name in ("f8ref.jax", "torch", "f8emu.jax")),
     ],
 )
-def test_right_kernels_are_not_accused(name: str, kinds: tuple[Kind, ...]) -> None:
+def test_right_kernels_are_not_accused(name: str, kinds: tuple[GemmKind, ...]) -> None:
     if name not in ("planted", "f8ref.numpy"):
         pytest.importorskip("jax")
     if name == "torch":

@@ -186,8 +186,8 @@ def tiled_sample(m: int, n: int, r: np.random.Generator, **fields: Any) -> Sampl
             return tuple(range(size))
         first = np.arange(0, size, _BLOCK)
         last = np.minimum(first + _BLOCK, size) - 1
-        found = first, last, r.integers(first, last + 1), r.choice(size, SAMPLED, replace=False)
-        return tuple(np.unique(np.concatenate(found)).tolist())
+        chosen = first, last, r.integers(first, last + 1), r.choice(size, SAMPLED, replace=False)
+        return tuple(np.unique(np.concatenate(chosen)).tolist())
 
     return Sample(m=m, n=n, rows=places(m), cols=places(n), **fields)
 
@@ -248,7 +248,7 @@ def grouped_case(
     sizes = dict(zip("MNK".replace(divided or "M", ""), shape, strict=True), G=len(ends))
     sizes[divided or "M"] = ends[-1] if divided else -(-ends[-1] // len(ends))
     shape_a, (*stack, k, n), of_a, of_b = (
-        tuple([math.prod(sizes[one] for one in dim.split("*")) for dim in side]) for side in dims[:4]
+        tuple([math.prod(sizes[letter] for letter in dim.split("*")) for dim in side]) for side in dims[:4]
     )
     # 2. Codes are drawn as matrices [rows, K].
     b = draw_codes(distribution, (math.prod(stack) * n, k), formats[1], name + "b")

@@ -25,7 +25,7 @@ OUTPUTS = ((FLOAT32, False), (BFLOAT16, False), (BFLOAT16, True), (FLOAT16, Fals
 
 
 class Combination(NamedTuple):
-    """What every family meets all of."""
+    """Granularities, formats and accumulation that every family of GEMMs meets in each combination."""
 
     granularities: Pair
     formats: tuple[Format, Format]
@@ -155,8 +155,8 @@ def value_cases() -> Iterator[GemmCase]:
 
 def _scaled_by(values: tuple[float, float], number: int | str, combination: Combination, shape: Shape) -> GemmCase:
     case = _drawn(Family.SCALES, number, combination, shape, zeros=True, with_bias=False)
-    one, other = (np.full((1, 1), value, np.float32) for value in values)
-    return replace(case, id=f"{case.id} {values[0]:.3g} and {values[1]:.3g}", scale_a=one, scale_b=other)
+    scale_a, scale_b = (np.full((1, 1), value, np.float32) for value in values)
+    return replace(case, id=f"{case.id} {values[0]:.3g} and {values[1]:.3g}", scale_a=scale_a, scale_b=scale_b)
 
 
 def _values_in(combination: Combination, shape: Shape) -> Iterator[GemmCase]:
@@ -189,16 +189,16 @@ def size_cases(combinations: Iterable[Combination], most: float = math.inf) -> I
 
     `most` is the number of products of the largest GEMM.
     """
-    blocks, dense = ([one for one in combinations if one.is_blockwise is kind] for kind in (True, False))
-    kinds = dict.fromkeys((one.granularities, one.use_fast_accum) for one in dense)
-    groups = [[one for one in dense if (one.granularities, one.use_fast_accum) == kind] for kind in kinds]
+    blocks, dense = ([c for c in combinations if c.is_blockwise is kind] for kind in (True, False))
+    kinds = dict.fromkeys((c.granularities, c.use_fast_accum) for c in dense)
+    groups = [[c for c in dense if (c.granularities, c.use_fast_accum) == kind] for kind in kinds]
     for family in ALL_MEET:
         types = HIGH_PRECISION if family in (Family.ROW, Family.TILES) else (None,)
         plan = [*product(ALL_MEET[family], dense, types), *product(BLOCK_SHAPES[family], blocks, (None,))]
         for turn, shape in enumerate(SOME_MEET[family]):
             if math.prod(shape) > ONE_ABOVE:
                 first = turn % max(len(groups), 1)
-                plan += [(shape, one, BFLOAT16) for one in (*dense[first:], *dense[:first])]
+                plan += [(shape, c, BFLOAT16) for c in (*dense[first:], *dense[:first])]
                 continue
             met = [(shape, group[(turn + i) % len(group)], None) for i, group in enumerate(groups)]
             plan += met[turn % 2 :: 2] if math.prod(shape) >= FEW_ABOVE else met
@@ -230,16 +230,16 @@ def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
         # 128 of K, and so whole steps, are zeros on one side, with NaN on the other.
         for side in "ab":
             case = _drawn(Family.EVERY_CODE, f"{number} idle {side}", combination, (16, 48, 384), out_dtype=FLOAT32)
-            one, other = (case.a, case.b) if side == "a" else (case.b, case.a)
-            codes_of(one)[:, 128:256] = 0
-            other[::3, 200] = np.nan
+            idle, full = (case.a, case.b) if side == "a" else (case.b, case.a)
+            codes_of(idle)[:, 128:256] = 0
+            full[::3, 200] = np.nan
             yield case
     corners = list(product((0, -1), repeat=2))
-    by_formats = {one.formats: [c for c in combinations if c.formats == one.formats] for one in combinations}
-    for formats, ones in by_formats.items():
+    by_formats = {first.formats: [c for c in combinations if c.formats == first.formats] for first in combinations}
+    for formats, alike in by_formats.items():
         r = rng("corners", formats[0].name, formats[1].name)
         drawn = [r.permutation(256) for _ in range(2 * len(corners))]
-        for number, (combination, codes) in enumerate(zip(cycle(ones), np.array(drawn).T, strict=False)):
+        for number, (combination, codes) in enumerate(zip(cycle(alike), np.array(drawn).T, strict=False)):
             shape = (16, 16, 128 if combination.is_blockwise else 16)
             words = f"corners {formats[0]} x {formats[1]} {number}"
             case = _drawn(Family.EVERY_CODE, words, combination, shape)
@@ -306,7 +306,7 @@ def turn_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
         yield replace(case, between=((other,), (scaled,), (larger,), 3 * (other, scaled, larger))[kind])
         if kind < 2:
             for memory in (Memory.OBJECTS, Memory.ADDRESSES):
-                again, changed = (replace(one, memory=memory) for one in (case, (other, scaled)[kind]))
+                again, changed = (replace(call, memory=memory) for call in (case, (other, scaled)[kind]))
                 yield replace(again, id=f"{case.id} in {memory.value}", between=(changed,))
 
 
@@ -354,5 +354,5 @@ def _drawn(
         codes_of(case.a)[3::8], codes_of(case.a)[4::8] = 0x00, 0x80
     elif not pair[0].is_blockwise:
         shapes = pair[0].scale_shape(*case.a.shape), pair[1].scale_shape(*case.b.shape)[::-1]
-        case = case.scaled(*(r.choice(np.array([-1, 1], np.float32), one) for one in shapes))
+        case = case.scaled(*(r.choice(np.array([-1, 1], np.float32), factors) for factors in shapes))
     return replace(case, family=family)

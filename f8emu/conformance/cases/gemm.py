@@ -32,7 +32,7 @@ class Mode(Enum):
 
 
 class Family(Enum):
-    """What a generated GEMM is there to show, in the words of a report."""
+    """The purpose of a generated GEMM, in the words of a report."""
 
     CODES = "distributions of codes"
     SLICES = "slices of K"
@@ -73,7 +73,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the arrays of a GEMM lie in memory, by their names. An implementation that copies them can ignore it."""
+    """Memory layout of the arrays of a GEMM, by their names. An implementation that copies them can ignore it."""
 
     paddings: Mapping[str, int] = field(default_factory=dict[str, int])
     """Elements from the end of a row of an operand to the begin of the next."""
@@ -147,7 +147,7 @@ class GemmCase:
 
     @property
     def group_kind(self) -> GroupKind | None:
-        """What has groups; None: the GEMM has none."""
+        """The dimension that has groups; None for an ordinary GEMM."""
         if self.mode is not Mode.GROUPED_ROWWISE:
             return None
         dims = self.a.ndim, self.b.ndim
@@ -155,7 +155,7 @@ class GemmCase:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """What the output of the call has before M and N: the groups, where each has an output of its own."""
+        """Leading dimensions of the call's output: the number of groups if each has its own output, else none."""
         if (kind := self.group_kind) is None or kind.value.out == ("M", "N"):
             return ()
         return (len(self.a) if self.offs is None else len(self.offs),)
@@ -178,7 +178,7 @@ class GemmCase:
     def in_turn(self) -> "dict[str, GemmCase]":
         """Name of a part -> the GEMM whose output it is, in the order of the calls."""
         turns = (self, *self.between, self) if self.between else ()
-        return {f"call {number}": one for number, one in enumerate(turns, 1)} or {"": self}
+        return {f"call {number}": gemm for number, gemm in enumerate(turns, 1)} or {"": self}
 
     def run(self, verbs: Verbs) -> np.ndarray:
         """The output that a verb gives. Where operands lie is nothing to a verb."""
@@ -202,13 +202,11 @@ class GemmCase:
         is_b = self.granularity_b is _SQUARE
         blocks = np.array(sample.cols if is_b else sample.rows) // _SIDE
         for block in np.unique(blocks):
-            mine, one = blocks == block, slice(block, block + 1)
-            own = (
-                {"b": self.b[mine], "scale_b": scale_b[:, one]}
-                if is_b
-                else {"a": self.a[mine], "scale_a": scale_a[one]}
+            mine, at = blocks == block, slice(block, block + 1)
+            fields = (
+                {"b": self.b[mine], "scale_b": scale_b[:, at]} if is_b else {"a": self.a[mine], "scale_a": scale_a[at]}
             )
-            yield replace(self, **own, sample=None)
+            yield replace(self, **fields, sample=None)
 
     def scaled(self, a: Any = 1, b: Any = 1) -> "GemmCase":
         """This GEMM with its scales times these float32 factors."""
@@ -221,12 +219,12 @@ class GemmCase:
         arrays = (self.a, b_KN, scale_a, scale_b, self.offs)
         call = scaled_grouped_mm_call(*(Shaped(x.shape, x.dtype.name) for x in arrays if x is not None))
         rowwise = dict.fromkeys(("granularity_a", "granularity_b"), Granularity.ROWWISE)
-        found: list[tuple[GemmCase, tuple[Any, ...]]] = []
+        gemms: list[tuple[GemmCase, tuple[Any, ...]]] = []
         for part in group_parts(call, None if self.offs is None else self.offs.tolist()):
             scales = {"scale_a": scale_a[part.scale_a][:, None], "scale_b": scale_b[part.scale_b][None]}
-            own = {"a": self.a[part.a], "b": b_KN[part.b].T, **scales, "offs": None}
-            found.append((replace(self, mode=Mode.ROWWISE, **own, **rowwise), part.out))
-        return found
+            fields = {"a": self.a[part.a], "b": b_KN[part.b].T, **scales, "offs": None}
+            gemms.append((replace(self, mode=Mode.ROWWISE, **fields, **rowwise), part.out))
+        return gemms
 
     def alone(self, row: int, column: int) -> "tuple[GemmCase, int, int]":
         """The GEMM that an output comes from, and its row and column there: of a grouped one, the group's own."""

@@ -56,7 +56,7 @@ def all_codes(fmt: Format) -> np.ndarray:
 
 @cache
 def cast_inputs(source: Format, target: Format) -> np.ndarray:
-    """What is cast: all codes of bfloat16 and float16, the boundaries of float32."""
+    """Inputs of a cast: all codes of bfloat16 and float16, the boundaries of float32."""
     return float32_boundaries(target) if source == FLOAT32 else all_codes(source)
 
 
@@ -316,9 +316,9 @@ def _blockwise() -> Iterator[GemmCase]:
 
 
 def _split() -> Iterator[GemmCase]:
-    one, of_blocks = Granularity.TENSORWISE, zip(BLOCK_PAIRS, BLOCKWISE_SPLITS, strict=True)
+    tensorwise, of_blocks = Granularity.TENSORWISE, zip(BLOCK_PAIRS, BLOCKWISE_SPLITS, strict=True)
     table: list[tuple[str, Pair, int, int, bool]] = [
-        *(("fast" if fast else "promoted", (one, one), slices, k, fast) for slices, k, fast in SPLITS),
+        *(("fast" if fast else "promoted", (tensorwise, tensorwise), slices, k, fast) for slices, k, fast in SPLITS),
         *((f"{pair[0].value} x {pair[1].value}", pair, *split, False) for pair, split in of_blocks),
     ]
     for words, pair, slices, k, fast in table:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from f8emu.conformance.casts.rules import ROUNDINGS, Fault, Scaling
+from f8emu.conformance.casts.rules import ROUNDINGS, CodeFault, Scaling
 from f8emu.conformance.diagnosis.rules import ScaleValue
 from f8emu.dialects.rules import Arithmetic, CodeRule, Division
 from f8emu.spec import BFLOAT16, FLOAT8, FLOAT16, Format, Overflow
@@ -30,7 +30,7 @@ class Alteration(NamedTuple):
 
 
 def cast_alterations(target: Format, overflow: Overflow, *, with_scale: bool = False) -> Iterator[Alteration]:
-    """Of a cast to a format that overflows in this way; `with_scale`: of one that divides by a scale."""
+    """Alterations of a cast to a format with this overflow policy; `with_scale`: it divides by a scale."""
     if with_scale:
         yield Alteration("scaling", Scaling.BY_INVERSE, f"computes {Scaling.BY_INVERSE.value}")
     if overflow is Overflow.SATURATE:
@@ -41,8 +41,8 @@ def cast_alterations(target: Format, overflow: Overflow, *, with_scale: bool = F
         yield Alteration("through", narrow, f"rounds twice, through {narrow}")
     for rounding in ROUNDINGS:
         yield Alteration("rounding", rounding, f"rounds {rounding}")
-    for fault in Fault:
-        field = "zeros" if fault in (Fault.ZERO_UNSIGNED, Fault.ZERO_IS_NAN) else "fault"
+    for fault in CodeFault:
+        field = "zeros" if fault in (CodeFault.ZERO_UNSIGNED, CodeFault.ZERO_IS_NAN) else "fault"
         yield Alteration(field, fault, fault.value)
     for largest in sorted({other.max for other in FLOAT8 if other.max < target.max}):
         yield Alteration("largest", largest, f"clamps to {largest:g} instead of {target.max:g}")
@@ -57,7 +57,7 @@ _CHANGES = [change for change in ScaleValue if change.value.startswith("rounds")
 
 
 def scale_alterations(target: Format, *, largest: float, least: float) -> Iterator[Alteration]:
-    """Of a quantizer: what its scales show; `largest` is about the number that amax is scaled to, `least` a scale."""
+    """Alterations of a quantizer that its scales show; `largest` is about what amax is scaled to."""
     yield Alteration("scale.amax_floor", 0.0, "has no floor of amax")
     if np.isfinite(largest) and 0 < least < 1:
         largest = float(f"{largest:.5g}")
@@ -84,7 +84,7 @@ def scale_alterations(target: Format, *, largest: float, least: float) -> Iterat
 
 
 def code_alterations(target: Format) -> Iterator[Alteration]:
-    """Of a quantizer to a format: what its codes show, once its scales are known."""
+    """Alterations of a quantizer that its codes show, once its scales are known."""
     for rule in CodeRule:
         yield Alteration("code.rule", rule, f"computes codes as {rule.value}, rounded to float32")
     yield Alteration("code.arithmetic", Arithmetic.INPUT, "computes codes in the dtype of x")

@@ -1,6 +1,7 @@
 """Which contract a cast or a quantizer follows, by its answers, and what is right by it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from f8emu.spec import FLOAT8, Format, Granularity, Overflow, SpecError
 
 
 class Wanted(NamedTuple):
-    """What is asked for; None leaves it to what the function shows."""
+    """The contract that a user asks for; None leaves a choice to what the function shows."""
 
     format: Format | None = None
     overflow: Overflow | None = None
@@ -48,13 +49,13 @@ def _first_call(
     known = {target.name: target for target in FLOAT8}
     target = wanted.format if name in ("uint8", "int8") else known.get(name)
     if target is None or wanted.format not in (None, target):
-        asked = "" if wanted.format is None else f", and --format is {wanted.format}"
-        raise SpecError(f"{begin}; got {name}{asked}; {remedy}")
+        requested = "" if wanted.format is None else f", and --format is {wanted.format}"
+        raise SpecError(f"{begin}; got {name}{requested}; {remedy}")
     return target, returned
 
 
 class Contract:
-    """What a function gives; `CastContract` and `QuantizerContract` know what is right."""
+    """The answers of a function; `CastContract` and `QuantizerContract` know the right ones."""
 
     questions: Sequence[Question]
     answers: Mapping[str, Parts | Exception]
@@ -64,7 +65,7 @@ class Contract:
     judged_by: str
 
     def answer(self, q: Question) -> Parts:
-        """What the function gives."""
+        """The function's answer; raises its error."""
         answer = self.answers[q.id]
         if isinstance(answer, Exception):
             raise answer
@@ -100,7 +101,7 @@ class CastContract(Contract):
         # Most is right by it: how a scale is taken, and what overflows to.
         scalings = (Scaling.PRODUCT, Scaling.QUOTIENT) if function.takes_scale else (Scaling.PRODUCT,)
         policies = [wanted.overflow] if wanted.overflow else [*Overflow]
-        rules = [CastRule(format=self._target, scaling=one, overflow=two) for one in scalings for two in policies]
+        rules = (CastRule(format=self._target, scaling=s, overflow=o) for s, o in product(scalings, policies))
         self._rule = max(rules, key=self._outputs_equal)
         scale = f", {self._rule.scaling.value}" if function.takes_scale else ""
         saturates = "saturating" if self._rule.overflow is Overflow.SATURATE else "non-saturating"
@@ -108,11 +109,11 @@ class CastContract(Contract):
         self.judged_by = f"f8ref.numpy, {self.follows}"
 
     def expected(self, q: Question) -> Parts:
-        """What is right."""
+        """The right answer."""
         return {"": self._rule.cast(q.x, q.scale_or_1)}
 
     def diagnosis(self) -> CastDiagnosis | None:
-        """What it does instead; None if it gives nothing."""
+        """The fewest changes of the rule that give its answers; None if it gave none."""
         answered = list(self.answered())
         if not answered:
             return None
@@ -147,18 +148,18 @@ class QuantizerContract(Contract):
             fit = fitting(q.x, parts["codes"], parts["scales"], self._block, left)
             left = [candidate.dialect for candidate in fit if not candidate.zeros_differ]
         # 2. Who judges, and its words.
-        what = f"{self._granularity.value} to {self._target}"
+        kind = f"{self._granularity.value} to {self._target}"
         if not left or left[0] is self._dialects[0]:
             self._judge = None
-            self.follows = f"f8emu's rule, {what}"
-            self.judged_by = f"f8ref.numpy, {what}"
+            self.follows = f"f8emu's rule, {kind}"
+            self.judged_by = f"f8ref.numpy, {kind}"
         else:
             self._judge = QuantizerRule.of(left[0])
-            self.follows = f"as dialect {', '.join(dialect.name for dialect in left)}, {what}"
+            self.follows = f"as dialect {', '.join(dialect.name for dialect in left)}, {kind}"
             self.judged_by = f"f8emu.dialects, {left[0].name}"
 
     def expected(self, q: Question) -> Parts:
-        """What is right."""
+        """The right answer."""
         import f8ref.numpy as oracle
 
         if not q.x.size:
@@ -171,7 +172,7 @@ class QuantizerContract(Contract):
         return {"scales": scales.scale, "codes": codes}
 
     def diagnosis(self) -> CastDiagnosis | None:
-        """What it does instead; None if it gives nothing."""
+        """The fewest changes of the rule that give its answers; None if it gave none."""
         matrices = [(q.x, parts["codes"], parts["scales"]) for q, parts in self.answered()]
         rules = [
             QuantizerRule.of(dialect)

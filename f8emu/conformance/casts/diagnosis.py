@@ -38,7 +38,7 @@ Matrix = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastDiagnosis:
-    """What a subject does instead."""
+    """The rule that a wrong cast or quantizer follows."""
 
     alterations: tuple[str, ...] = ()
     """In words that follow "it"; empty where they do not explain half of what differs."""
@@ -93,7 +93,7 @@ class Evidence(NamedTuple):
         return Evidence(self.predict, [x[at] for x in self.inputs], self.outputs[at], self.kinds[at], self.names)
 
     def explained(self, rule: Any) -> tuple[list[str], int]:
-        """What is said of special inputs, beside a rule; and how many outputs neither gives."""
+        """Sentences about special inputs, beside a rule; and how many outputs neither gives."""
         right = self.predict(rule, *self.inputs).view(self.outputs.dtype)
         missed = different(self.outputs, right)
         sentences = list[str]()
@@ -153,23 +153,24 @@ def _search(
     for altered, count in ((bases, 0), (first, 1), (others, 1), (first, 2)):
         # Most hypotheses fail on a few outputs, of which half are those that the best does not explain.
         sample = [part.sample(kept[0].rule) for part in evidence]
-        ranks = {one: one.rank(sample) for base in altered for one in base.altered(alterations, count)}
+        hypotheses = (hypothesis for base in altered for hypothesis in base.altered(alterations, count))
+        ranks = {hypothesis: hypothesis.rank(sample) for hypothesis in hypotheses}
         least = min(ranks.values(), default=fewest)
-        for hypothesis in [one for one, rank in ranks.items() if rank == least][:_KEPT]:
+        for hypothesis in [tried for tried, rank in ranks.items() if rank == least][:_KEPT]:
             rank = hypothesis.rank(evidence)
             if rank < fewest:
                 kept, fewest = [hypothesis], rank
             elif rank == fewest and hypothesis not in kept:
                 kept.append(hypothesis)
-        left, said, _ = fewest
-        if not left and said <= len(bases[0].steps) + count:
+        left, sentences, _ = fewest
+        if not left and sentences <= len(bases[0].steps) + count:
             break
     return kept
 
 
-def _diagnosis(best: Hypothesis, own: Any, evidence: Sequence[Evidence], contradictions: int = 0) -> CastDiagnosis:
+def _diagnosis(best: Hypothesis, right: Any, evidence: Sequence[Evidence], contradictions: int = 0) -> CastDiagnosis:
     sentences, left = best.explained(evidence)
-    wrong = sum(int(np.count_nonzero(part.missed(own))) for part in evidence)
+    wrong = sum(int(np.count_nonzero(part.missed(right))) for part in evidence)
     is_telling = 2 * left <= wrong
     total = sum(part.outputs.size for part in evidence)
     return CastDiagnosis(
@@ -177,7 +178,7 @@ def _diagnosis(best: Hypothesis, own: Any, evidence: Sequence[Evidence], contrad
         outputs_equal=total - (left if is_telling else wrong),
         outputs_total=total,
         contradictions=contradictions if left else 0,
-        basis="" if best.base is own or not is_telling else best.base.dialect.name,
+        basis="" if best.base is right or not is_telling else best.base.dialect.name,
     )
 
 
@@ -186,7 +187,7 @@ def _kinds(*conditions: np.ndarray) -> np.ndarray:
 
 
 def diagnose_cast(x: np.ndarray, scale: np.ndarray, codes: np.ndarray, rule: CastRule) -> CastDiagnosis:
-    """What gives `codes`, where `rule` does not; float32 inputs, their scales (1 where there is none), and float8."""
+    """The rule that gives `codes`, where `rule` does not; float32 inputs, their scales (1 for none), and float8."""
     # 1. Each input once, for the same numbers are asked in many ways; twice where it has two codes.
     inputs = x.view(np.uint32).astype(np.uint64) << 32 | (scale.view(np.uint32) & ~np.uint32(255))
     keys, once = np.unique(inputs | codes.view(np.uint8), return_index=True)
@@ -211,8 +212,8 @@ def diagnose_cast(x: np.ndarray, scale: np.ndarray, codes: np.ndarray, rule: Cas
 
 
 def diagnose_quantizer(matrices: Sequence[Matrix], block: Block, rules: Sequence[QuantizerRule]) -> CastDiagnosis:
-    """What gives the codes and scales of `matrices`, where none of `rules` does; the first is f8emu's rule."""
-    own, target = rules[0], rules[0].cast.format
+    """The rule that gives codes and scales of `matrices`, where none of `rules` does; the first is f8emu's."""
+    right, target = rules[0], rules[0].cast.format
     dtypes = dict.fromkeys(x.dtype for x, _, _ in matrices)
     of_dtypes = [_evidence([matrix for matrix in matrices if matrix[0].dtype == dtype], block) for dtype in dtypes]
     scales, codes = [scales for scales, _ in of_dtypes], [codes for _, codes in of_dtypes]
@@ -223,7 +224,7 @@ def diagnose_quantizer(matrices: Sequence[Matrix], block: Block, rules: Sequence
     alterations = scale_alterations(target, largest=largest, least=float(np.nanmin(stored)))
     known = _search([Hypothesis(rule) for rule in rules], alterations, scales)
     best, *_ = _search(known, code_alterations(target), codes)
-    return _diagnosis(best, own, [*scales, *codes])
+    return _diagnosis(best, right, [*scales, *codes])
 
 
 def _evidence(matrices: Sequence[Matrix], block: Block) -> tuple[Evidence, Evidence]:

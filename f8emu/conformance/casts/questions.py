@@ -1,4 +1,4 @@
-"""What is put to a cast or a quantizer: values where one goes wrong, in shapes and in memory that it meets.
+"""The questions to a cast or a quantizer: values where one goes wrong, in shapes and in memory that it meets.
 
 Values that every one must take are float32 matrices of whole blocks. What it may also refuse, by any exception, is
 marked: 16-bit values, other than two dimensions, and to a quantizer partial blocks and no rows.
@@ -37,7 +37,7 @@ class Question:
 
     @property
     def x(self) -> np.ndarray:
-        """What the function is given."""
+        """The function's argument."""
         return self.lying[..., :: self.step] if self.step > 1 else self.lying
 
     @property

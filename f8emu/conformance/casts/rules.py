@@ -1,4 +1,4 @@
-"""What a cast or a quantizer computes, as rules that can be altered one field at a time."""
+"""Casts and quantizers as rules that can be altered one field at a time."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from f8emu.spec import Format, Overflow, ScaleRule
 
 
 class Scaling(Enum):
-    """What a cast does with its scale."""
+    """How a cast applies its scale."""
 
     PRODUCT = "x * scale"
     QUOTIENT = "x / scale"
@@ -33,8 +33,8 @@ ROUNDINGS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 """Values in units of the last place -> whole numbers of them, in other ways than to nearest, ties to even."""
 
 
-class Fault(Enum):
-    """What becomes of right codes."""
+class CodeFault(Enum):
+    """How right codes are spoilt."""
 
     FLUSHED = "flushes subnormals to zero"
     FLUSHED_FIRST = "flushes values below the smallest normal number to zero, before it rounds"
@@ -57,8 +57,8 @@ class CastRule:
     """What magnitudes are clamped to first."""
     rounding: str = ""
     """One of `ROUNDINGS`, if not to nearest even."""
-    fault: Fault | None = None
-    zeros: Fault | None = None
+    fault: CodeFault | None = None
+    zeros: CodeFault | None = None
     """Another fault, which is one of zeros."""
     of_subnormals: bool | None = None
     """Whether the above holds of subnormals alone; False: of all but them; None: of all values."""
@@ -106,23 +106,23 @@ class CastRule:
     def _exponents(self, values: np.ndarray) -> np.ndarray:
         return np.maximum(np.frexp(values)[1] - 1, self.format.min_exponent)
 
-    def _spoilt(self, fault: Fault, values: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    def _spoilt(self, fault: CodeFault, values: np.ndarray, codes: np.ndarray) -> np.ndarray:
         target = self.format
         magnitude = codes & target.magnitude_mask
         zeros = codes & target.sign_mask if target.has_negative_zero else np.zeros_like(codes)
         match fault:
-            case Fault.FLUSHED:
+            case CodeFault.FLUSHED:
                 return np.where((magnitude <= target.fraction_mask) & ~np.isnan(values), zeros, codes)
-            case Fault.FLUSHED_FIRST:
+            case CodeFault.FLUSHED_FIRST:
                 return np.where(np.abs(values) < target.smallest_normal, zeros, codes)
-            case Fault.CARRY_LOST:
+            case CodeFault.CARRY_LOST:
                 is_carried = (magnitude >> target.fraction_bits) > self._exponents(values) + target.bias
                 return np.where(is_carried & np.isfinite(values), codes - (1 << target.fraction_bits), codes)
-            case Fault.UNSIGNED:
+            case CodeFault.UNSIGNED:
                 return magnitude
-            case Fault.ZERO_UNSIGNED:
+            case CodeFault.ZERO_UNSIGNED:
                 return np.where((magnitude == 0) & ~np.isnan(values), 0, codes)
-            case Fault.ZERO_IS_NAN:
+            case CodeFault.ZERO_IS_NAN:
                 return np.where((codes == 0) & np.signbit(values), target.sign_mask, codes)
 
 
@@ -199,5 +199,5 @@ def own_dialects(target: Format, block: Block) -> tuple[Dialect, Dialect]:
         amax_floor=ScaleRule().amax_floor,
     )
     code = CodeForm(rule=CodeRule.MULTIPLIER, format=target)
-    own = Dialect(name="f8emu", stack="f8emu", source="", version="", scale=form, code=code, blocks=(block,))
-    return own, replace(own, name="f8emu, power_of_two", scale=replace(form, power_of_two=PowerOfTwo.DOWN))
+    dialect = Dialect(name="f8emu", stack="f8emu", source="", version="", scale=form, code=code, blocks=(block,))
+    return dialect, replace(dialect, name="f8emu, power_of_two", scale=replace(form, power_of_two=PowerOfTwo.DOWN))

@@ -73,7 +73,7 @@ codes = saturating cast of float32(x) * t. Zeros keep their sign.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """What is known of a function under test."""
+    """The facts about a function under test."""
 
     name: str
     kind: str
@@ -89,7 +89,7 @@ def loaded_function(name: str, kind: str, arrays: str) -> tuple[Function, Ask]:
     framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {name}")
     try:
         parameters = inspect.signature(kernel.function).parameters.values() if callable(kernel.function) else ()
-        needed = [one for one in parameters if one.default is one.empty and one.kind <= one.POSITIONAL_OR_KEYWORD]
+        needed = [x for x in parameters if x.default is x.empty and x.kind <= x.POSITIONAL_OR_KEYWORD]
     except ValueError:  # one of C
         needed = [None]
     most = 2 if kind == "cast" else 1
@@ -156,7 +156,7 @@ def _fitted(array: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def granularity_of(name: str, scale: np.ndarray, shape: tuple[int, int]) -> Granularity:
-    """What shares the scales of a matrix of this shape, in which every granularity has another grid."""
+    """The granularity of the scales of a matrix of this shape, in which every granularity has another grid."""
     grids = {granularity: granularity.scale_shape(*shape) for granularity in Granularity}
     for granularity, grid in grids.items():
         with suppress(TypeError):

@@ -31,7 +31,7 @@ class Verified:
 
     @classmethod
     def of_none(cls, name: str, kind: str, reason: str) -> "Verified":
-        """Of a function that cannot be called."""
+        """The result for a function that cannot be called."""
         stage = StageResult(stage=kind, title=kind, reason=reason)
         subject = SubjectResult(name=name, engine="cannot be called", stages=[stage])
         return cls(result=Result(golden=_UNRECORDED, subjects=[subject]), follows="")
@@ -77,7 +77,7 @@ def verify_function(
     )
     stages = stages_with(cases, [stage], [subject], _UNRECORDED) if cases else [stage]
     result = verify([subject], only=stages, golden=_UNRECORDED, errors=errors, progress=progress)
-    timed = [replace(one, stages=[replace(stage, seconds=seconds) for stage in one.stages]) for one in result.subjects]
+    timed = [replace(x, stages=[replace(stage, seconds=seconds) for stage in x.stages]) for x in result.subjects]
     diagnosis = contract.diagnosis() if diagnose and result.has_difference and not cases else None
     if diagnosis is not None and diagnosis.is_complete and not diagnosis.alterations:  # what differs are errors
         diagnosis = None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from f8emu.conformance.cases.distributions import dtype_of
-from f8emu.conformance.diagnosis.probes import Kind, Pair, in_type
+from f8emu.conformance.diagnosis.probes import GemmKind, Pair, in_type
 from f8emu.conformance.diagnosis.rules import Adder, Rules
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, MissingExtraError
@@ -33,24 +33,24 @@ class Measured(NamedTuple):
     """How it was measured."""
 
 
-def measure_order(subject: Subject, kind: Kind, right: Rules) -> tuple[Rules, list[Measured]]:
+def measure_order(subject: Subject, kind: GemmKind, right: Rules) -> tuple[Rules, list[Measured]]:
     """`right` with the rules of adding that crafted operands tell, and what they tell."""
     # 1. Within 128 of K: the step of a tensor core, or the lanes of float32.
     fine = _smallest_sums(subject, kind, LEAVES)
     if fine is None:
         return right, [Measured("order of adding", "not told", "no such GEMM is offered")]
     rules, step, sentence = _of_a_chain(fine, right)
-    told = {"order of adding": sentence}
+    values = {"order of adding": sentence}
     # 2. Along a longer K: where chains, promotions and slices end. Blocks are summed by the scales' rule.
     inner = outer = None
     if not kind.is_blockwise:
         if rules.adder is not Adder.EXACT:
             inner, outer = _lengths(subject, kind)
-        told["promotion to float32"] = f"every {inner} of K" if inner else "one chain over all of K"
-        told["split of K"] = f"slices of {outer} at K = {8 * LEAVES}" if outer else "none"
+        values["promotion to float32"] = f"every {inner} of K" if inner else "one chain over all of K"
+        values["split of K"] = f"slices of {outer} at K = {8 * LEAVES}" if outer else "none"
     model = replace(rules.model, promote_k=inner)
     evidence = "M and -M at two places of K, equal tiny products at all others, counted"
-    measured = [Measured(name, value, evidence) for name, value in told.items()]
+    measured = [Measured(name, value, evidence) for name, value in values.items()]
     # 3. The bits of a term.
     if step is not None:
         model = replace(model, step_k=step)
@@ -72,15 +72,15 @@ def _of_a_chain(sums: np.ndarray, rules: Rules) -> tuple[Rules, int | None, str]
         rules = replace(rules, adder=Adder.FLOAT32)
         if not np.array_equal(sums[lanes::lanes], np.arange(2, 2 + len(sums[lanes::lanes]))):
             return rules, None, f"float32, in {unknown}"  # the plain order stands for it
-        said = f"{lanes} lanes that take turns" if lanes > 1 else "one product after the other"
-        return replace(rules, lanes=lanes), None, f"float32, {said}"
+        order = f"{lanes} lanes that take turns" if lanes > 1 else "one product after the other"
+        return replace(rules, lanes=lanes), None, f"float32, {order}"
     step = _runs(sums)[0]
     if sums[1] != step:
         return rules, None, unknown
     return rules, step, f"steps of {step} products, each on the sum of those before"
 
 
-def _lengths(subject: Subject, kind: Kind) -> tuple[int | None, int | None]:
+def _lengths(subject: Subject, kind: GemmKind) -> tuple[int | None, int | None]:
     """The length of a promotion, and that of a slice at the longer K."""
     few, many = (_smallest_sums(subject, kind, k) for k in (4 * LEAVES, 8 * LEAVES))
     if few is None or many is None:
@@ -102,18 +102,18 @@ def _chains(sums: np.ndarray, stride: int) -> list[int]:
     """The lengths of chains within the whole, short ones first: where a run of places begins that meet the first
     product all at once, as far from it as the run is long.
     """
-    runs, found = _runs(sums), list[int]()
+    runs, lengths = _runs(sums), list[int]()
     start = longest = runs[0]
     for length in runs[1:]:
         # Longer than all before, and not cut off.
         if length > longest and length >= min(start, LEAVES - start):
-            found.append(start * stride)
+            lengths.append(start * stride)
             longest = length
         start += length
-    return found
+    return lengths
 
 
-def _smallest_sums(subject: Subject, kind: Kind, k: int) -> np.ndarray | None:
+def _smallest_sums(subject: Subject, kind: GemmKind, k: int) -> np.ndarray | None:
     """For each of 128 places along K how many products the smallest sum has that holds it and the first, [128].
 
     The first entry is 0. None if the subject offers no such GEMM.
@@ -140,7 +140,7 @@ def _smallest_sums(subject: Subject, kind: Kind, k: int) -> np.ndarray | None:
     return sums
 
 
-def _aligned_fraction_bits(subject: Subject, kind: Kind) -> int | None:
+def _aligned_fraction_bits(subject: Subject, kind: GemmKind) -> int | None:
     """How far below the largest term of a step a smaller one survives: M, 2^-j M and -M in one step."""
     count = 34
     exponents = np.arange(count)
@@ -156,7 +156,7 @@ def _aligned_fraction_bits(subject: Subject, kind: Kind) -> int | None:
 
 
 def _run(
-    subject: Subject, kind: Kind, name: str, values: Pair, formats: tuple[Format, Format] = (E4M3FN, E4M3FN)
+    subject: Subject, kind: GemmKind, name: str, values: Pair, formats: tuple[Format, Format] = (E4M3FN, E4M3FN)
 ) -> np.ndarray | None:
     """The output as float64, in the widest type that the subject offers, all scales one; None if it offers none."""
     a, b = (x.astype(np.float32).astype(dtype_of(fmt)) for x, fmt in zip(values, formats, strict=True))

@@ -47,12 +47,12 @@ def claims(alteration: Alteration, right: Rules) -> Mapping[str, Any]:
     Who does not add as a tensor core does has none of its steps; a chip's accumulation is one whole.
     """
     before, after = right.parts(), alteration.change(right).parts()
-    found = {part: value for part, value in after.items() if value != before[part]}
-    if found.keys() & {"adder", "scales"} and after["promote_k"] is None:  # asked for or not, one may be added
-        found.pop("promote_k", None)
-    is_other = "adder" in found or after["scales"] is ScaleOrder.BEFORE_DOT_BFLOAT16
-    whole = MODEL_PARTS if alteration.is_of_chip and found else _STEP_PARTS if is_other else ()
-    return found | {part: after[part] for part in whole}
+    altered = {part: value for part, value in after.items() if value != before[part]}
+    if altered.keys() & {"adder", "scales"} and after["promote_k"] is None:  # asked for or not, one may be added
+        altered.pop("promote_k", None)
+    is_other = "adder" in altered or after["scales"] is ScaleOrder.BEFORE_DOT_BFLOAT16
+    whole = MODEL_PARTS if alteration.is_of_chip and altered else _STEP_PARTS if is_other else ()
+    return altered | {part: after[part] for part in whole}
 
 
 PROMOTIONS = [32, 64, 128, 256, 512]
@@ -98,8 +98,9 @@ def changing(**changed: Any) -> Change:
         if "misreads" in others:
             others["misreads"] |= rules.misreads
         if "misplaced" in others:
-            places = {one.of for one in others["misplaced"]}
-            others["misplaced"] = (*(one for one in rules.misplaced if one.of not in places), *others["misplaced"])
+            places = {place.of for place in others["misplaced"]}
+            kept = (place for place in rules.misplaced if place.of not in places)
+            others["misplaced"] = (*kept, *others["misplaced"])
         return replace(rules, model=replace(rules.model, **model) if model else rules.model, **others)
 
     return change
@@ -117,7 +118,7 @@ def _rows(name: str, sentence: str, detail: str = "", **changed: Any) -> Iterato
 
 
 def _reading(side: str, reading: Reading) -> Alteration:
-    reads = tuple(reading if one in side.split() else Reading.OWN for one in "ab")
+    reads = tuple(reading if operand in side.split() else Reading.OWN for operand in "ab")
     is_swap = reads == (Reading.OTHER, Reading.OTHER)
     name = "formats swapped" if is_swap else f"codes of {side} read as {reading.alteration}"
     return _row(name, f"decodes {side} as {reading.value}", reads=reads)
@@ -128,8 +129,8 @@ def _reading(side: str, reading: Reading) -> Alteration:
 
 def _misplaced(taken: Sequence[tuple[Taken, int]], *places: Places, start: int = 0) -> Iterator[Alteration]:
     """One alteration each, of all these places together."""
-    for one, size in taken:
-        together = tuple(Misplaced(of=of, taken=one, size=size, start=start) for of in places)
+    for rule, size in taken:
+        together = tuple(Misplaced(of=of, taken=rule, size=size, start=start) for of in places)
         sentence = " and ".join(place.sentence for place in together)
         yield _row(" and ".join(map(str, together)), sentence, misplaced=together)
 
@@ -150,7 +151,7 @@ def _misplacements() -> Iterator[Alteration]:
 
 
 def from_there_on(starts: Mapping[Places, int]) -> Iterator[Alteration]:
-    """What a kernel may do from a row or a column on, the first that was seen to be wrong."""
+    """Alterations from a row or a column on, the first that was seen to be wrong."""
     for places, start in starts.items():
         taken = (
             *((Taken.NOWHERE, 0), (Taken.SHIFTED, start), (Taken.REPEATED, start)),
@@ -222,10 +223,10 @@ def _scale_orders() -> Iterator[Alteration]:
 def _of_one_or_both(field: str, choices: Sequence[ScaleValue | ScaleSign | Grid]) -> Iterator[Alteration]:
     """For each the alteration of both scales, and those of one."""
     for choice, sides in product(choices, ("ab", "a", "b")):
-        what = "scales" if sides == "ab" else f"scale_{sides}"
-        pair = tuple(choice if one in sides else type(choice).OWN for one in "ab")
+        scales = "scales" if sides == "ab" else f"scale_{sides}"
+        pair = tuple(choice if side in sides else type(choice).OWN for side in "ab")
         changed: dict[str, Any] = {field: pair}
-        yield _row(choice.alteration.format(what), choice.value.format(what), **changed)
+        yield _row(choice.alteration.format(scales), choice.value.format(scales), **changed)
 
 
 # All of them
@@ -282,9 +283,9 @@ ALTERATIONS: tuple[Alteration, ...] = (
     # 2. Scales, bias, output.
     *_scale_orders(),
     *(_row(equal.alteration, equal.value, equal_scales=equal) for equal in EqualScales if equal.alteration),
-    *_of_one_or_both("scale_values", [one for one in ScaleValue if one.alteration]),
-    *_of_one_or_both("scale_signs", [one for one in ScaleSign if one.alteration]),
-    *_of_one_or_both("grids", [one for one in Grid if one.alteration]),
+    *_of_one_or_both("scale_values", [choice for choice in ScaleValue if choice.alteration]),
+    *_of_one_or_both("scale_signs", [choice for choice in ScaleSign if choice.alteration]),
+    *_of_one_or_both("grids", [choice for choice in Grid if choice.alteration]),
     _row("-0 kept", "keeps -0", "the tensorwise epilogue adds 0 to it [EPI-1]", adds_zero=False),
     _row("-0 lost", "turns -0 into +0", "the tensorwise epilogue alone does so [EPI-1]", adds_zero=True),
     *(_row(rule.alteration, rule.value, bias=rule) for rule in BiasRule if rule.alteration),
@@ -316,12 +317,12 @@ ALTERATIONS: tuple[Alteration, ...] = (
     ),
     *(
         _row(
-            f"{' and '.join(what)} rounded to nearest",
-            f"rounds the {' and '.join(what)} of a step to nearest instead of cutting them",
+            f"{' and '.join(rounded)} rounded to nearest",
+            f"rounds the {' and '.join(rounded)} of a step to nearest instead of cutting them",
             "[ACC-3], [ACC-5]",
-            **dict.fromkeys(what, Rounding.NEAREST),
+            **dict.fromkeys(rounded, Rounding.NEAREST),
         )
-        for what in (("sums",), ("terms",), ("terms", "sums"))
+        for rounded in (("sums",), ("terms",), ("terms", "sums"))
     ),
     *_chips(),
 )

@@ -51,11 +51,11 @@ def read_arguments(case: GemmCase, rules: Rules, at: Part | None) -> Arguments:
     a, b = case.a, case.b
     if Misreading.OPERANDS_SWAPPED in rules.misreads and a.shape == b.shape:
         a, b = b, a
-    own = format_by_name(a.dtype.name), format_by_name(b.dtype.name)
+    formats = format_by_name(a.dtype.name), format_by_name(b.dtype.name)
     return Arguments(
         a_MK=a[rows],
         b_NK=b[columns],
-        formats=(_format_read(rules.reads[0], *own), _format_read(rules.reads[1], *own[::-1])),
+        formats=(_format_read(rules.reads[0], *formats), _format_read(rules.reads[1], *formats[::-1])),
         scale_a_MB=scales[0][rows],
         scale_b_BN=scales[1].T[:, columns],
         bias=None if bias is None else bias[columns],
@@ -119,16 +119,16 @@ def _scales(case: GemmCase, rules: Rules) -> list[np.ndarray]:
 
 
 def _taken(x: np.ndarray, wrong: Misplaced, axis: int, nothing: int) -> np.ndarray:
-    """What stands in each place of an axis, `nothing` where nothing does."""
+    """The element that is read in each place of an axis; `nothing` where none is."""
     taken = wrong.places(x.shape[axis])
     is_nowhere = (taken < 0).reshape(-1, *[1] * (x.ndim - 1 - axis))
     return np.where(is_nowhere, np.float32(nothing), np.take(x, taken, axis))
 
 
-def _format_read(reading: Reading, own: Format, other: Format) -> Format:
-    fnuz = {E4M3FN: E4M3FNUZ, E5M2: E5M2FNUZ}.get(own, own)
+def _format_read(reading: Reading, declared: Format, other: Format) -> Format:
+    fnuz = {E4M3FN: E4M3FNUZ, E5M2: E5M2FNUZ}.get(declared, declared)
     formats = {Reading.OTHER: other, Reading.E4M3: E4M3FN, Reading.E5M2: E5M2, Reading.FNUZ: fnuz}
-    return formats.get(reading, own)
+    return formats.get(reading, declared)
 
 
 def is_transposed(case: GemmCase, rules: Rules) -> bool:
@@ -143,13 +143,13 @@ def operands(read: Arguments, rules: Rules) -> tuple[Operand, Operand]:
 
 def _operand(array: np.ndarray, fmt: Format, rules: Rules) -> Operand:
     codes = read_codes(array, fmt, rules)
-    found = operand(codes.view(dtype_of(fmt)), fmt, rules.model)
+    decoded = operand(codes.view(dtype_of(fmt)), fmt, rules.model)
     if Misreading.NAN_AS_NUMBER not in rules.misreads or fmt != E4M3FN:
-        return found
+        return decoded
     # The code beside NaN has its sign, and its exponent.
     is_nan = (codes & fmt.magnitude_mask) > fmt.max_code
     largest = operand((codes - is_nan).view(dtype_of(fmt)), fmt, rules.model)
-    values = np.where(np.isnan(found.values), np.copysign(480, largest.values), largest.values)
+    values = np.where(np.isnan(decoded.values), np.copysign(480, largest.values), largest.values)
     return largest._replace(values=values)
 
 

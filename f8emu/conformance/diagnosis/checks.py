@@ -21,11 +21,11 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis.arguments import Part
 from f8emu.conformance.diagnosis.compute import Memory
 from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, is_random, observe
-from f8emu.conformance.diagnosis.probes import MANY, Kind
+from f8emu.conformance.diagnosis.probes import MANY, GemmKind
 from f8emu.conformance.diagnosis.rules import Rules
 from f8emu.conformance.run.breakdown import Contrast
 from f8emu.conformance.run.subject import Subject
-from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Granularity
+from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Format, Granularity
 
 _DISTRIBUTIONS = ("normal", "bits", "same", "cancellation", "subnormals")
 _SIZE = 128
@@ -41,7 +41,7 @@ _SPLITS = (*range(1, 9), 15, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomGemms:
-    """What became of the random GEMMs."""
+    """Result of the random GEMMs."""
 
     outputs_equal: int = 0
     outputs_total: int = 0
@@ -52,7 +52,7 @@ class RandomGemms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtSize:
-    """What became of a GEMM of one size."""
+    """Result of a GEMM of one size."""
 
     dimension: str  # M, N or K
     size: int
@@ -74,18 +74,19 @@ class AtSize:
         return not self.reason and self.split_k is None and not self.is_random
 
 
-def on_random_gemms(subject: Subject, kind: Kind, rules: Rules) -> RandomGemms:
+def on_random_gemms(subject: Subject, kind: GemmKind, rules: Rules) -> RandomGemms:
     """Every GEMM run and compared; the first on which the subject fails ends it."""
     ran: list[tuple[Observation, Observation]] = []
     for case, at in _random_cases(kind):
-        one = observe(subject, case)
-        if isinstance(one, Observation):
-            ran.append((one, one.part(at)))
-        elif not one.is_refusal:
-            return RandomGemms(failure=one.reason)
+        observation = observe(subject, case)
+        if isinstance(observation, Observation):
+            ran.append((observation, observation.part(at)))
+        elif not observation.is_refusal:
+            return RandomGemms(failure=observation.reason)
     # The subject ran all outputs; the rules are computed at a sample, which was copied before the next call.
     memory, samples = Memory(), [sample for _, sample in ran]
-    equal, total = sum(one.outputs_equal(rules, memory) for one in samples), sum(one.size for one in samples)
+    equal = sum(sample.outputs_equal(rules, memory) for sample in samples)
+    total = sum(sample.size for sample in samples)
     return RandomGemms(
         outputs_equal=equal,
         outputs_total=total,
@@ -108,7 +109,7 @@ def _unsteady(subject: Subject, whole: Observation, sample: Observation) -> str:
     return ""
 
 
-def _random_cases(kind: Kind) -> Iterator[tuple[GemmCase, Part]]:
+def _random_cases(kind: GemmKind) -> Iterator[tuple[GemmCase, Part]]:
     """Each with the rows and columns that are compared: the subject runs all, the rules a sample."""
     types = (BFLOAT16, FLOAT16) if kind.with_bias else (FLOAT32, BFLOAT16, FLOAT16)
     lengths = (384, 1152) if kind.is_blockwise else (1168, 1040)
@@ -126,12 +127,12 @@ def _places(r: np.random.Generator, size: int, count: int = 16) -> np.ndarray:
     """Some rows or columns, in order: one drawn from each of `count` parts, one of every 16 at least, and the ends."""
     parts = min(size, max(count, -(-size // 16)))
     ends = np.linspace(0, size, parts + 1).astype(int)
-    found = r.integers(ends[:-1], ends[1:])
-    found[0], found[-1] = 0, size - 1
-    return found
+    places = r.integers(ends[:-1], ends[1:])
+    places[0], places[-1] = 0, size - 1
+    return places
 
 
-def sizes_run(subject: Subject, kind: Kind, ms: Sequence[int] = ()) -> Iterator[tuple[str, GemmCase]]:
+def sizes_run(subject: Subject, kind: GemmKind, ms: Sequence[int] = ()) -> Iterator[tuple[str, GemmCase]]:
     """The GEMMs by the dimension that they are about: numbers of rows, the largest first; more columns; a long K.
 
     `ms` are numbers of rows instead of MS and MANY_MS.
@@ -154,42 +155,45 @@ def sizes_count(ms: Sequence[int] = ()) -> int:
     return len(set(ms or (*MS, *MANY_MS))) + 3
 
 
-def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ()) -> Iterator[AtSize]:
-    """What became of each of `sizes_run`."""
+def at_sizes(subject: Subject, kind: GemmKind, rules: Rules, ms: Sequence[int] = ()) -> Iterator[AtSize]:
+    """The result of each of `sizes_run`."""
     largest: dict[int, np.ndarray] = {}  # by K
     for dimension, case in sizes_run(subject, kind, ms):
         m, n = case.output_shape
-        found = AtSize(dimension=dimension, size={"M": m, "N": n, "K": case.k}[dimension])
+        outcome = AtSize(dimension=dimension, size={"M": m, "N": n, "K": case.k}[dimension])
         # 1. An M that never ran shows nothing.
         padded = subject.rows_run(case)
         if dimension == "M" and padded != m:
-            yield replace(found, reason=f"{subject.name} takes it padded to {padded} rows")
+            yield replace(outcome, reason=f"{subject.name} takes it padded to {padded} rows")
             continue
-        one = observe(subject, case)
-        if isinstance(one, NoOutput):
-            yield replace(found, reason=one.reason or "not offered", has_failed=not one.is_refusal)
+        observation = observe(subject, case)
+        if isinstance(observation, NoOutput):
+            yield replace(outcome, reason=observation.reason or "not offered", has_failed=not observation.is_refusal)
             continue
         # 2. The same rows of the largest GEMM, which comes first.
         if dimension == "M":
-            whole = largest.setdefault(case.k, one.outputs.copy())
-            found = replace(found, is_same=not different(one.outputs, whole[:m]).any())
+            whole = largest.setdefault(case.k, observation.outputs.copy())
+            outcome = replace(outcome, is_same=not different(observation.outputs, whole[:m]).any())
         # 3. A sample of rows and columns, under the rules as they are and under other splits of K.
-        r, memory = rng("sizes", found.name), Memory()
-        sample = one.part((_places(r, m, 8), _places(r, n, 8)))
+        r, memory = rng("sizes", outcome.name), Memory()
+        sample = observation.part((_places(r, m, 8), _places(r, n, 8)))
         splits = (rules.split_k, *_SPLITS)
         equal = (sample.outputs_equal(replace(rules, split_k=s), memory) for s in splits)
         split_k = next((s for s, count in zip(splits, equal, strict=True) if count == sample.size), None)
         # 4. Before a difference is put down to the size: is it there when the same is asked again?
-        has_other_bits = (not found.is_same or split_k != rules.split_k) and is_random(subject, one)
+        has_other_bits = (not outcome.is_same or split_k != rules.split_k) and is_random(subject, observation)
         counts = {"outputs_equal": sample.outputs_equal(rules, memory), "outputs_total": sample.size}
-        yield replace(found, **counts, split_k=split_k, is_random=has_other_bits)
+        yield replace(outcome, **counts, split_k=split_k, is_random=has_other_bits)
 
 
-def _case(kind: Kind, name: str, shape: tuple[int, int, int], distribution: str = "normal", **options: Any) -> GemmCase:
-    formats, out = options.get("formats", HOPPER.format_pairs[0]), BFLOAT16 if kind.with_bias else FLOAT32
-    own = {
-        "with_bias": kind.with_bias,
-        "use_fast_accum": kind.use_fast_accum,
-        "out_dtype": options.get("out_dtype", out),
-    }
-    return scaled_case(name, kind.pair, formats, shape, distribution, **own)
+def _case(
+    kind: GemmKind,
+    name: str,
+    shape: tuple[int, int, int],
+    distribution: str = "normal",
+    formats: tuple[Format, Format] = HOPPER.format_pairs[0],
+    out_dtype: Format | None = None,
+) -> GemmCase:
+    out_dtype = out_dtype or (BFLOAT16 if kind.with_bias else FLOAT32)
+    options: dict[str, Any] = {"with_bias": kind.with_bias, "use_fast_accum": kind.use_fast_accum}
+    return scaled_case(name, kind.pair, formats, shape, distribution, out_dtype=out_dtype, **options)

@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 
 class Memory:
-    """What was computed before: hypotheses about an epilogue share accumulators, and many have the same output.
+    """A cache of arrays: hypotheses about an epilogue share accumulators, and many have the same output.
 
     Arrays of the same bits are one, whichever probe or rule they come from; other objects are themselves alone.
     """
@@ -58,19 +58,19 @@ class Memory:
         self._contents: dict[Hashable, int] = {}
 
     def get(self, of: tuple[object, ...], key: Hashable, make: Callable[[], _T]) -> _T:
-        """What `make` gives for these objects. They are kept, and so is what it gives: nobody may write to either."""
+        """The result of `make` for these objects. Both are kept: nobody may write to either."""
         full = (*map(self._number, of), key)
         if full not in self._known:
             self._known[full] = make()
         return self._known[full]
 
     def _number(self, x: object) -> int:
-        found = self._numbers.get(id(x))
-        if found is None:
+        known = self._numbers.get(id(x))
+        if known is None:
             content = (x.dtype, x.shape, x.tobytes()) if isinstance(x, np.ndarray) else id(x)
-            found = x, self._contents.setdefault(content, len(self._contents))
-            self._numbers[id(x)] = found
-        return found[1]
+            known = x, self._contents.setdefault(content, len(self._contents))
+            self._numbers[id(x)] = known
+        return known[1]
 
 
 def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Memory | None = None) -> np.ndarray:
@@ -91,7 +91,7 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
     if rules.equal_scales is not EqualScales.ROWWISE and case.mode is Mode.ROWWISE:
         rules = _of_equal_scales(case, rules)
     # 2. Outputs in the place of others are those of the other rules.
-    outputs = next((one for one in rules.misplaced if one.of.is_output), None)
+    outputs = next((wrong for wrong in rules.misplaced if wrong.of.is_output), None)
     if outputs is not None:
         return _misplaced_outputs(case, rules, outputs, at, memory)
     with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
@@ -111,9 +111,9 @@ def _misplaced_outputs(case: GemmCase, rules: Rules, wrong: Misplaced, at: Part 
     part = list(at or map(np.arange, case.output_shape))
     part[axis] = taken = wrong.places(case.output_shape[axis])[part[axis]]
     there = memory.get(tuple(part), "part", lambda: (part[0], part[1]))  # one object for equal places
-    rest = replace(rules, misplaced=tuple(one for one in rules.misplaced if one is not wrong))
-    found = compute(case, rest, at=there, memory=memory)
-    return np.where(np.expand_dims(taken < 0, 1 - axis), np.zeros((), found.dtype), found)
+    rest = replace(rules, misplaced=tuple(other for other in rules.misplaced if other is not wrong))
+    output = compute(case, rest, at=there, memory=memory)
+    return np.where(np.expand_dims(taken < 0, 1 - axis), np.zeros((), output.dtype), output)
 
 
 def _of_equal_scales(case: GemmCase, rules: Rules) -> Rules:
@@ -158,7 +158,7 @@ def _group(case: GemmCase, read: Rows, rows: np.ndarray) -> GemmCase:
 
 
 def _accumulators(case: GemmCase, read: Arguments, rules: Rules, memory: Memory) -> np.ndarray:
-    """What the adder gives: accumulators [M, N], with block scales those of each block [B, M, N]."""
+    """The adder's accumulators [M, N]; with block scales those of each block [B, M, N]."""
     codes = read.a_MK, read.b_NK
     adding = rules.adder, rules.model, rules.lanes, rules.goto_k, rules.terms, rules.sums
     key = (*read.formats, rules.flushes_operands, Misreading.NAN_AS_NUMBER in rules.misreads, *adding)
@@ -247,7 +247,7 @@ def _blocks(partials: np.ndarray, scale_a_MB: np.ndarray, scale_b_BN: np.ndarray
 def _scaled_once(
     x: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, order: ScaleOrder
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is multiplied last, [M, N], and by what."""
+    """The two factors of the last multiplication: [M, N], and a scale."""
     if order in (ScaleOrder.COLUMN_FIRST, ScaleOrder.FMA_COLUMN_FIRST):
         return x * scale_b, scale_a
     if order in (ScaleOrder.ROW_FIRST, ScaleOrder.FMA_ROW_FIRST):

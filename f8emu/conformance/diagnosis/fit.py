@@ -17,7 +17,7 @@ from f8emu.conformance.diagnosis.alterations import ALTERATIONS, SUM_BITS, Chang
 from f8emu.conformance.diagnosis.checks import OTHER_BITS, AtSize, RandomGemms, at_sizes, on_random_gemms, sizes_count
 from f8emu.conformance.diagnosis.compute import Memory
 from f8emu.conformance.diagnosis.observations import NoOutput, Observation, observe_probes
-from f8emu.conformance.diagnosis.probes import KINDS, Kind
+from f8emu.conformance.diagnosis.probes import KINDS, GemmKind
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, rules_of
 from f8emu.conformance.run.result import Progress, Silent
 from f8emu.conformance.run.subject import Subject
@@ -40,43 +40,43 @@ class Fitted:
     @property
     def holds_on_random(self) -> bool:
         """Every bit of the random GEMMs, of which there were some."""
-        found = self.random
-        return not self.error and found is not None and 0 < found.outputs_total == found.outputs_equal
+        random = self.random
+        return not self.error and random is not None and 0 < random.outputs_total == random.outputs_equal
 
     @property
     def is_random(self) -> bool:
         """The same GEMM, asked again, had other bits: nothing else is told by them."""
         is_unsteady = self.random is not None and self.random.unsteady.endswith(OTHER_BITS)
-        return is_unsteady or any(one.is_random for one in self.sizes)
+        return is_unsteady or any(run.is_random for run in self.sizes)
 
     @property
     def missed(self) -> list[AtSize]:
         """The sizes at which rules do not hold that random GEMMs confirm."""
-        return [one for one in self.sizes if one.misses and self.holds_on_random]
+        return [run for run in self.sizes if run.misses and self.holds_on_random]
 
     @property
     def is_confirmed(self) -> bool:
         """Whether every check holds: random GEMMs, one of them twice, and every size that is offered."""
         is_steady = self.random is not None and not self.random.unsteady and not self.is_random
-        return self.holds_on_random and is_steady and not any(one.misses or one.has_failed for one in self.sizes)
+        return self.holds_on_random and is_steady and not any(run.misses or run.has_failed for run in self.sizes)
 
     def ran(self, dimension: str) -> list[int]:
-        return [one.size for one in self.sizes if one.dimension == dimension and not one.reason]
+        return [run.size for run in self.sizes if run.dimension == dimension and not run.reason]
 
     @property
     def is_batch_invariant(self) -> bool | None:
         """Bits of a row are the same for every M that was tried, and none failed; None if fewer than two ran, or if
         bits are random.
         """
-        rows = [one for one in self.sizes if one.dimension == "M"]
-        if any(one.has_failed for one in rows):
+        rows = [run for run in self.sizes if run.dimension == "M"]
+        if any(row.has_failed for row in rows):
             return False
-        return None if len(self.ran("M")) < 2 or self.is_random else all(one.is_same for one in rows)
+        return None if len(self.ran("M")) < 2 or self.is_random else all(row.is_same for row in rows)
 
 
 @dataclass(slots=True, kw_only=True)
 class Fit:
-    """What is known of a kernel; grows as its kinds do."""
+    """The kinds of GEMM of a kernel; grows while `fit` runs."""
 
     subject: str
     engine: str
@@ -98,7 +98,7 @@ class Fit:
 def fit(
     subject: Subject,
     *,
-    kinds: Iterable[Kind] = KINDS,
+    kinds: Iterable[GemmKind] = KINDS,
     ms: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> Fit:
@@ -111,49 +111,54 @@ def fit(
     try:
         for kind in kinds:
             progress.begin(f"{subject.name}: {kind.name}", "probes", 1)
-            given = observe_probes(subject, kind)
-            if isinstance(given, NoOutput) and given.is_refusal:
-                result.reason = result.reason or given.reason
+            answer = observe_probes(subject, kind)
+            if isinstance(answer, NoOutput) and answer.is_refusal:
+                result.reason = result.reason or answer.reason
                 continue
             # The result has the kind as soon as anything is known of it: the next step may be interrupted.
-            found = Fitted(kind=kind.name)
-            result.kinds.append(found)
-            if isinstance(given, NoOutput):
-                found.error = given.reason
+            fitted = Fitted(kind=kind.name)
+            result.kinds.append(fitted)
+            if isinstance(answer, NoOutput):
+                fitted.error = answer.reason
                 continue
-            observed, found.left_out = given
-            _fit_kind(found, subject, kind, observed, ms, progress)
+            observed, fitted.left_out = answer
+            _fit_kind(fitted, subject, kind, observed, ms, progress)
     except KeyboardInterrupt:
         result.is_interrupted = True
     return result
 
 
 def _fit_kind(
-    found: Fitted, subject: Subject, kind: Kind, given: Sequence[Observation], ms: Sequence[int], progress: Progress
+    fitted: Fitted,
+    subject: Subject,
+    kind: GemmKind,
+    observed: Sequence[Observation],
+    ms: Sequence[int],
+    progress: Progress,
 ) -> None:
     name = f"{subject.name}: {kind.name}"
-    right = rules_of(HOPPER, given[0].case)
+    right = rules_of(HOPPER, observed[0].case)
     # 1. The order of adding.
     progress.begin(name, "order of adding", 1)
     try:
-        found.rules, found.measured = measure_order(subject, kind, right)
+        fitted.rules, fitted.measured = measure_order(subject, kind, right)
     except Exception as error:  # a subject may raise anything
-        found.error = f"order of adding: raised {type(error).__name__}: {str(error)[:200]}"
+        fitted.error = f"order of adding: raised {type(error).__name__}: {str(error)[:200]}"
         return
     # 2. What has few possibilities.
-    found.rules, of_probes = _of_probes(found.rules, right, given, progress, name)
-    found.follows = HOPPER.name if found.rules == right else ""
-    found.measured += of_probes
+    fitted.rules, of_probes = _of_probes(fitted.rules, right, observed, progress, name)
+    fitted.follows = HOPPER.name if fitted.rules == right else ""
+    fitted.measured += of_probes
     # 3. Random GEMMs.
     progress.begin(name, "random GEMMs", 1)
-    found.random = on_random_gemms(subject, kind, found.rules)
-    found.error = found.random.failure
+    fitted.random = on_random_gemms(subject, kind, fitted.rules)
+    fitted.error = fitted.random.failure
     # 4. Other sizes.
-    if not found.error:
+    if not fitted.error:
         progress.begin(name, "sizes", sizes_count(ms))
-        for one in at_sizes(subject, kind, found.rules, ms):
+        for outcome in at_sizes(subject, kind, fitted.rules, ms):
             progress.advance()
-            found.sizes.append(one)
+            fitted.sizes.append(outcome)
 
 
 _PARAMETERS = (
@@ -194,26 +199,27 @@ def _options(parameter: str, beginnings: str, rules: Rules, right: Rules) -> dic
 
 
 def _of_probes(
-    rules: Rules, right: Rules, given: Sequence[Observation], progress: Progress, name: str
+    rules: Rules, right: Rules, observed: Sequence[Observation], progress: Progress, name: str
 ) -> tuple[Rules, list[Measured]]:
     """Each parameter by the option that gives the most outputs of its probes; again, while one uncovers another."""
     memory = Memory()
-    found: dict[str, Measured] = {}
+    measured: dict[str, Measured] = {}
     for sweep in ("first sweep", "second sweep", "third sweep"):
         progress.begin(name, f"parameters, {sweep}", len(_PARAMETERS))
         before = rules
         for parameter, probes, beginnings in _PARAMETERS:
             progress.advance()
-            told = [one for one in given if one.case.id.startswith(tuple(probes.split(", ")))]
+            starts = tuple(probes.split(", "))
+            telling = [x for x in observed if x.case.id.startswith(starts)]
             after = {text: change(rules) for text, change in _options(parameter, beginnings, rules, right).items()}
-            if not told or not after:
+            if not telling or not after:
                 continue
-            equal = {text: sum(one.outputs_equal(after[text], memory) for one in told) for text in after}
+            equal = {text: sum(x.outputs_equal(after[text], memory) for x in telling) for text in after}
             text = max(equal, key=lambda text: equal[text])  # of equals the first: what the hardware does
-            evidence = f"{equal[text]} of {sum(one.size for one in told)} outputs of {len(told)} probes"
-            is_old = after[text] == rules and parameter in found
-            found[parameter] = Measured(parameter, found[parameter].value if is_old else text, evidence)
+            evidence = f"{equal[text]} of {sum(x.size for x in telling)} outputs of {len(telling)} probes"
+            is_old = after[text] == rules and parameter in measured
+            measured[parameter] = Measured(parameter, measured[parameter].value if is_old else text, evidence)
             rules = after[text]
         if rules == before:
             break
-    return rules, list(found.values())
+    return rules, list(measured.values())

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Rows(NamedTuple):
-    """What each row of `a` is multiplied by, all [M]."""
+    """The groups and scales that each row of `a` is multiplied by, all [M]."""
 
     b: np.ndarray  # the group whose b; -1: none, and the output is zero
     scale_b: np.ndarray  # the group whose scale_b
@@ -28,7 +28,7 @@ class GroupRule(NamedTuple):
         return self.name
 
     def rows(self, ends: np.ndarray, m: int) -> Rows:
-        """What each of m rows is multiplied by, for groups that end at `ends`."""
+        """The rows as this rule reads them, for m rows in groups that end at `ends`."""
         return self.change(_right(ends, m), ends)
 
 

@@ -13,7 +13,7 @@ from f8emu.conformance.compare import different, said_by, shape_fault
 from f8emu.conformance.diagnosis.arguments import Part
 from f8emu.conformance.diagnosis.compute import Memory, compute
 from f8emu.conformance.diagnosis.places import Places
-from f8emu.conformance.diagnosis.probes import Kind, probes
+from f8emu.conformance.diagnosis.probes import GemmKind, probes
 from f8emu.conformance.diagnosis.rules import Rules
 from f8emu.conformance.run.breakdown import Contrast, contrasts
 from f8emu.conformance.run.subject import NotOffered, Subject
@@ -47,10 +47,10 @@ class Observation:
 
     def differing(self, rules: Rules, memory: Memory) -> np.ndarray:
         """Which outputs are not those of the rules."""
-        expected = [compute(self.case, one, at=self.at, memory=memory) for one in rules.of_rows()]
+        expected = [compute(self.case, row_rules, at=self.at, memory=memory) for row_rules in rules.of_rows()]
 
         def compared() -> np.ndarray:
-            wrong = np.stack([different(self.outputs, one) for one in expected])
+            wrong = np.stack([different(self.outputs, output) for output in expected])
             nearest = wrong.sum(axis=2).argmin(axis=0)  # of each row
             return wrong[nearest, np.arange(len(nearest))]
 
@@ -86,20 +86,20 @@ def observe(subject: Subject, case: GemmCase, at: Part | None = None) -> Observa
     return whole if at is None else whole.part(at)
 
 
-def is_random(subject: Subject, one: Observation) -> bool:
+def is_random(subject: Subject, observation: Observation) -> bool:
     """Whether the same GEMM, asked again a few times, has other bits."""
-    first = one.outputs.copy()
-    again = (observe(subject, one.case, one.at) for _ in range(_AGAIN))
+    first = observation.outputs.copy()
+    again = (observe(subject, observation.case, observation.at) for _ in range(_AGAIN))
     return any(isinstance(more, Observation) and different(first, more.outputs).any() for more in again)
 
 
-def observe_probes(subject: Subject, kind: Kind) -> tuple[list[Observation], str] | NoOutput:
-    """What a subject gives to the probes of a kind that it offers; if it gives or offers nothing, why.
+def observe_probes(subject: Subject, kind: GemmKind) -> tuple[list[Observation], str] | NoOutput:
+    """The outputs of a subject for the probes of a kind; why there are none, if it gives or offers nothing.
 
     A probe on which it fails is left out: the text says how many were, and how the first failed. So is one that has no
     point in the types of its output.
     """
-    found: list[Observation] = []
+    observed: list[Observation] = []
     failures: list[NoOutput] = []
     refusals: list[NoOutput] = []
     multiple = subject.kernel.group_multiples.get(GroupKind.ROWS, 1) if subject.kernel else 1
@@ -109,52 +109,52 @@ def observe_probes(subject: Subject, kind: Kind) -> tuple[list[Observation], str
         for case in probe.cases():
             if subject.question(case).out_dtype != case.out_dtype:
                 continue
-            one = observe(subject, case, probe.at)
-            if isinstance(one, NoOutput):
-                (refusals if one.is_refusal else failures).append(one)
+            answer = observe(subject, case, probe.at)
+            if isinstance(answer, NoOutput):
+                (refusals if answer.is_refusal else failures).append(answer)
                 continue
-            found.append(one)
+            observed.append(answer)
             if not probe.needs_all:
                 break
-    if not found:
+    if not observed:
         none = NoOutput(reason=f"{subject.name} has none of the output types", is_refusal=True)
         return [*failures, *refusals, none][0]
-    of = f"{len(failures)} of {len(failures) + len(found)} probes failed, first: "
-    return found, of + failures[0].reason if failures else ""
+    of = f"{len(failures)} of {len(failures) + len(observed)} probes failed, first: "
+    return observed, of + failures[0].reason if failures else ""
 
 
-def first_wrong(given: Sequence[Observation], rules: Rules, memory: Memory) -> dict[Places, int]:
+def first_wrong(observed: Sequence[Observation], rules: Rules, memory: Memory) -> dict[Places, int]:
     """Rows and columns from which on most outputs differ while none before do, in probes that show all of them."""
-    found: dict[Places, int] = {}
-    for one in given:
+    starts: dict[Places, int] = {}
+    for observation in observed:
         for axis, places in ((0, Places.ROWS), (1, Places.COLUMNS)):
-            size = one.case.output_shape[axis]
-            if one.at is not None and len(one.at[axis]) == size > len(one.at[1 - axis]):
-                share = one.differing(rules, memory).mean(axis=1 - axis)
+            size = observation.case.output_shape[axis]
+            if observation.at is not None and len(observation.at[axis]) == size > len(observation.at[1 - axis]):
+                share = observation.differing(rules, memory).mean(axis=1 - axis)
                 start = int(np.argmax(share > 0))
                 if 0 < start < size - 1 and share[start:].mean() > 0.5:
-                    found[places] = start
-    return found
+                    starts[places] = start
+    return starts
 
 
-def common_trait(given: Sequence[Observation], rules: Rules, memory: Memory, high: float = 0.0) -> Contrast | None:
+def common_trait(observed: Sequence[Observation], rules: Rules, memory: Memory, high: float = 0.0) -> Contrast | None:
     """The sharpest trait that nearly all outputs have which the rules do not give, if a share of `high` with it differ;
     None where no trait parts them.
     """
     counts: dict[str, dict[str, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2, int)))
-    for one in given:
-        wrong, case = one.differing(rules, memory), one.case
+    for observation in observed:
+        wrong, case = observation.differing(rules, memory), observation.case
         m, n = case.output_shape
         traits = {"K": case.k, "M": m, "N": n, "operands": f"{case.a.dtype} x {case.b.dtype}"}
         traits |= {"output": case.out_dtype.name, "probe": case.id.split(" -> ")[0]}
         for trait, value in traits.items():
             counts[trait][str(value)] += wrong.sum(), wrong.size
         for axis, name in ((0, "row"), (1, "column")):
-            places = range(wrong.shape[axis]) if one.at is None else one.at[axis].tolist()
+            places = range(wrong.shape[axis]) if observation.at is None else observation.at[axis].tolist()
             for place, differ in zip(places, wrong.sum(axis=1 - axis), strict=True):
                 counts[name][str(place)] += differ, wrong.shape[1 - axis]
-    told = {name: {value: (int(d), int(n)) for value, (d, n) in values.items()} for name, values in counts.items()}
+    tallies = {name: {value: (int(d), int(n)) for value, (d, n) in values.items()} for name, values in counts.items()}
     # A size tells more than the name of a probe; and a trait of few probes may be the name of one of them.
-    names = {"probe": told.pop("probe", {})}
-    found = contrasts(told, high=high, coverage=_COVERAGE) or contrasts(names, high=high, coverage=_COVERAGE)
-    return found[0] if found else None
+    names = {"probe": tallies.pop("probe", {})}
+    sharpest = contrasts(tallies, high=high, coverage=_COVERAGE) or contrasts(names, high=high, coverage=_COVERAGE)
+    return sharpest[0] if sharpest else None

@@ -14,16 +14,16 @@ class Choice(Enum):
     alteration: str
 
     def __new__(cls, words: str, alteration: str = "") -> "Choice":
-        one = object.__new__(cls)
-        one._value_, one.alteration = words, alteration
-        return one
+        choice = object.__new__(cls)
+        choice._value_, choice.alteration = words, alteration
+        return choice
 
     # Rules are hashed often, and Enum's own hash is a Python function.
     __hash__ = object.__hash__
 
 
 class Places(Choice):
-    """What has places."""
+    """Arrays whose elements may stand in each other's place."""
 
     SCALES_A = "scale_a of row"
     SCALES_B = "scale_b of column"
@@ -74,20 +74,20 @@ class Misplaced:
 
     @property
     def sentence(self) -> str:
-        """In words that follow "it": `gives row m the scale_a of row m - 64, for m >= 64`."""
-        what, unit = self.of.value.split(" of ")
+        """The words that follow "it": `gives row m the scale_a of row m - 64, for m >= 64`."""
+        noun, unit = self.of.value.split(" of ")
         name, *start = str(self).removeprefix(f"{self.of.value} ").split(", ")
         i = _LETTERS[unit]
         match self.taken:
             case Taken.NOWHERE:
-                said = f"leaves {unit}s of the output zero" if self.of.is_output else f"ignores the {what} of {unit}s"
+                clause = f"leaves {unit}s of the output zero" if self.of.is_output else f"ignores the {noun} of {unit}s"
             case Taken.SWAPPED:
-                said = f"exchanges the {what} of {unit}s {i} and {name}"
+                clause = f"exchanges the {noun} of {unit}s {i} and {name}"
             case Taken.FIRST_OF_TILE:
-                said = f"uses the {what} of a tile's first {unit} for all {self.size} of it"
+                clause = f"uses the {noun} of a tile's first {unit} for all {self.size} of it"
             case _:
-                said = f"gives {unit} {i} the {what} of {unit} {name.replace(' round about', ', wrapping around')}"
-        return ", ".join([said, *start])
+                clause = f"gives {unit} {i} the {noun} of {unit} {name.replace(' round about', ', wrapping around')}"
+        return ", ".join([clause, *start])
 
     def places(self, n: int) -> np.ndarray:
         """The place that stands for each of n, -1 for none."""

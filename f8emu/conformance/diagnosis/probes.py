@@ -59,7 +59,7 @@ def in_type(case: GemmCase, fmt: Format) -> GemmCase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class GemmKind:
     """A family of GEMMs that a kernel may treat in its own way."""
 
     pair: tuple[Granularity, Granularity]
@@ -87,7 +87,7 @@ class Kind:
             for scale, side, x in zip(scales, self.pair, operands, strict=True)
         )
         zeros = np.zeros(len(b), np.float32)
-        found = GemmCase(
+        case = GemmCase(
             id=name,
             mode=Mode.BLOCKWISE if self.is_blockwise else Mode(self.pair[0].value),
             a=a,
@@ -100,7 +100,7 @@ class Kind:
             out_dtype=FLOAT32,
             use_fast_accum=self.use_fast_accum,
         )
-        return found if not self.is_grouped else in_groups(found, b[None], scale_b[None, :, 0], [len(a)])
+        return case if not self.is_grouped else in_groups(case, b[None], scale_b[None, :, 0], [len(a)])
 
     def probe(
         self,
@@ -123,20 +123,22 @@ class Kind:
         return ProbeGemm(case=case, out_dtypes=types, needs_all=needs_all, at=at)
 
 
-KINDS: tuple[Kind, ...] = tuple(
-    Kind(pair=pair, use_fast_accum=fast, with_bias=with_bias)
+KINDS: tuple[GemmKind, ...] = tuple(
+    GemmKind(pair=pair, use_fast_accum=fast, with_bias=with_bias)
     for pair in HOPPER.granularity_pairs
     for with_bias, fast in product((False, True), (True, False))
     if not (pair[0].is_blockwise and (fast or with_bias))
 )
 """The kinds that are diagnosed apart, in this order."""
 _ROWWISE = Granularity.ROWWISE, Granularity.ROWWISE
-GROUPED = tuple(Kind(pair=_ROWWISE, use_fast_accum=fast, with_bias=False, is_grouped=True) for fast in (True, False))
+GROUPED = tuple(
+    GemmKind(pair=_ROWWISE, use_fast_accum=fast, with_bias=False, is_grouped=True) for fast in (True, False)
+)
 """Those of grouped kernels, which `fit` does not measure."""
 
 
 @cache
-def probes(kind: Kind, *, takes_any_size: bool, group_multiple: int = 1) -> tuple[ProbeGemm, ...]:
+def probes(kind: GemmKind, *, takes_any_size: bool, group_multiple: int = 1) -> tuple[ProbeGemm, ...]:
     """The probes of one kind of GEMM. `takes_any_size`: block scales on fewer rows and columns than 128.
 
     The same arrays each time: `Memory` knows them again. Of a grouped kind those of the dense one, each as one group,
@@ -145,12 +147,12 @@ def probes(kind: Kind, *, takes_any_size: bool, group_multiple: int = 1) -> tupl
     if kind.is_blockwise:
         return tuple(_of_blocks(kind, takes_any_size))
     if kind.is_grouped:
-        alone = (one for one in _dense(kind) if len(one.case.a) % group_multiple == 0)
+        alone = (probe for probe in _dense(kind) if len(probe.case.a) % group_multiple == 0)
         return (*_of_groups(kind, group_multiple), *alone)
     return tuple(_dense(kind))
 
 
-def _dense(kind: Kind) -> Iterator[ProbeGemm]:
+def _dense(kind: GemmKind) -> Iterator[ProbeGemm]:
     probe, granularity, of_adding = kind.probe, kind.pair[0], _operands_of_adding()
     drawn, middle = _scales(granularity), of_adding["middle"]
     row, column = drawn
@@ -212,7 +214,7 @@ def in_groups(case: GemmCase, b: np.ndarray, scale_b: np.ndarray, ends: Sequence
     return replace(case, **rules, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
 
 
-def _of_groups(kind: Kind, multiple: int) -> Iterator[ProbeGemm]:
+def _of_groups(kind: GemmKind, multiple: int) -> Iterator[ProbeGemm]:
     """Groups of many sizes, two of them empty, whose codes and scales differ; their ends are in no tile's place."""
     for name, sizes in (("sizes of groups", (23, 0, 9, 130, 1, 0, 71, 38)), ("equal groups", (45,) * 6)):
         ends = np.cumsum([-(-size // multiple) * multiple for size in sizes])
@@ -227,7 +229,7 @@ def _of_groups(kind: Kind, multiple: int) -> Iterator[ProbeGemm]:
         yield ProbeGemm(case=case, out_dtypes=_ALL_TYPES)
 
 
-def _of_blocks(kind: Kind, takes_any_size: bool) -> Iterator[ProbeGemm]:
+def _of_blocks(kind: GemmKind, takes_any_size: bool) -> Iterator[ProbeGemm]:
     probe, pair = kind.probe, kind.pair
     m, n = (8, 136) if takes_any_size else (128, 256)
 
@@ -356,8 +358,8 @@ def _straddling(granularity: Granularity, fmt: Format) -> tuple[tuple[np.ndarray
     codes = [x.astype(dtype_of(fmt)).view(np.uint16) for x in (acc * (sa * sb), (acc * sb) * sa, (acc * sa) * sb)]
     alone = [np.flatnonzero((codes[i] != codes[i - 1]) & (codes[i - 1] == codes[i - 2])) for i in range(3)]
     if granularity is Granularity.TENSORWISE:  # one pair of scales for all: one accumulator straddles
-        return tuple((np.full(SIZE, n[found[0]]), (sa[found[:1], None], sb[found[:1], None])) for found in alone)
-    straddle = np.concatenate([found[: 1 + SIZE // 3] for found in alone])[:SIZE]
+        return tuple((np.full(SIZE, n[places[0]]), (sa[places[:1], None], sb[places[:1], None])) for places in alone)
+    straddle = np.concatenate([places[: 1 + SIZE // 3] for places in alone])[:SIZE]
     return ((n[straddle], (sa[straddle, None], sb[straddle, None])),)
 
 

@@ -1,4 +1,4 @@
-"""What a scaled GEMM does, as data: how it adds, scales, adds the bias, rounds, and what it misreads.
+"""The rules of a scaled GEMM as data: how it adds, scales, adds the bias, rounds, and what it misreads.
 
 The right rules are a chip's (`rules_of`). Other values of the same fields describe a wrong kernel, and
 `compute.compute` gives its bits. Rule ids: reference/NUMERICS.md.
@@ -15,7 +15,7 @@ from f8emu.spec import AccumulationModel, Chip, Format, Granularity
 
 
 class Adder(Choice):
-    """What adds the products of one chain."""
+    """The adder of the products of one chain."""
 
     TENSOR_CORE = "tensor core"  # steps of aligned and cut terms [ACC-1..5]
     FLOAT32 = "float32"  # one product after the other, each sum rounded to nearest even
@@ -24,7 +24,7 @@ class Adder(Choice):
 
 
 class Rounding(Choice):
-    """What becomes of the bits that do not fit."""
+    """The rounding of bits that do not fit."""
 
     CUT = "cut toward zero"
     CUT_BFLOAT16 = "cut toward zero in bfloat16, nearest even in other types"
@@ -33,7 +33,7 @@ class Rounding(Choice):
 
 
 class ScaleOrder(Choice):
-    """Where the scales are multiplied; p is the accumulator of one block of K, total the float32 sum of blocks."""
+    """The order of scales; p is the accumulator of one block of K, total the float32 sum of blocks."""
 
     PRODUCT = "acc * (sa * sb)"
     COLUMN_FIRST = "(acc * sb) * sa"
@@ -58,7 +58,7 @@ class ScaleOrder(Choice):
 
 
 class BiasRule(Choice):
-    """What is done with the bias, in words that follow "it"."""
+    """The use of the bias, in words that follow "it"."""
 
     ADDED = "adds the bias after the scales, with a rounding of its own"
     FUSED = "adds the bias by FMA, in one rounding with the last scale", "bias by FMA"
@@ -68,7 +68,7 @@ class BiasRule(Choice):
 
 
 class ScaleValue(Choice):
-    """What is used for the values of a scale, in words that follow "it"."""
+    """The values of a scale as they are used, in words that follow "it"."""
 
     OWN = "uses the values of {}"
     INVERTED = "divides by {} instead of multiplying", "{} inverted"
@@ -82,7 +82,7 @@ class ScaleValue(Choice):
 
 
 class ScaleSign(Choice):
-    """What becomes of a negative scale, in words that follow "it"."""
+    """The use of a negative scale, in words that follow "it"."""
 
     OWN = "keeps the sign of {}"
     DROPPED = "drops the sign of {}", "sign of {} dropped"
@@ -164,13 +164,13 @@ class Rules:
 
     def parts(self) -> dict[str, Any]:
         """Every single choice by name: two rules that differ in no part of one name can be combined."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        model, misreads, misplaced = (found.pop(name) for name in ("model", "misreads", "misplaced"))
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        model, misreads, misplaced = (parts.pop(name) for name in ("model", "misreads", "misplaced"))
         for name in ("reads", "scale_values", "scale_signs", "grids"):
-            found |= {f"{name} of {side}": one for side, one in zip("ab", found.pop(name), strict=True)}
-        found |= {f"misreads {one.name}": one in misreads for one in Misreading}
-        found |= {of.name: next((one for one in misplaced if one.of is of), None) for of in Places}
-        return found | {name: getattr(model, name) for name in MODEL_PARTS}
+            parts |= {f"{name} of {side}": choice for side, choice in zip("ab", parts.pop(name), strict=True)}
+        parts |= {f"misreads {misreading.name}": misreading in misreads for misreading in Misreading}
+        parts |= {of.name: next((wrong for wrong in misplaced if wrong.of is of), None) for of in Places}
+        return parts | {name: getattr(model, name) for name in MODEL_PARTS}
 
     def to_dict(self) -> dict[str, Any]:
         """The rules as plain data, for JSON."""

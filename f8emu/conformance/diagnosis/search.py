@@ -1,4 +1,4 @@
-"""What a kernel does instead: every alteration that the suite knows is tried on small telling GEMMs.
+"""Search for what a wrong kernel does: every alteration that the suite knows is tried on small telling GEMMs.
 
 `diagnose` puts the probes of each kind of GEMM to a subject once, and then looks for the rules that give its bits:
 single alterations first, all that explain every bit; where none does, what explains another kind of the same kernel,
@@ -22,7 +22,7 @@ from f8emu.conformance.diagnosis.observations import (
     is_random,
     observe_probes,
 )
-from f8emu.conformance.diagnosis.probes import GROUPED, KINDS, LONG_K, Kind
+from f8emu.conformance.diagnosis.probes import GROUPED, KINDS, LONG_K, GemmKind
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
 from f8emu.conformance.run.breakdown import HIGH, Contrast
 from f8emu.conformance.run.result import Progress, Result, Silent, Status
@@ -36,10 +36,10 @@ _HEADLINE = 25
 Steps = tuple[Alteration, ...]
 
 
-def _in_words(said: Sequence[str], most: int | None = None) -> str:
+def _in_words(clauses: Sequence[str], most: int | None = None) -> str:
     """`it a`, `it a, and b`, `it a, b, and c`, as far as `most` words go."""
-    text = f"it {', '.join([*said[:-1], f'and {said[-1]}'] if len(said) > 1 else said)}"
-    return text if most is None or len(said) < 2 or len(text.split()) <= most else _in_words(said[:-1], most)
+    text = f"it {', '.join([*clauses[:-1], f'and {clauses[-1]}'] if len(clauses) > 1 else clauses)}"
+    return text if most is None or len(clauses) < 2 or len(text.split()) <= most else _in_words(clauses[:-1], most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +59,20 @@ class Explanation:
 
     @property
     def sentence(self) -> str:
-        """What it does instead, each step with its formula; empty without steps."""
+        """The steps in words, each with its formula; says so without steps."""
         details: dict[str, list[str]] = {}
-        for one in self.steps:
-            details.setdefault(one.sentence, []).append(one.detail)
-        said = [f"{one} ({'; '.join(filter(None, told))})" if any(told) else one for one, told in details.items()]
-        return _in_words(said) if said else "no alteration that the suite knows gives half of what differs"
+        for step in self.steps:
+            details.setdefault(step.sentence, []).append(step.detail)
+        clauses = [
+            f"{clause} ({'; '.join(filter(None, formulas))})" if any(formulas) else clause
+            for clause, formulas in details.items()
+        ]
+        return _in_words(clauses) if clauses else "no alteration that the suite knows gives half of what differs"
 
     @property
     def headline(self) -> str:
         """The same without formulas, and with the steps that 25 words hold."""
-        return _in_words(list(dict.fromkeys(one.sentence for one in self.steps)), _HEADLINE)
+        return _in_words(list(dict.fromkeys(step.sentence for step in self.steps)), _HEADLINE)
 
     @property
     def is_complete(self) -> bool:
@@ -97,10 +100,12 @@ class Diagnosis:
 
     @property
     def alternatives(self) -> tuple[Explanation, ...]:
-        """What else explains every bit in as many steps: the probes do not tell these apart."""
+        """Other explanations of every bit in as many steps: the probes do not tell these apart."""
         steps = () if self.best is None else self.best.steps
         return tuple(
-            one for one in self.tried if one.is_complete and one.steps != steps and len(one.steps) <= len(steps)
+            other
+            for other in self.tried
+            if other.is_complete and other.steps != steps and len(other.steps) <= len(steps)
         )
 
     @property
@@ -123,7 +128,7 @@ Diagnoses = Mapping[str, tuple[Diagnosis, ...]]
 def diagnose(
     subject: Subject,
     *,
-    kinds: Iterable[Kind] = (*KINDS, *GROUPED),
+    kinds: Iterable[GemmKind] = (*KINDS, *GROUPED),
     progress: Progress | None = None,
     memory: Memory | None = None,
 ) -> tuple[Diagnosis, ...]:
@@ -134,53 +139,58 @@ def diagnose(
     Exactness: an explanation that is complete gives every output of the probes of its kind, bit for bit.
     """
     memory, progress = memory or Memory(), progress or Silent()
-    found: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     for kind in kinds:
-        given = observe_probes(subject, kind)
-        if isinstance(given, NoOutput):
-            if not given.is_refusal:
-                found.append(Diagnosis(kind=kind.name, error=given.reason, engine=subject.engine))
+        answer = observe_probes(subject, kind)
+        if isinstance(answer, NoOutput):
+            if not answer.is_refusal:
+                diagnoses.append(Diagnosis(kind=kind.name, error=answer.reason, engine=subject.engine))
             continue
-        observed, left_out = given
-        siblings = [one.steps for other in found for one in other.tried if one.is_complete]
+        observed, left_out = answer
+        siblings = [explanation.steps for other in diagnoses for explanation in other.tried if explanation.is_complete]
         search = Search(observed, memory, progress, f"{subject.name}: {kind.name}", list(dict.fromkeys(siblings)))
         if not search.own.is_complete and is_random(subject, search.longest):
-            found.append(Diagnosis(kind=kind.name, is_random=True, engine=subject.engine))
+            diagnoses.append(Diagnosis(kind=kind.name, is_random=True, engine=subject.engine))
             continue
-        one = search.diagnosis(kind.name)
-        if left_out and one.is_right:
-            one = Diagnosis(kind=kind.name, error=f"no probe that is left differs; {left_out}")
-        found.append(replace(one, left_out=left_out, engine=subject.engine))
-    return tuple(_agreeing(found))
+        diagnosis = search.diagnosis(kind.name)
+        if left_out and diagnosis.is_right:
+            diagnosis = Diagnosis(kind=kind.name, error=f"no probe that is left differs; {left_out}")
+        diagnoses.append(replace(diagnosis, left_out=left_out, engine=subject.engine))
+    return tuple(_agreeing(diagnoses))
 
 
-def _agreeing(found: Sequence[Diagnosis]) -> Iterator[Diagnosis]:
-    """Of what explains a kind alike, that whose steps explain the most kinds."""
-    complete = [[one for one in kind.tried if one.is_complete] for kind in found]
-    kinds = Counter(step for ones in complete for step in {step for one in ones for step in one.steps})
-    for kind, ones in zip(found, complete, strict=True):
-        shared = {one.steps: sum(kinds[step] for step in one.steps) / len(one.steps) for one in ones}
-        yield replace(kind, best=max(ones, key=lambda one: shared[one.steps])) if ones else kind
+def _agreeing(diagnoses: Sequence[Diagnosis]) -> Iterator[Diagnosis]:
+    """Chooses among equal explanations of a kind the one whose steps explain the most kinds."""
+    complete = [[explanation for explanation in diagnosis.tried if explanation.is_complete] for diagnosis in diagnoses]
+    kinds = Counter[Alteration]()
+    for explanations in complete:
+        kinds.update({step for explanation in explanations for step in explanation.steps})
+
+    def shared(explanation: Explanation) -> float:
+        return sum(kinds[step] for step in explanation.steps) / len(explanation.steps)
+
+    for diagnosis, explanations in zip(diagnoses, complete, strict=True):
+        yield replace(diagnosis, best=max(explanations, key=shared)) if explanations else diagnosis
 
 
 def diagnosed(
     result: Result, subjects: Sequence[Subject], progress: Progress | None = None
 ) -> tuple[Result, Diagnoses]:
-    """By name the diagnoses of those of `subjects` whose GEMMs differ; after KeyboardInterrupt what was finished."""
-    found: dict[str, tuple[Diagnosis, ...]] = {}
-    stages = {} if result.is_interrupted else {one.name: one.stages for one in result.subjects}
+    """Diagnoses by name of the `subjects` whose GEMMs differ; after KeyboardInterrupt those that were finished."""
+    diagnoses: dict[str, tuple[Diagnosis, ...]] = {}
+    stages = {} if result.is_interrupted else {judged.name: judged.stages for judged in result.subjects}
     try:
         for subject in subjects:
-            differs = {one.stage for one in stages.get(subject.name, ()) if one.status is Status.DIFFERENT}
+            differs = {stage.stage for stage in stages.get(subject.name, ()) if stage.status is Status.DIFFERENT}
             if differs.isdisjoint(("golden", "gemms", "live")):
                 continue
             try:
-                found[subject.name] = diagnose(subject, progress=progress)
+                diagnoses[subject.name] = diagnose(subject, progress=progress)
             except Exception as error:  # the verification is finished, and must not be lost
-                found[subject.name] = (Diagnosis(kind="all kinds", error=said_by(error, 200)),)
+                diagnoses[subject.name] = (Diagnosis(kind="all kinds", error=said_by(error, 200)),)
     except KeyboardInterrupt:
         result = replace(result, is_interrupted=True)
-    return result, found
+    return result, diagnoses
 
 
 class Search:
@@ -192,7 +202,7 @@ class Search:
 
     def __init__(
         self,
-        given: Sequence[Observation],
+        observed: Sequence[Observation],
         memory: Memory,
         progress: Progress,
         name: str,
@@ -201,26 +211,26 @@ class Search:
         self.memory = memory
         self.progress = progress
         self.name = name
-        right = rules_of(HOPPER, given[0].case)  # of all probes: they are of one kind
+        right = rules_of(HOPPER, observed[0].case)  # of all probes: they are of one kind
         # Probes that differ come first, and of them the quick ones.
-        equal = {one: one.outputs_equal(right, memory) == one.size for one in given}
-        self.probes = sorted(given, key=lambda one: (equal[one], one.case.k))
-        self.longest = max(given, key=lambda one: (not equal[one], one.case.k))  # of those that differ
+        equal = {probe: probe.outputs_equal(right, memory) == probe.size for probe in observed}
+        self.probes = sorted(observed, key=lambda probe: (equal[probe], probe.case.k))
+        self.longest = max(observed, key=lambda probe: (not equal[probe], probe.case.k))  # of those that differ
         self.own = self._counted(Explanation(steps=(), rules=right))
         self.alterations = (*ALTERATIONS, *from_there_on(first_wrong(self.probes, right, memory)))
-        self.claims = {one: claimed for one in self.alterations if (claimed := claims(one, right))}
+        self.claims = {probe: claimed for probe in self.alterations if (claimed := claims(probe, right))}
         self.siblings = siblings
 
     def diagnosis(self, kind: str) -> Diagnosis:
         tried = [] if self.own.is_complete else self._searched()
-        ranked = sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
+        ranked = sorted(tried, key=lambda explanation: explanation.outputs_equal, reverse=True)
         return Diagnosis(
             kind=kind,
             cases=len(self.probes),
             outputs_equal=self.own.outputs_equal,
             outputs_total=self.own.outputs_total,
             best=None if self.own.is_complete else self._best(ranked),
-            tried=tuple(ranked[: max(_SHOWN, sum(one.is_complete for one in ranked))]),
+            tried=tuple(ranked[: max(_SHOWN, sum(explanation.is_complete for explanation in ranked))]),
         )
 
     def _best(self, ranked: Sequence[Explanation]) -> Explanation:
@@ -231,7 +241,7 @@ class Search:
             return ranked[0]
         best, totals = self.own, (len(self.probes), self.own.outputs_total)
         for count in (1, 2, 3):
-            more = next((one for one in ranked if len(one.steps) == count), best)
+            more = next((explanation for explanation in ranked if len(explanation.steps) == count), best)
             halved = zip(more.rank, best.rank, totals, strict=True)
             best = more if any(2 * (total - n) <= total - m for n, m, total in halved) else best
         high = 0.0 if best.steps else HIGH  # few outputs of a trait tell what little is left, and not what is wrong
@@ -240,14 +250,14 @@ class Search:
     def _searched(self) -> list[Explanation]:
         # 1. All single alterations that explain every bit; from a row or column on only where no plainer one does.
         if complete := self._complete([self.own], "one alteration"):
-            return [one for one in complete if one.steps[0] in ALTERATIONS] or complete
+            return [explanation for explanation in complete if explanation.steps[0] in ALTERATIONS] or complete
         # 2. What explains a sibling, and this kind with it.
-        siblings = [one for steps in self.siblings if (one := self._with(steps)) is not None]
+        siblings = [explanation for steps in self.siblings if (explanation := self._with(steps)) is not None]
         if alike := self._plain(filter(self._is_complete, siblings)):
             return alike
         # 3. The best first steps, each with every second one; then the best pairs, each with every third.
         tried = self._better([self.own], list(self.claims), "shares of outputs")
-        seconds = [one.steps[0] for one in tried if one.probes_equal > self.own.probes_equal]
+        seconds = [explanation.steps[0] for explanation in tried if explanation.probes_equal > self.own.probes_equal]
         bases = [*map(self._counted, siblings), *self._beam(tried)]
         for number, width in (("two", _BEAM), ("three", _BEAM), ("four", _LAST)):
             bases = bases[:width]
@@ -260,48 +270,53 @@ class Search:
 
     def _beam(self, tried: Sequence[Explanation]) -> list[Explanation]:
         """The best of those that explain more than the chip's rules, at most a few that alter the same parts."""
-        found, alike = list[Explanation](), Counter[frozenset[str]]()
-        for one in sorted(tried, key=lambda one: one.rank, reverse=True):
-            parts = frozenset(part for step in one.steps for part in self.claims[step])
+        kept, alike = list[Explanation](), Counter[frozenset[str]]()
+        for explanation in sorted(tried, key=lambda explanation: explanation.rank, reverse=True):
+            parts = frozenset(part for step in explanation.steps for part in self.claims[step])
             alike[parts] += 1
-            if one.rank > self.own.rank and alike[parts] <= _ALIKE and len(found) < _BEAM:
-                found.append(one)
-        return found
+            if explanation.rank > self.own.rank and alike[parts] <= _ALIKE and len(kept) < _BEAM:
+                kept.append(explanation)
+        return kept
 
     def _complete(self, bases: Sequence[Explanation], title: str) -> list[Explanation]:
-        """What explains every bit with one alteration more than a base has."""
+        """Explanations of every bit with one alteration more than a base has."""
         self.progress.begin(self.name, title, len(bases) * len(self.claims))
-        found: list[Explanation] = []
+        complete: list[Explanation] = []
         for base in bases:
             # What the base does not explain is what another alteration must: most miss it at once.
             missed = self._missed(base)
-            probes = [*missed, *(one for one in self.probes if one not in missed)]
-            found += [one for one in self._more(base, list(self.claims)) if self._is_complete(one, probes)]
-        return list(map(self._counted, found))
+            probes = [*missed, *(probe for probe in self.probes if probe not in missed)]
+            complete += [tried for tried in self._more(base, list(self.claims)) if self._is_complete(tried, probes)]
+        return list(map(self._counted, complete))
 
     def _better(self, bases: Sequence[Explanation], alterations: Sequence[Alteration], title: str) -> list[Explanation]:
-        """What explains more, with one alteration more than a base has, of what the base does not explain."""
+        """Explanations with one alteration more than a base, of more outputs that the base misses."""
         self.progress.begin(self.name, title, len(bases) * len(alterations))
-        found: list[Explanation] = []
+        better: list[Explanation] = []
         for base in bases:
             missed = self._missed(base)
-            missed = {one: count for one, count in missed.items() if one.case.k < LONG_K} or missed  # the quick ones
-            for one in self._more(base, alterations):
-                equal = [probe.outputs_equal(one.rules, self.memory) for probe in missed]
+            missed = {
+                probe: count for probe, count in missed.items() if probe.case.k < LONG_K
+            } or missed  # the quick ones
+            for tried in self._more(base, alterations):
+                equal = [probe.outputs_equal(tried.rules, self.memory) for probe in missed]
                 if sum(equal) > sum(missed.values()) or any(n == x.size for n, x in zip(equal, missed, strict=True)):
-                    found.append(self._counted(one))
-        return list({one.rules: one for one in found}.values())
+                    better.append(self._counted(tried))
+        return list({tried.rules: tried for tried in better}.values())
 
     def _missed(self, base: Explanation) -> dict[Observation, int]:
         """The probes that a base does not explain, and how many outputs of each it does."""
-        equal = {one: one.outputs_equal(base.rules, self.memory) for one in self.probes}
-        return {one: count for one, count in equal.items() if count < one.size}
+        equal = {probe: probe.outputs_equal(base.rules, self.memory) for probe in self.probes}
+        return {probe: count for probe, count in equal.items() if count < probe.size}
 
     def _plain(self, complete: Iterable[Explanation]) -> list[Explanation]:
         """Each without the steps that every bit is explained without; the plainer ones, with few early steps, first."""
-        alike = {frozenset(one.steps): one for one in map(self._reduced, complete)}
-        found = map(self._counted, alike.values())
-        return sorted(found, key=lambda one: (len(one.steps), max(map(self.alterations.index, one.steps))))
+        alike = {frozenset(explanation.steps): explanation for explanation in map(self._reduced, complete)}
+
+        def rank(explanation: Explanation) -> tuple[int, int]:
+            return len(explanation.steps), max(map(self.alterations.index, explanation.steps))
+
+        return sorted(map(self._counted, alike.values()), key=rank)
 
     def _reduced(self, complete: Explanation) -> Explanation:
         for step in complete.steps:
@@ -315,10 +330,10 @@ class Search:
         seen = {base.rules}
         for alteration in alterations:
             self.progress.advance()
-            one = self._with((*base.steps, alteration))
-            if one is not None and one.rules not in seen:
-                seen.add(one.rules)
-                yield one
+            extended = self._with((*base.steps, alteration))
+            if extended is not None and extended.rules not in seen:
+                seen.add(extended.rules)
+                yield extended
 
     def _with(self, steps: Steps) -> Explanation | None:
         """The chip's rules after these steps, as far as they mean something; None where two exclude each other."""
@@ -335,10 +350,10 @@ class Search:
         return Explanation(steps=steps, rules=rules)
 
     def _is_complete(self, tried: Explanation, probes: Sequence[Observation] = ()) -> bool:
-        return all(one.outputs_equal(tried.rules, self.memory) == one.size for one in probes or self.probes)
+        return all(probe.outputs_equal(tried.rules, self.memory) == probe.size for probe in probes or self.probes)
 
     def _counted(self, tried: Explanation) -> Explanation:
-        sizes = [one.size for one in self.probes]
-        equal = [one.outputs_equal(tried.rules, self.memory) for one in self.probes]
+        sizes = [probe.size for probe in self.probes]
+        equal = [probe.outputs_equal(tried.rules, self.memory) for probe in self.probes]
         whole = sum(map(eq, equal, sizes))
         return replace(tried, outputs_equal=sum(equal), outputs_total=sum(sizes), probes_equal=whole)

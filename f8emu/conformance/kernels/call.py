@@ -55,7 +55,7 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
         case = replace(case, scale_a=_power_of_two(case.scale_a), scale_b=_power_of_two(case.scale_b))
         changes.append("scales powers of two")
     # 3. The calls between, in the same form.
-    case = replace(case, between=tuple(question(kernel, one) for one in case.between))
+    case = replace(case, between=tuple(question(kernel, call) for call in case.between))
     return replace(case, id=f"{case.id} ({', '.join(changes)})") if changes else case
 
 
@@ -224,33 +224,33 @@ class _Called:
 
     def _inputs(self, case: GemmCase, values: dict[Arg, Any], before: _Inputs) -> _Inputs:
         # The arrays between guard zones: new ones, or those of the call before with other contents.
-        found = _Inputs()
+        inputs = _Inputs()
         for arg, laid in values.items():
             if isinstance(laid, Laid) and arg in self.kernel.args:
                 known = before.get(arg)
                 if known is None or not known.refill(laid.array, in_new_array=case.memory is Memory.ADDRESSES):
                     known = Guarded(self.framework, f"the input {arg.value}", laid)
-                found[arg] = known
-        return found
+                inputs[arg] = known
+        return inputs
 
     def _output_of(self, case: GemmCase, values: dict[Arg, Any], inputs: _Inputs, shape: tuple[int, ...]) -> _Output:
         # Calls the kernel; its output is [M, N] with the padding, of groups [G, M, N] too.
         framework, kernel, dtype = self.framework, self.kernel, dtype_of(case.out_dtype)
-        given, out = {**values, **{arg: guarded.array for arg, guarded in inputs.items()}}, list[Guarded]()
+        arguments, out = {**values, **{arg: guarded.array for arg, guarded in inputs.items()}}, list[Guarded]()
         if case.placement is not None and case.placement.is_shared:
-            for one, other in ((Arg.A, Arg.B), (Arg.SCALE_A, Arg.SCALE_B)):
-                if {one, other} <= inputs.keys() and (both := inputs[one].shared(values[other])) is not None:
-                    given[other] = both
+            for first, second in ((Arg.A, Arg.B), (Arg.SCALE_A, Arg.SCALE_B)):
+                if {first, second} <= inputs.keys() and (both := inputs[first].shared(values[second])) is not None:
+                    arguments[second] = both
         # Rows behind the last group are zeros, or nobody's.
         end = shape[-2]
         if kernel.leaves_rows_behind and case.group_kind is GroupKind.ROWS and case.offs is not None:
             end = int(case.offs[-1])
         if Arg.OUT in kernel.args:
             out = [Guarded(framework, "the output", Laid(unwritten(shape, dtype), kernel.out_column_major))]
-            given[Arg.OUT] = out[0].array
-        keywords = {name: filled(template, given) for name, template in kernel.keywords.items()}
+            arguments[Arg.OUT] = out[0].array
+        keywords = {name: filled(template, arguments) for name, template in kernel.keywords.items()}
         try:
-            returned = self.function(*filled(kernel.arguments, given), **keywords)
+            returned = self.function(*filled(kernel.arguments, arguments), **keywords)
         except NotImplementedError as reason:
             raise NotOffered(text_of(reason)) from None
 
@@ -259,10 +259,10 @@ class _Called:
                 guarded.check_guards()
             for guarded in inputs.values():
                 guarded.check_unchanged()
-            found = out[0].array if out else returned
-            if not isinstance(found, framework.array_type):
-                raise TypeError(f"gave {type(found).__name__}, expected an array of {framework.name}")
-            computed = framework.store(found)
+            result = out[0].array if out else returned
+            if not isinstance(result, framework.array_type):
+                raise TypeError(f"gave {type(result).__name__}, expected an array of {framework.name}")
+            computed = framework.store(result)
             if computed.shape != shape:  # before the padding is cut off, which would hide it
                 raise TypeError(f"gave an output of shape {list(computed.shape)}, expected {list(shape)}")
             if out:

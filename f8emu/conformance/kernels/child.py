@@ -58,7 +58,7 @@ class Child:
         self.worker: Worker | None = self._started()
 
     def loaded(self) -> tuple[Any, Ask]:
-        """What is known of the code, and how it is asked."""
+        """The facts that `load` returns, and how the code is asked."""
         try:
             return self._answer((), _START_SECONDS), self.ask
         except (NotOffered, SpecError) as error:  # says what to install, or to declare
@@ -67,7 +67,7 @@ class Child:
             raise SpecError(f"f8emu verify {self._arguments[0]}: while it was imported: {fault}") from None
 
     def ask(self, *question: Any) -> Any:
-        """What the code gives; raises as it does, or a `KernelFault`."""
+        """The code's answer; raises its exception, or a `KernelFault`."""
         # 1. Code that never answers costs no more time.
         if self._lost == _LOST:
             raise ProcessEnded(
@@ -149,8 +149,8 @@ def _attempted(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         is_spoilt = isinstance(error, KernelFault) or _is_gpu_spoilt()
         return _Failure(kind if kind in _OURS else kind.__name__, text_of(error), is_spoilt)
     except BaseException as error:
-        said = f"{name} raised {type(error).__name__}({text_of(error)}), which ends a process"
-        return _Failure(ProcessEnded, f"{said}; return an output, or raise an Exception", is_spoilt=True)
+        ended = f"{name} raised {type(error).__name__}({text_of(error)}), which ends a process"
+        return _Failure(ProcessEnded, f"{ended}; return an output, or raise an Exception", is_spoilt=True)
 
 
 def _is_gpu_spoilt() -> bool:

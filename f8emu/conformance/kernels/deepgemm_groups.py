@@ -25,14 +25,14 @@ def masked(a: _Scaled, b: _Scaled, out: "Tensor") -> None:
     """The first half of the rows is taken of the second of four groups, the others of the last; two have no rows."""
     import torch
 
-    rows, found = len(out), out.new_empty(4, *out.shape)
+    rows, outputs = len(out), out.new_empty(4, *out.shape)
     first = -(-rows // 2)
     counts = torch.tensor([0, first, 0, rows], dtype=torch.int32, device=out.device)
     codes = torch.stack([a[0].view(torch.uint8)] * 4).view(a[0].dtype)
     # The name that every version has.
     function = _library().fp8_m_grouped_gemm_nt_masked
-    function((codes, torch.stack([a[1]] * 4)), _with_others(b), found, counts, rows)
-    out[:first], out[first:] = found[1, :first], found[3, first:]
+    function((codes, torch.stack([a[1]] * 4)), _with_others(b), outputs, counts, rows)
+    out[:first], out[first:] = outputs[1, :first], outputs[3, first:]
 
 
 def inner(a: _Scaled, b: _Scaled, zeros: "Tensor") -> "Tensor":

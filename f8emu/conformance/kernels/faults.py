@@ -1,4 +1,4 @@
-"""What a kernel does beside its output: writes out of bounds, changes an input, leaves outputs unwritten.
+"""The faults of a kernel beside its bits: it writes out of bounds, changes an input, leaves outputs unwritten.
 
 Operands, scales and an output that the kernel is given lie between guard zones of NaN: what is read there spoils the
 output, what is written there is found. The output is poisoned first. Each fault is an exception, which the suite
@@ -99,11 +99,11 @@ class Guarded:
 
     def shared(self, laid: Laid) -> Any:
         """This array, or its transpose, where it is also `laid`; None where it is not."""
-        found, lies_alike = self._contents, laid.column_major is self._column_major
-        is_vector = 1 in found.shape or found.ndim < 2
-        if (is_vector or lies_alike) and _are_equal(found, laid.array):
+        contents, lies_alike = self._contents, laid.column_major is self._column_major
+        is_vector = 1 in contents.shape or contents.ndim < 2
+        if (is_vector or lies_alike) and _are_equal(contents, laid.array):
             return self.array
-        if found.ndim > 1 and (is_vector or not lies_alike) and _are_equal(found.swapaxes(-1, -2), laid.array):
+        if contents.ndim > 1 and (is_vector or not lies_alike) and _are_equal(contents.swapaxes(-1, -2), laid.array):
             return self.array.swapaxes(-1, -2)
         return None
 
@@ -137,8 +137,8 @@ class Guarded:
             )
 
 
-def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.dtype == other.dtype and np.array_equal(bits(one), bits(other))
+def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
+    return first.dtype == second.dtype and np.array_equal(bits(first), bits(second))
 
 
 def unwritten(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

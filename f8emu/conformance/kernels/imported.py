@@ -1,4 +1,4 @@
-"""Where a kernel's function comes from: a module or a file, which may be missing, broken, or end the process.
+"""Imports a kernel's function from a module or a file, which may be missing, broken, or end the process.
 
 And whether Triton interprets it, which may be known before it is called.
 """
@@ -30,7 +30,7 @@ _NAMED = 8
 
 
 def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
-    """What is called: the kernel's function."""
+    """The kernel's function, imported if the declaration names it."""
     if kernel.needs_gpu and not framework.on_gpu:
         install = f"; on a machine with one: {kernel.install}" if kernel.install else ""
         raise NotOffered(f"{kernel.name} needs a GPU, and {framework.name} has none here{install}")
@@ -45,35 +45,35 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
                     importlib.import_module(name)
             return attribute(function)
         except Exception as error:  # of the package, as if built for another torch
-            said = f"{type(error).__name__}: {text_of(error)}"
+            message = f"{type(error).__name__}: {text_of(error)}"
             if kernel.install:
-                raise NotOffered(f"{kernel.name} is not installed ({said}); {kernel.install}") from None
+                raise NotOffered(f"{kernel.name} is not installed ({message}); {kernel.install}") from None
             raise SpecError(
-                f"Kernel {kernel.name!r}: expected {kernel.function} to be importable; {said}. Run it where the "
+                f"Kernel {kernel.name!r}: expected {kernel.function} to be importable; {message}. Run it where the "
                 "module can be imported, or set PYTHONPATH"
             ) from None
     return function
 
 
 def attribute(path: str) -> Any:
-    """What `package.module:attribute.of.it` or `path/to/file.py:attribute.of.it` names.
+    """The object that `package.module:attribute.of.it` or `path/to/file.py:attribute.of.it` names.
 
     The directory of a file is the first of `sys.path` while the file runs, as for `python path/to/file.py`, and then
     the last.
     """
     place, _, names = path.rpartition(":")
     try:
-        found: Any = _module_of_file(place) if place.endswith(".py") or os.sep in place else _module(place)
+        value: Any = _module_of_file(place) if place.endswith(".py") or os.sep in place else _module(place)
     except SystemExit as end:
         raise SpecError(
             f"f8emu verify {path}: the import of {place} raised SystemExit({text_of(end)}), which ends a process; put "
             'what a script does under if __name__ == "__main__"'
         ) from None
     for name in names.split("."):
-        if not hasattr(found, name):
-            raise AttributeError(f"{place} has no attribute {name!r}{_near(name, _offered(found))}")
-        found = getattr(found, name)
-    return found
+        if not hasattr(value, name):
+            raise AttributeError(f"{place} has no attribute {name!r}{_near(name, _offered(value))}")
+        value = getattr(value, name)
+    return value
 
 
 def _module(name: str) -> ModuleType:
@@ -89,7 +89,7 @@ def _module(name: str) -> ModuleType:
 def _module_of_file(place: str) -> ModuleType:
     path = Path(place).resolve()
     if not path.is_file():
-        files = [os.path.join(os.path.dirname(place), one.name) for one in sorted(path.parent.glob("*.py"))]
+        files = [os.path.join(os.path.dirname(place), file.name) for file in sorted(path.parent.glob("*.py"))]
         raise ImportError(f"there is no file {place}{_near(place, files)}")
     # 1. A file that is imported already is not run again: its kernels may keep state.
     name = path.stem
@@ -117,23 +117,24 @@ def _module_of_file(place: str) -> ModuleType:
     return module
 
 
-def _offered(found: Any) -> list[str]:
+def _offered(namespace: Any) -> list[str]:
     # Kernels, and functions that were written there.
-    home = getattr(found, "__name__", None)
+    home = getattr(namespace, "__name__", None)
     return [
         name
-        for name, value in vars(found).items()
+        for name, value in vars(namespace).items()
         if isinstance(value, Kernel) or (callable(value) and getattr(value, "__module__", home) == home)
     ]
 
 
 def _near(name: str, known: Iterable[str]) -> str:
     # What a message adds of names that are there, the nearest first.
-    base = {os.path.basename(one): one for one in known if not os.path.basename(one).startswith("_")}
-    near = [base.pop(one) for one in get_close_matches(os.path.basename(name), base, 1)]
-    said = f"; did you mean {near[0]}?" if near else ""
+    named = ((os.path.basename(path), path) for path in known)
+    base = {name: path for name, path in named if not name.startswith("_")}
+    near = [base.pop(match) for match in get_close_matches(os.path.basename(name), base, 1)]
+    message = f"; did you mean {near[0]}?" if near else ""
     where = "also there" if near else "there"
-    return said + (f"; {where}: {', '.join([*base.values()][:_NAMED])}" if base else "")
+    return message + (f"; {where}: {', '.join([*base.values()][:_NAMED])}" if base else "")
 
 
 def is_interpreted(function: Callable[..., Any] | str) -> bool:
@@ -145,14 +146,14 @@ def is_interpreted(function: Callable[..., Any] | str) -> bool:
     is_told = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
     if not (is_told if triton is None else triton.knobs.runtime.interpret):
         return False
-    found: Any = function
+    target: Any = function
     if isinstance(function, str):
         place, _, names = function.rpartition(":")
-        found = sys.modules.get(place)
+        target = sys.modules.get(place)
         for name in names.split("."):
-            found = getattr(found, name, None)
-    beside = [found, *getattr(found, "__globals__", {}).values()]
-    return any(type(one).__module__.startswith("triton") or "triton" in _names_in(one) for one in beside)
+            target = getattr(target, name, None)
+    beside = [target, *getattr(target, "__globals__", {}).values()]
+    return any(type(value).__module__.startswith("triton") or "triton" in _names_in(value) for value in beside)
 
 
 def _names_in(function: Any) -> set[str]:

@@ -208,7 +208,7 @@ class Kernel:
         return Arg.USE_FAST_ACCUM in self.args or Arg.USE_SPLIT_ACCUMULATOR in self.args
 
     def has_accumulation(self, pair: tuple[Granularity, Granularity], use_fast_accum: bool) -> bool:
-        """Whether it can accumulate so with scales of this pair; block scales have one accumulation."""
+        """Whether the kernel can accumulate so with scales of this pair; block scales have one accumulation."""
         is_fixed = not self.chooses_accumulation and not pair[0].is_blockwise
         return not is_fixed or use_fast_accum is (self.accumulation is Accumulation.FAST)
 

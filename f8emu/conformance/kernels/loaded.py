@@ -65,9 +65,9 @@ def load_kernel(path: str) -> Kernel:
     if path in KERNELS:
         return KERNELS[path]
     try:
-        found = attribute(path)
-        if callable(found) or isinstance(found, Kernel):
-            return found if isinstance(found, Kernel) else scaled_mm_kernel(path, found)
+        target = attribute(path)
+        if callable(target) or isinstance(target, Kernel):
+            return target if isinstance(target, Kernel) else scaled_mm_kernel(path, target)
         fault = f"{path} is not callable, and not a Kernel"
     except F8Error:
         raise  # says what to install, or to declare

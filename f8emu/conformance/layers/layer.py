@@ -122,26 +122,26 @@ class LayerCase:
         def drawn(tensor: str, distribution: str, shape: tuple[int, int], fmt: Format, *key: int) -> np.ndarray:
             return draw(distribution, shape, fmt, (self.name, tensor, *key))
 
-        found = {
+        tensors = {
             "input": drawn("input", self.distribution, (m, k), self.input_dtype, step, turn),
             "weight": drawn("weight", self.distribution, (n, k), self.weight_dtype, step, layer),
             "grad_output": drawn("grad_output", self.gradient, (m, n), self.dtype, step, turn, layer),
         }
         with np.errstate(over="ignore", invalid="ignore"):
             for name in ("input", "grad_output"):
-                found[name] = (found[name].astype(np.float32) * magnitude).astype(found[name].dtype)
+                tensors[name] = (tensors[name].astype(np.float32) * magnitude).astype(tensors[name].dtype)
         if self.with_bias:
-            found["bias"] = drawn("bias", "normal", (1, n), FLOAT32, step, layer)[0]
-        return found
+            tensors["bias"] = drawn("bias", "normal", (1, n), FLOAT32, step, layer)[0]
+        return tensors
 
     def linear_tensors(self, place: Place) -> dict[str, np.ndarray]:
         """The arguments of the verb `linear`: the input in `dtype`; no grad_output of a forward pass alone."""
-        found = self.tensors(place)
+        tensors = self.tensors(place)
         with np.errstate(over="ignore", invalid="ignore"):
-            found["input"] = found["input"].astype(dtype_of(self.dtype))
+            tensors["input"] = tensors["input"].astype(dtype_of(self.dtype))
         if not self.trained:
-            del found["grad_output"]
-        return found
+            del tensors["grad_output"]
+        return tensors
 
     def part(self, place: Place, name: str, *, of: str = "layer") -> str:
         """The name of a part: of a layer, of a pass or of a step."""
@@ -157,7 +157,7 @@ _PART = re.compile(r"(?:step (\d+) )?(?:pass (\d+) )?(?:layer (\d+) )?(.*)")
 
 
 def place_of(part: str) -> tuple[Place, str]:
-    """What `LayerCase.part` put together."""
+    """The place and the name that `LayerCase.part` joined."""
     match = _PART.fullmatch(part)
     assert match is not None, "everything matches"
     return Place(*(int(word or 1) for word in match.groups()[:3])), match[4]

@@ -36,7 +36,7 @@ DELAYED_MOST_RECENT = replace(
     delayed=DelayedScaling(history_length=3, reduction=AmaxHistoryReduction.MOST_RECENT, margin=2),
 )
 
-_CASTS = {kind: Cast(format=E4M3FN, granularity=one) for kind, one in zip("trvs", Granularity, strict=True)}
+_CASTS = {letter: Cast(format=E4M3FN, granularity=kind) for letter, kind in zip("trvs", Granularity, strict=True)}
 _CASTS["-"] = Cast(format=None)
 
 
@@ -85,14 +85,14 @@ COMPILED: tuple[dict[str, Any], ...] = (
 def layer_cases(*, full_size: bool = False) -> tuple[LayerCase, ...]:
     """All layers in all modes; on hardware (`full_size`) more of them compiled."""
     eager, compiled = LayerMode.EAGER, LayerMode.COMPILED
-    found = [replace(case, mode=mode) for case in _both() for mode in (LayerMode.TRACE, eager)]
+    cases = [replace(case, mode=mode) for case in _both() for mode in (LayerMode.TRACE, eager)]
     situations = [fields for name, fields in SITUATIONS.items() if name != "long"]
-    found += [_case(recipe, eager, **fields) for recipe, fields in product(ALL_RECIPES, situations)]
-    found += [_case(recipe, eager, **SHARED) for recipe in (TENSORWISE, ROWWISE_WITH_GW_HP, DELAYED)]
-    found += [_case(recipe, eager, shape=ONE_ROW) for recipe in (TENSORWISE, ROWWISE, DELAYED, BLOCKWISE)]
-    found += [_case(recipe, compiled, **fields) for recipe, fields in product(RECIPES.values(), COMPILED)]
-    found += [_case(TENSORWISE, compiled, **SHARED)]
-    return (*found, *_full_size()) if full_size else tuple(found)
+    cases += [_case(recipe, eager, **fields) for recipe, fields in product(ALL_RECIPES, situations)]
+    cases += [_case(recipe, eager, **SHARED) for recipe in (TENSORWISE, ROWWISE_WITH_GW_HP, DELAYED)]
+    cases += [_case(recipe, eager, shape=ONE_ROW) for recipe in (TENSORWISE, ROWWISE, DELAYED, BLOCKWISE)]
+    cases += [_case(recipe, compiled, **fields) for recipe, fields in product(RECIPES.values(), COMPILED)]
+    cases += [_case(TENSORWISE, compiled, **SHARED)]
+    return (*cases, *_full_size()) if full_size else tuple(cases)
 
 
 def _case(recipe: Recipe, mode: LayerMode, **fields: Any) -> LayerCase:
@@ -101,7 +101,7 @@ def _case(recipe: Recipe, mode: LayerMode, **fields: Any) -> LayerCase:
 
 
 def _both() -> Iterator[LayerCase]:
-    """What the verb `linear` is asked too: all dtypes, a tail in every sum, several steps."""
+    """Layers that the verb `linear` is asked too: all dtypes, a tail in every sum, several steps."""
     i = 0
     for recipe, dtype in product(ALL_RECIPES, HIGH_PRECISION):
         odd = BLOCKWISE_ODD if recipe.output.a.granularity.is_blockwise else ODD

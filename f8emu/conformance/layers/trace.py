@@ -36,12 +36,12 @@ def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> 
 
     `slices_of` is asked for the sizes that the library sees, zero-padding included; that of rows it knows itself.
     """
-    found: dict[str, int] = {}
+    cut: dict[str, int] = {}
     for name, sizes in case.gemm_sizes(layer).items():
         slices = slices_of(of_layer(case.recipe.gemms[name], sizes, case.dtype.name, _LAYOUTS[name]))
         if slices > 1:
-            found[name] = slices
-    return found
+            cut[name] = slices
+    return cut
 
 
 class Traced(Training):
@@ -75,15 +75,15 @@ class Traced(Training):
         self.executed += [self._executed(name, trace) for trace in self.traces[::-1] for name in case.gemms[1:]]
         # 2. Gradients of parameters are sums over passes.
         for place, trace, known in zip(self.places, self.traces, self.grads, strict=True):
-            found: Parts = {}
+            of_pass: Parts = {}
             if "weight" in case.trained and trace.grad_weight is not None:
-                found["weight"] = _added([trace.grad_weight.product], case.weight_dtype)
+                of_pass["weight"] = _added([trace.grad_weight.product], case.weight_dtype)
             # The order in which grad_output is added up shows, but if it is of integers.
             if case.with_bias and case.gradient == "integers":
                 grad_output = case.tensors(place)["grad_output"]
                 total = grad_output.astype(np.float64).sum(axis=0)  # exact, as float32 is
-                found["bias"] = total.astype(grad_output.dtype).astype(np.float32)
-            known |= {name: _added([known[name], grad]) if name in known else grad for name, grad in found.items()}
+                of_pass["bias"] = total.astype(grad_output.dtype).astype(np.float32)
+            known |= {name: _added([known[name], grad]) if name in known else grad for name, grad in of_pass.items()}
         # 3. The states; and the gradient of a shared input, a sum over layers.
         self.update()
         if "input" not in case.trained:
@@ -92,12 +92,12 @@ class Traced(Training):
         return _added(products, case.input_dtype).reshape(*case.rows, -1)
 
     def update(self) -> None:
-        """What every pass ends with under delayed scaling."""
+        """Updates the states of delayed scaling, as every pass ends."""
         recipe = self.case.recipe
         for options, trace in zip(self.options, self.traces, strict=True):
             states: dict[str, DelayedState] = {}
             for tensor, state in options.get("delayed_state", {}).items():
-                gemm, _, cast = next(one for one in recipe.casts(tensor) if one[2].format is not None)
+                gemm, _, cast = next(entry for entry in recipe.casts(tensor) if entry[2].format is not None)
                 operand: OperandTrace = getattr(getattr(trace, gemm), "ab"[OPERANDS[gemm].index(tensor)])
                 by_rule = cast.format, recipe.scale_rule, recipe.delayed
                 states[tensor] = self.verbs["update_delayed_state"](state, np.asarray(operand.amax), *by_rule)
@@ -125,7 +125,7 @@ class Traced(Training):
 
 
 def layer_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Parts:
-    """What a layer that trains must give, in the order of computation.
+    """The parts that a layer that trains must give, in the order of computation.
 
     Zero-padding is no part of `codes`, `scale` and `product`; `padding` counts what is not zero in that of the codes.
     `gemms` is the number of GEMMs of a pass. `bias.grad` is a part where grad_output is of integers.
@@ -208,10 +208,10 @@ def engine_linear(
             return GemmTrace(a, b, verbs["mm"](a.codes, b.codes.T, split_k=slices, **options))
         kinds = gemm.scaled_gemm_granularities
         scales = [
-            np.repeat(one.scale, len(one.codes), axis=0)
-            if kind is Granularity.ROWWISE and one.scale.size == 1
-            else one.scale
-            for one, kind in zip((a, b), kinds, strict=True)
+            np.repeat(side.scale, len(side.codes), axis=0)
+            if kind is Granularity.ROWWISE and side.scale.size == 1
+            else side.scale
+            for side, kind in zip((a, b), kinds, strict=True)
         ]
         of_scales: dict[str, Any] = {"granularity_a": kinds[0], "granularity_b": kinds[1]}
         rest = {"use_fast_accum": gemm.use_fast_accum, "split_k": slices, **options}

@@ -83,14 +83,14 @@ class JaxTraining(Training):
         return [np.asarray(output) for output in outputs]
 
     def backward(self, grads: Sequence[np.ndarray]) -> np.ndarray | None:
-        found = self.pulled(self.pull, [self.load(grad) for grad in grads])
-        self._wait(found)
+        pulled = self.pulled(self.pull, [self.load(grad) for grad in grads])
+        self._wait(pulled)
         if self.case.updates:
-            pairs = zip(self.states, found["states"], strict=True)
+            pairs = zip(self.states, pulled["states"], strict=True)
             self.states = [self.f8.linear_delayed_update(state, amaxes, self.case.recipe) for state, amaxes in pairs]
         for name, passes in self.grads.items():
-            passes += [found[name]] if name in found else []
-        return np.asarray(found["input"]) if "input" in found else None
+            passes += [pulled[name]] if name in pulled else []
+        return np.asarray(pulled["input"]) if "input" in pulled else None
 
     def parameter_grads(self) -> Iterator[tuple[int, str, np.ndarray]]:
         for name, passes in self.grads.items():

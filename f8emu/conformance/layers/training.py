@@ -48,7 +48,7 @@ class Executed(NamedTuple):
     product: np.ndarray
 
 
-class Wanted(NamedTuple):
+class ExpectedGemm(NamedTuple):
     """One GEMM of the recipe."""
 
     place: Place
@@ -130,16 +130,16 @@ class Training(ABC):
         # 1. Forward.
         outputs = self.forward(places, tensors[0]["input"].reshape(*case.rows, -1))
         count = len(self.executed)
-        for place, found, output in zip(places, self._taken(places, case.gemms[:1]), outputs, strict=True):
-            parts |= {**found, case.part(place, "result"): output}
+        for place, taken, output in zip(places, self._taken(places, case.gemms[:1]), outputs, strict=True):
+            parts |= {**taken, case.part(place, "result"): output}
         # 2. Backward.
         input_grad = None
         if case.trained:
             pairs = zip(tensors, outputs, strict=True)
-            input_grad = self.backward([found["grad_output"].reshape(output.shape) for found, output in pairs])
+            input_grad = self.backward([drawn["grad_output"].reshape(output.shape) for drawn, output in pairs])
         count += len(self.executed)
-        for found in self._taken(places[::-1], case.gemms[1:]):
-            parts |= found
+        for taken in self._taken(places[::-1], case.gemms[1:]):
+            parts |= taken
         # 3. What is left.
         parts[case.part(places[0], "gemms", of="pass")] = np.array(count)
         if input_grad is not None:
@@ -148,10 +148,11 @@ class Training(ABC):
 
     def _taken(self, places: list[Place], names: tuple[str, ...]) -> list[Parts]:
         """The parts of these GEMMs, of those that ran since the last call."""
-        wanted = [Wanted(place, name, self.case.gemm_sizes(place.layer)[name]) for place in places for name in names]
-        found = [gemm_parts(self.case, *one) for one in matched(wanted, self.executed)]
+        sizes = self.case.gemm_sizes
+        wanted = [ExpectedGemm(place, name, sizes(place.layer)[name]) for place in places for name in names]
+        taken = [gemm_parts(self.case, *pair) for pair in matched(wanted, self.executed)]
         self.executed.clear()
-        return found
+        return taken
 
 
 def train(kind: Callable[[LayerCase, Framework], Training], framework: Framework, case: LayerCase) -> Parts:
@@ -161,7 +162,7 @@ def train(kind: Callable[[LayerCase, Framework], Training], framework: Framework
         return kind(case, framework).parts()
 
 
-def gemm_parts(case: LayerCase, wanted: Wanted, gemm: Executed | None) -> Parts:
+def gemm_parts(case: LayerCase, wanted: ExpectedGemm, gemm: Executed | None) -> Parts:
     """Operands and product without their padding; nothing of a GEMM that did not run."""
     if gemm is None:
         return {}
@@ -179,18 +180,18 @@ def gemm_parts(case: LayerCase, wanted: Wanted, gemm: Executed | None) -> Parts:
     return {case.part(place, f"{name}.{part}"): array for part, array in parts.items()}
 
 
-def matched(wanted: list[Wanted], executed: list[Executed]) -> Iterator[tuple[Wanted, Executed | None]]:
+def matched(wanted: list[ExpectedGemm], executed: list[Executed]) -> Iterator[tuple[ExpectedGemm, Executed | None]]:
     """Which GEMM of the recipe each one is: by its sizes, or where they say nothing by the order of the calls."""
     # 1. By sizes: the first GEMM of the same padded ones.
     left = list(executed)
-    found: list[Executed | None] = []
+    matches: list[Executed | None] = []
     for gemm in wanted:
         size = padded(gemm.sizes)
-        match = next((one for one in left if padded((len(one.a), *one.b.shape)) == size), None)
-        found.append(match)
-        left = [one for one in left if one is not match]
+        match = next((ran for ran in left if padded((len(ran.a), *ran.b.shape)) == size), None)
+        matches.append(match)
+        left = [ran for ran in left if ran is not match]
     # 2. By order, what is left: it has other sizes than it should, and is reported as that.
-    for gemm, match in zip(wanted, found, strict=True):
+    for gemm, match in zip(wanted, matches, strict=True):
         yield gemm, match if match is not None or not left else left.pop(0)
 
 

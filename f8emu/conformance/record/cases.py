@@ -112,7 +112,7 @@ def _scaled(seed: int) -> Iterator[PlannedCase]:
 
 
 def _long(seed: int) -> Iterator[PlannedCase]:
-    """What may be split along K, and layers of models."""
+    """GEMMs that may be split along K, and layers of models."""
     kinds = [("splitk", shape, PAIRS[0], (True, False), "normal") for shape in (*SPLITK_SHAPES, *SPLITK_SAMPLED_SHAPES)]
     layers = product(LAYER_SHAPES, LAYER_KINDS)
     kinds += [("layer", shape, pair, (fast,), distribution) for shape, (pair, fast, distribution) in layers]

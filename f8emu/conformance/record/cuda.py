@@ -22,7 +22,7 @@ _ATTEMPTS = 3  # the profiler has been seen to miss kernels right after its star
 
 
 class Launched(NamedTuple):
-    """What a GEMM gave."""
+    """The output of a GEMM, and the kernels that ran."""
 
     out: np.ndarray
     kernels: Kernels

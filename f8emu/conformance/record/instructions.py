@@ -74,10 +74,10 @@ class RecordedInstruction:
         return f"{abbreviated(a, 'a')} {abbreviated(b, 'b')} c={hexadecimal(c)}"
 
     def run(self, subject: Subject) -> Parts:
-        found = subject.verbs["mma"](self.a, self.b, self.c, chip=self.chip, out_dtype=self.out)
+        result = subject.verbs["mma"](self.a, self.b, self.c, chip=self.chip, out_dtype=self.out)
         if self.keeps_low_half:
-            found = (found.astype(np.float32).view(np.uint32) & 0xFFFF).astype(np.uint16)
-        return {"": found}
+            result = (result.astype(np.float32).view(np.uint32) & 0xFFFF).astype(np.uint16)
+        return {"": result}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +90,11 @@ class RecordingsFile:
     recordings: tuple[RecordedInstruction, ...]
 
     def cases(self, subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-        for one in self.recordings:
+        for recording in self.recordings:
             if subject.name == "f8ref.exact":
-                some = slice(None, None, max(1, len(one.d) // EXACT_CASES))
-                one = replace(one, a=one.a[some], b=one.b[some], c=one.c[some], d=one.d[some])
-            yield Case(id=one.id, recorded={"": one.d}, run=one.run, describe=one.describe)
+                some = slice(None, None, max(1, len(recording.d) // EXACT_CASES))
+                recording = replace(recording, **{name: getattr(recording, name)[some] for name in "abcd"})
+            yield Case(id=recording.id, recorded={"": recording.d}, run=recording.run, describe=recording.describe)
 
 
 def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) -> RecordingsFile:
@@ -118,9 +118,11 @@ def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) ->
         kind = metadata.get("d_float16", _CODES)
         is_kind = kind in (_CODES, _LOW_HALVES)
         require(is_kind, f"metadata 'd_float16' to be {_CODES!r} or {_LOW_HALVES!r}", repr(kind))
-        found = [one for place, group in groups.items() for one in _recordings(*place, group, profiles, kind)]
-        require(bool(found), "at least one recording", "no tensors")
-    return RecordingsFile(path=path, sha256=sha256, metadata=metadata, recordings=tuple(found))
+        recordings: list[RecordedInstruction] = []
+        for place, group in groups.items():
+            recordings += _recordings(*place, group, profiles, kind)
+        require(bool(recordings), "at least one recording", "no tensors")
+    return RecordingsFile(path=path, sha256=sha256, metadata=metadata, recordings=tuple(recordings))
 
 
 def instruction_subject(name: str) -> Subject:
@@ -167,8 +169,8 @@ def _recordings(
     require(is_matrix, f"{where}.a of [cases, K], K from 1 to {LONGEST_K}", list(shape))
     for role, tensor in group.items():
         bits = {"a": format.bits, "b": format.bits, "d_float16": 16}.get(role, 32)
-        expected, found = (f"uint{bits}", shape[: _ROLES[role]]), (tensor.dtype.name, tensor.shape)
-        require(found == expected, f"{where}.{role} {_text(expected)}", _text(found))
+        expected, actual = (f"uint{bits}", shape[: _ROLES[role]]), (tensor.dtype.name, tensor.shape)
+        require(actual == expected, f"{where}.{role} {_text(expected)}", _text(actual))
 
     # 2. One recording for each type of the result; an instruction that starts from zero ignores c.
     chip = profiles[chip_name]
@@ -197,5 +199,5 @@ def _exact_mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, chip: Chip, out_d
     formats = {dtype_of(format): format for format in FORMATS_IN_FILES.values()}
     of_operands = {"a_format": formats[a.dtype], "b_format": formats[b.dtype], "out_format": out_dtype}
     cases = zip(*(codes_of(x).tolist() for x in (a, b, c)), strict=True)
-    found = [f8ref.exact.mma(*case, chip=chip, **of_operands) for case in cases]
-    return np.array(found, f"u{out_dtype.bits // 8}").view(dtype_of(out_dtype))
+    codes = [f8ref.exact.mma(*case, chip=chip, **of_operands) for case in cases]
+    return np.array(codes, f"u{out_dtype.bits // 8}").view(dtype_of(out_dtype))

@@ -43,7 +43,7 @@ SEED = 20261122
 
 
 class Launcher(Protocol):
-    """What runs a GEMM; `CudaLauncher` unless a test takes its place."""
+    """Runs a GEMM; `CudaLauncher` unless a test takes its place."""
 
     def metadata(self) -> dict[str, str]: ...
 
@@ -51,7 +51,7 @@ class Launcher(Protocol):
 
 
 class GoldenRecording(NamedTuple):
-    """What became of a recording."""
+    """The outcome of a recording."""
 
     path: Path
     device: str
@@ -65,17 +65,17 @@ class GoldenRecording(NamedTuple):
         return self.verified is not None and self.verified.status is not Status.EQUAL
 
     def lines(self) -> list[str]:
-        found = [f"{self.path}: {self.cases} cases, {self.outputs} outputs, recorded on {self.device}"]
+        lines = [f"{self.path}: {self.cases} cases, {self.outputs} outputs, recorded on {self.device}"]
         if self.refused:
             total = sum(map(len, self.refused.values()))
-            found += [f"{total} not recorded, listed in the file under 'refused':"]
-            found += [f"  {len(gemms)}, first {gemms[0]}: {reason}" for reason, gemms in self.refused.items()]
+            lines += [f"{total} not recorded, listed in the file under 'refused':"]
+            lines += [f"  {len(gemms)}, first {gemms[0]}: {reason}" for reason, gemms in self.refused.items()]
         if self.verified is None:
-            return [*found, f"not verified; to do so: f8emu verify --golden {self.path}"]
+            return [*lines, f"not verified; to do so: f8emu verify --golden {self.path}"]
         equal = self.verified
         outputs = f"{equal.outputs_equal} of {self.outputs} outputs"
-        found += [f"f8ref.numpy equals {equal.cases_equal} of {self.cases} cases, {outputs}"]
-        return found + [f"  {mismatch.line()}" for mismatch in equal.mismatches]
+        lines += [f"f8ref.numpy equals {equal.cases_equal} of {self.cases} cases, {outputs}"]
+        return lines + [f"  {mismatch.line()}" for mismatch in equal.mismatches]
 
 
 def record(
@@ -120,8 +120,8 @@ def record(
     # 3. The oracle's word on it, where that is requested.
     verified = None
     if verify:
-        found = run_suite([load_subject("f8ref.numpy")], stages=["golden"], golden=stored, errors=len(golden))
-        (verified,) = found.subjects[0].stages
+        judged = run_suite([load_subject("f8ref.numpy")], stages=["golden"], golden=stored, errors=len(golden))
+        (verified,) = judged.subjects[0].stages
     by_reason: dict[str, list[str]] = {}
     for entry in refused:
         by_reason.setdefault(entry["reason"], []).append(f"{entry['id']} {entry['name']} ({entry['gemm']})")
@@ -163,7 +163,7 @@ _PLAN_SEED = 20261121
 
 
 class PlanRunner(Protocol):
-    """What runs a planned GEMM; `CudaLauncher` unless a test takes its place."""
+    """Runs a planned GEMM; `CudaLauncher` unless a test takes its place."""
 
     def metadata(self) -> dict[str, str]: ...
 
@@ -211,20 +211,20 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
     # 2. S of each shape; what the shipped plan predicts for the same library is a test of its rules.
     recorded = dict(known.recorded)
     not_found: dict[str, list[str]] = {}
-    found, guesses = 0, list[bool]()
+    count, guesses = 0, list[bool]()
     for gemm in tracked(gemms, "recording", len(gemms)):
         guess = shipped.predicted(gemm)
         result = _split_k(gemm, run, guess.split_k)
         if isinstance(result, Refused):
             not_found.setdefault(result.reason, []).append(f"{gemm.m} x {gemm.n} x {gemm.k} {gemm.table}")
             continue
-        found += 1
+        count += 1
         if is_shipped and guess.source is Source.PREDICTED:
             guesses.append(guess.split_k == result)
         recorded[gemm.table, gemm.rows, gemm.n, gemm.k] = result
     known = replace(known, recorded=recorded)
     write_beside(path, plan_to_json(known).encode())
-    return PlanRecording(path, known, found, len(guesses), sum(guesses), not_found)
+    return PlanRecording(path, known, count, len(guesses), sum(guesses), not_found)
 
 
 def _split_k(gemm: PlannedGemm, run: PlanRunner, guess: int) -> int | Refused:
@@ -249,7 +249,7 @@ def _row(kind: PlannedGemm, split_k: int) -> np.ndarray:
 
 
 def emulated(gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray, split_k: int) -> np.ndarray:
-    """What `f8ref.numpy` makes of one row, [C]."""
+    """One row as `f8ref.numpy` computes it, [C]."""
     import f8ref.numpy as oracle
 
     out_dtype, pair = format_by_name(gemm.out_dtype), gemm.granularities

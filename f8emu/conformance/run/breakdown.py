@@ -1,10 +1,10 @@
-"""Where a subject differs: shares of differing cases and outputs by what the cases have in common, and how far off.
+"""Shares of differing cases and outputs by what the cases have in common, and how far off.
 
 Every case has traits (accumulation, formats, K, ...). A tally counts, for each value of each trait, how many cases and
 outputs have it and how many of those differ.
 
-What those that differ have in common is told by contrast, a trait with which most differ and without which few do: that
-all who differ have a trait may be a coincidence.
+A trait is reported if most cases with it differ and few without it do: that all who differ have a trait may be a
+coincidence.
 """
 
 import re
@@ -62,7 +62,7 @@ class Breakdown:
         return {trait: _ordered(values) for trait, values in self.tallies.items() if len(values) > 1}
 
     def sentences(self) -> Iterator[str]:
-        """What those that differ have in common by contrast, the sharpest first; nothing where no trait tells it."""
+        """The traits by which cases that differ part from the others, the sharpest first."""
         if self.whole.outputs_differing == self.whole.outputs:
             yield "Every output of every case differs."
             return
@@ -70,10 +70,11 @@ class Breakdown:
         cases = {t: {v: (x.cases_differing, x.cases) for v, x in values.items()} for t, values in traits}
         outputs = {t: {v: (x.outputs_differing, x.outputs) for v, x in values.items()} for t, values in traits}
         by_cases = contrasts(cases)
-        for one in by_cases or contrasts(outputs):
-            inside, outside = (f"{percent(_share(n))} ({n[0]:,} of {n[1]:,})" for n in (one.inside, one.outside))
-            what = "cases" if by_cases else "outputs"
-            yield f"Of the {what} with {one.name}, {inside} differ; of all others {outside}"
+        for contrast in by_cases or contrasts(outputs):
+            counts = contrast.inside, contrast.outside
+            inside, outside = (f"{percent(_share(n))} ({n[0]:,} of {n[1]:,})" for n in counts)
+            noun = "cases" if by_cases else "outputs"
+            yield f"Of the {noun} with {contrast.name}, {inside} differ; of all others {outside}"
 
 
 def breakdowns(stages: Sequence[StageResult]) -> list[Breakdown]:
@@ -82,18 +83,18 @@ def breakdowns(stages: Sequence[StageResult]) -> list[Breakdown]:
     for stage in stages:
         if stage.cases_total:
             groups.setdefault(tuple(stage.tallies), []).append(stage)
-    found: list[Breakdown] = []
+    differing: list[Breakdown] = []
     for group in groups.values():
-        one, titles = joined(group, errors=0), tuple(stage.title for stage in group)
-        if one.cases_differing:
+        total, titles = joined(group, errors=0), tuple(stage.title for stage in group)
+        if total.cases_differing:
             whole = Tally(
-                cases=one.cases_total,
-                cases_differing=one.cases_differing,
-                outputs=one.outputs_total,
-                outputs_differing=one.outputs_differing,
+                cases=total.cases_total,
+                cases_differing=total.cases_differing,
+                outputs=total.outputs_total,
+                outputs_differing=total.outputs_differing,
             )
-            found.append(Breakdown(stages=titles, whole=whole, tallies=one.tallies, ulps=one.ulps))
-    return found
+            differing.append(Breakdown(stages=titles, whole=whole, tallies=total.tallies, ulps=total.ulps))
+    return differing
 
 
 def _ordered(values: Mapping[str, Tally]) -> dict[str, Tally]:
@@ -132,19 +133,19 @@ def contrasts(counts: Counts, *, high: float = HIGH, low: float = LOW, coverage:
     same: dict[tuple[_Count, _Count], Contrast] = {}
     for trait, values in counts.items():
         telling = [
-            one
-            for one in _splits(trait, values)
-            if min(one.inside[1], one.outside[1]) >= _FEWEST
-            and one.inside[0] > 0
-            and (_share(one.inside) >= high and _share(one.outside) <= low and one.coverage >= coverage)
+            contrast
+            for contrast in _splits(trait, values)
+            if min(contrast.inside[1], contrast.outside[1]) >= _FEWEST
+            and contrast.inside[0] > 0
+            and (_share(contrast.inside) >= high and _share(contrast.outside) <= low and contrast.coverage >= coverage)
         ]
         if telling:
-            sharpest = max(telling, key=lambda one: one.difference)
+            sharpest = max(telling, key=lambda contrast: contrast.difference)
             known = same.setdefault((sharpest.inside, sharpest.outside), replace(sharpest, names=()))
             same[known.inside, known.outside] = replace(known, names=(*known.names, *sharpest.names))
     # 2. The sharpest of all, and what is as good.
-    ranked = sorted(same.values(), key=lambda one: -one.difference)
-    return [one for one in ranked if one.difference >= ranked[0].difference - _NEAR][:_VALUES]
+    ranked = sorted(same.values(), key=lambda contrast: -contrast.difference)
+    return [contrast for contrast in ranked if contrast.difference >= ranked[0].difference - _NEAR][:_VALUES]
 
 
 def _splits(trait: str, values: Mapping[str, _Count]) -> Iterator[Contrast]:

@@ -29,7 +29,7 @@ Traits = Mapping[str, str]
 """Trait -> value: `accumulation` -> `promoted`. What a breakdown counts differences by."""
 
 
-class Split(NamedTuple):
+class Slicing(NamedTuple):
     """The S that explains an output."""
 
     slices: int
@@ -49,7 +49,7 @@ class Case:
     snippet: Callable[[Mismatch], str] | None = None
     """A program that computes one output of a case that is a GEMM."""
     traits: Traits = field(default_factory=dict)
-    own_split: Callable[[Parts, Parts], Split | None] | None = None
+    own_split: Callable[[Parts, Parts], Slicing | None] | None = None
     """(given, expected) -> the S that explains what differs, of a subject that picks it; None where there is none."""
     one_of: str = ""
     """Of the cases of one such word the first that is not refused runs, and no other."""
@@ -58,11 +58,11 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """What became of a case."""
+    """Result of one case."""
 
     result: StageResult
     """The result of a stage of this case alone."""
-    own_split: Split | None = None
+    own_split: Slicing | None = None
     """The S that the subject picked, where another one was expected, and under which every bit is right."""
 
     def excused(self) -> StageResult:
@@ -79,7 +79,7 @@ class Outcome(NamedTuple):
 
 
 def answer(case: Case, judge: Subject | None) -> Parts | Exception:
-    """What is expected: the recording, or what the judge gives. An exception in the judge is kept, not raised."""
+    """The expected parts: the recording, or the judge's. An exception in the judge is kept, not raised."""
     if case.recorded is not None:
         return case.recorded
     assert judge is not None, "a case without a recording has a judge"
@@ -94,21 +94,21 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcom
     if isinstance(answers, Exception):  # a judge that fails is no reason to call anything equal
         return _compared(case, {}, {}, f"the oracle raised {said_by(answers)}")
     try:
-        given = case.run(subject)
+        parts = case.run(subject)
     except (NotOffered, MissingExtraError) as reason:  # torch without JAX casts, and emulates no GEMM
         return Outcome(StageResult(cases_not_offered=1, reason=str(reason)))
     except Exception as error:  # a subject may raise anything; it is reported, and the next case runs
         return _compared(case, answers, {}, f"raised {said_by(error)}")
-    return _compared(case, answers, given)
+    return _compared(case, answers, parts)
 
 
-def _compared(case: Case, answers: Parts, given: Parts, error: str = "") -> Outcome:
-    found = Mismatch(case=case.id, error=error) if error else None
+def _compared(case: Case, answers: Parts, parts: Parts, error: str = "") -> Outcome:
+    mismatch = Mismatch(case=case.id, error=error) if error else None
     first, places = "", list[DifferenceMap]()
     wrong, ulps = 0, dict[str, UlpHistogram]()
     # 1. Every part is counted; the first that differs is explained, for what follows it follows from it.
     for part, expected in answers.items():
-        observed = given.get(part)
+        observed = parts.get(part)
         fault = error or shape_fault(observed, expected)
         if fault or observed is None:
             histogram = UlpHistogram(apart={NOT_COMPARED: expected.size})
@@ -118,29 +118,29 @@ def _compared(case: Case, answers: Parts, given: Parts, error: str = "") -> Outc
         if histogram.total:
             name = expected.dtype.name
             ulps[name] = merged((ulps[name], histogram)) if name in ulps else histogram
-        if found is not None or not (fault or histogram.total):
+        if mismatch is not None or not (fault or histogram.total):
             continue
         # 2. The first output that differs, in words, and the map of its part.
         first = part
         if fault or observed is None:
-            found = Mismatch(case=case.id, part=part, error=fault)
+            mismatch = Mismatch(case=case.id, part=part, error=fault)
         else:
             describe = None if case.describe is None else partial(case.describe, part)
-            found = next(mismatches(case.id, part, observed, expected, describe))
-            found = replace(found, outputs=expected.size, differing=histogram.total)
-            found = replace(found, snippet=case.snippet(found) if case.snippet else "")
+            mismatch = next(mismatches(case.id, part, observed, expected, describe))
+            mismatch = replace(mismatch, outputs=expected.size, differing=histogram.total)
+            mismatch = replace(mismatch, snippet=case.snippet(mismatch) if case.snippet else "")
             places = [difference_map(case.id, part, observed, expected)]
     # 3. [CHAIN-3] The S under which all of it would be right.
-    own_split = case.own_split(given, answers) if case.own_split and places else None
-    total, differs = sum(array.size for array in answers.values()), int(found is not None)
+    own_split = case.own_split(parts, answers) if case.own_split and places else None
+    total, differs = sum(array.size for array in answers.values()), int(mismatch is not None)
     tally = Tally(cases=1, cases_differing=differs, outputs=total, outputs_differing=wrong)
     result = StageResult(
         cases_total=1,
         cases_equal=1 - differs,
         outputs_total=total,
         outputs_equal=total - wrong,
-        mismatches=[] if found is None else [found],
-        example=found if found is not None and found.snippet else None,
+        mismatches=[] if mismatch is None else [mismatch],
+        example=mismatch if mismatch is not None and mismatch.snippet else None,
         first_differences={first: 1} if first else {},
         tallies={trait: {value: tally} for trait, value in case.traits.items()},
         ulps=ulps,
@@ -149,7 +149,7 @@ def _compared(case: Case, answers: Parts, given: Parts, error: str = "") -> Outc
     return Outcome(result, own_split)
 
 
-def are_excused(splits: Iterable[Split]) -> bool:
+def are_excused(splits: Iterable[Slicing]) -> bool:
     """Whether the S of a stage, in which nothing else differs, are those of a library."""
     splits = set(splits)
     return {split.slices for split in splits} == {split.slices for split in splits if split.is_long}

@@ -66,19 +66,19 @@ def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
         fasts = tuple(fast for fast in (True, False) if kernel.has_accumulation(rowwise, fast))
         yield from grouped_cases(fasts, kernel.group_multiples)
     vector, square = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
-    asked = {(vector, square) if pair == (square, square) else pair for pair in kernel.scales}
+    pairs = {(vector, square) if pair == (square, square) else pair for pair in kernel.scales}
     for pair in HOPPER.granularity_pairs:
-        if pair in asked and pair[0].is_blockwise:
+        if pair in pairs and pair[0].is_blockwise:
             yield from _blockwise(pair)
     # Small GEMMs in which each concern of a kernel shows.
     for kind in KINDS:
-        is_asked = kind.pair in asked and kernel.has_accumulation(kind.pair, kind.use_fast_accum)
+        is_asked = kind.pair in pairs and kernel.has_accumulation(kind.pair, kind.use_fast_accum)
         if is_asked and (kernel.takes_bias or not kind.with_bias):
             for case in (case for probe in probes(kind, takes_any_size=True) for case in probe.cases()):
                 if case.out_dtype in kernel.out_dtypes:
                     yield replace(case, id=f"probe {kind.name}: {case.id}", family=Family.PROBES)
-    combinations = [one for one in (*DENSE, *BLOCKS) if one.granularities in asked and one.formats in kernel.formats]
-    combinations = [one for one in combinations if kernel.has_accumulation(one.granularities, one.use_fast_accum)]
+    combinations = [c for c in (*DENSE, *BLOCKS) if c.granularities in pairs and c.formats in kernel.formats]
+    combinations = [c for c in combinations if kernel.has_accumulation(c.granularities, c.use_fast_accum)]
     for family in (size_cases, code_cases, large_value_cases, turn_cases):
         yield from family(combinations)
     if kernel.arrays != "jax":  # where an array of JAX lies is JAX's choice
@@ -108,10 +108,10 @@ def grouped_cases(
     """
     cases: list[GemmCase] = []
     for kind, multiple in kinds.items():
-        words, asked, last = "grouped", list(product(GROUPS, use_fast_accum)), 1
+        words, calls, last = "grouped", list(product(GROUPS, use_fast_accum)), 1
         if kind is not GroupKind.ROWS:  # a whole N or K is one that the hardware takes
-            words, asked, last = f"grouped {kind.name.lower()}", list(zip(GROUPS, cycle(use_fast_accum))), ALIGNED
-        for number, (ends, fast) in enumerate(asked):
+            words, calls, last = f"grouped {kind.name.lower()}", list(zip(GROUPS, cycle(use_fast_accum))), ALIGNED
+        for number, (ends, fast) in enumerate(calls):
             distribution = CODE_DISTRIBUTIONS[number % len(CODE_DISTRIBUTIONS)]
             name, shape = f"{words} {number} {distribution}", GROUPED_SHAPES[number // 2 % len(GROUPED_SHAPES)]
             ends = _raised(ends, multiple)
@@ -133,7 +133,7 @@ def grouped_cases(
 
 
 def _raised(ends: tuple[int, ...], multiple: int) -> tuple[int, ...]:
-    """Where groups end whose sizes are raised to a multiple."""
+    """The ends of groups whose sizes are raised to a multiple."""
     return tuple(accumulate(-(-size // multiple) * multiple for size in np.diff(ends, prepend=0).tolist()))
 
 
@@ -181,13 +181,13 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @cache
 def engine_cases() -> tuple[GemmCase, ...]:
     """GEMMs of every family that is cheap, and what a GPU would refuse."""
-    ones = (*DENSE, *BLOCKS)
-    found = [*size_cases(ones, _MOST), *code_cases(ones), *large_value_cases(ones)]
+    combinations = (*DENSE, *BLOCKS)
+    cases = [*size_cases(combinations, _MOST), *code_cases(combinations), *large_value_cases(combinations)]
     # Of every output type: which scale comes first shows in one of 10^5 outputs of 16 bits.
     for i, case in enumerate(grouped_cases()):
         if case.a.size * case.b.shape[-2] <= _MOST:
-            found.append(replace(case, out_dtype=HIGH_PRECISION[i % 3]))
-    return (*found, *_layouts(), *_bfloat16())
+            cases.append(replace(case, out_dtype=HIGH_PRECISION[i % 3]))
+    return (*cases, *_layouts(), *_bfloat16())
 
 
 def _layouts() -> Iterator[GemmCase]:

@@ -46,7 +46,7 @@ def _scales_of(gemm: GemmCase, row: int, column: int) -> tuple[np.ndarray, np.nd
     # The scales of a row of a and of a column of b, each one or those of its blocks of K.
     a, b = gemm.scale_a, gemm.scale_b
     assert a is not None and b is not None, "only a GEMM of bfloat16 has none"
-    of_a, of_b = (one.block[0] or 1 for one in (gemm.granularity_a, gemm.granularity_b))
+    of_a, of_b = (granularity.block[0] or 1 for granularity in (gemm.granularity_a, gemm.granularity_b))
     if gemm.sample is not None:  # 128x128 scales are those of the whole GEMM
         row, column = gemm.sample.rows[row] if of_a > 1 else row, gemm.sample.cols[column] if of_b > 1 else column
     return a if a.size == 1 else a[row // of_a], b if b.size == 1 else b[:, column // of_b]
@@ -55,7 +55,7 @@ def _scales_of(gemm: GemmCase, row: int, column: int) -> tuple[np.ndarray, np.nd
 def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:
     """The program; empty of bfloat16 GEMMs, of a long K, and of what raised.
 
-    An output depends on its row of a and its column of b alone: M is 1, and the column stands 16 times. K is padded
+    One output needs one row and one column: M is 1, and the column is repeated 16 times to satisfy torch. K is padded
     with zeros to a multiple of 16, or of 128 beside block scales.
     """
     if gemm.mode is Mode.BF16 or len(mismatch.index) != 2:

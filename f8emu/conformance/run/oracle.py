@@ -1,4 +1,4 @@
-"""Who judges whom: f8ref.numpy, or where that is the subject f8ref.exact and the engine. Never a subject itself.
+"""Chooses each subject's oracle: f8ref.numpy, or f8ref.exact and the engine for f8ref.numpy. No subject judges itself.
 
 A kernel that is not told S picks it [CHAIN-3]: `OwnSplit` finds which S explains its bits, where another one was
 expected. A library takes few slices, of whole promotions. One S must explain a whole output, and every output of a
@@ -18,7 +18,7 @@ import numpy as np
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.compare import bits, different
-from f8emu.conformance.run.check import Split
+from f8emu.conformance.run.check import Slicing
 from f8emu.conformance.run.subject import NotOffered, Subject, load_subject
 from f8emu.native import library
 from f8emu.spec import (
@@ -82,7 +82,7 @@ class OwnSplit:
     """The latest first."""
     _is_refuted: bool = False
 
-    def __call__(self, case: GemmCase, observed: np.ndarray, expected: np.ndarray) -> Split | None:
+    def __call__(self, case: GemmCase, observed: np.ndarray, expected: np.ndarray) -> Slicing | None:
         """The S of which `observed` has every bit, where it differs from `expected`."""
         if self._is_refuted:
             return None
@@ -92,7 +92,7 @@ class OwnSplit:
         for slices in dict.fromkeys((*self._found, *range(1, most + 1))):
             if slices != case.split_k and self._explains(replace(case, split_k=slices), observed, differs):
                 self._found = list(dict.fromkeys((slices, *self._found)))
-                return Split(slices, slices == 1 or case.k > slices * _PROMOTION)
+                return Slicing(slices, slices == 1 or case.k > slices * _PROMOTION)
         # 2. An output that none explains: the kernel is wrong, and no other S is looked for.
         self._is_refuted = True
         return None

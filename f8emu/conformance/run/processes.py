@@ -52,7 +52,7 @@ class WorkerEnded(F8Error, RuntimeError):
 
 
 class Part(NamedTuple):
-    """What one worker runs in one go, for every subject: a share of the cases of a stage."""
+    """A share of the cases of a stage, which one worker runs for every subject."""
 
     stage: str
     subjects: tuple[str, ...]
@@ -73,12 +73,12 @@ def processes_for(subjects: Sequence[Subject], is_whole: bool) -> int:
         return 2 if is_whole else 1
     torch: Any = sys.modules.get("torch")
     free = torch.cuda.mem_get_info()[0] if torch is not None and torch.cuda.is_available() else _OF_A_WORKER
-    found = min(cores, _MOST_PROCESSES, free // _OF_A_WORKER)
-    return found if found > 2 else 1
+    count = min(cores, _MOST_PROCESSES, free // _OF_A_WORKER)
+    return count if count > 2 else 1
 
 
 def shares_of(stage: str, processes: int) -> int:
-    """In how many parts the cases of a stage are run."""
+    """The number of parts in which the cases of a stage run."""
     # A case of layers takes seconds: more shares than processes, so that none waits for long; and an odd number,
     # because cases alternate between eager and compiled.
     return {"layers": 4 * processes + 1, "formats": 1, "scales": 1}.get(stage, processes)
@@ -87,7 +87,7 @@ def shares_of(stage: str, processes: int) -> int:
 def parts_of(stages: Sequence[str], subjects: Sequence[str], processes: int) -> list[Part]:
     """A run in parts, the long ones first; together they ask everything once."""
     shares = {
-        stage: shares_of(stage, processes) for stage in sorted(stages, key=lambda one: -shares_of(one, processes))
+        stage: shares_of(stage, processes) for stage in sorted(stages, key=lambda stage: -shares_of(stage, processes))
     }
     return [Part(stage, tuple(subjects), i, count) for stage, count in shares.items() for i in range(count)]
 
@@ -124,20 +124,20 @@ class Workers(ExitStack):
         for connection in self._connections:
             give(connection)
         while running:
-            for one in wait(list(running)):
-                assert isinstance(one, Connection), "nothing else is waited for"
-                part = running.pop(one)
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection), "nothing else is waited for"
+                part = running.pop(ready)
                 try:
-                    found: Shares | Exception = one.recv()
+                    answer: Shares | Exception = ready.recv()
                 except (EOFError, OSError):
                     raise WorkerEnded(
                         f"verify: a worker process ended while it ran {part.stage} of {', '.join(part.subjects)}; "
                         "expected its results. Was it out of memory? Use --jobs 1"
                     ) from None
-                if isinstance(found, Exception):
-                    raise found
-                give(one)
-                yield from found
+                if isinstance(answer, Exception):
+                    raise answer
+                give(ready)
+                yield from answer
                 progress.advance()
 
 

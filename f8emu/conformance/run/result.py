@@ -1,8 +1,8 @@
-"""What a run found: for every stage of every subject how many cases are equal, and where the others differ."""
+"""The result of a run: for every stage of every subject how many cases are equal, and where the others differ."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -122,7 +122,7 @@ class Tally:
     outputs_differing: int = 0
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        return Tally(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
     @property
     def share_of_cases(self) -> float:
@@ -138,7 +138,7 @@ Tallies = Mapping[str, Mapping[str, Tally]]
 
 
 class Status(Enum):
-    """What became of a stage."""
+    """Outcome of a stage."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
@@ -223,13 +223,13 @@ class Result:
     @property
     def is_equal(self) -> bool:
         """Whether everything ran to its end and was equal."""
-        return bool(self.subjects) and all(one.is_equal for one in self.subjects) and not self.is_interrupted
+        return bool(self.subjects) and all(subject.is_equal for subject in self.subjects) and not self.is_interrupted
 
     @property
     def has_difference(self) -> bool:
         """Whether a stage differed, or ran no case although it should have."""
-        found = {stage.status for subject in self.subjects for stage in subject.stages}
-        return bool(found & {Status.DIFFERENT, Status.EMPTY})
+        statuses = {stage.status for subject in self.subjects for stage in subject.stages}
+        return bool(statuses & {Status.DIFFERENT, Status.EMPTY})
 
 
 def joined(results: Sequence[StageResult], errors: int) -> StageResult:
@@ -258,8 +258,8 @@ def joined(results: Sequence[StageResult], errors: int) -> StageResult:
 
 
 def _summed(tallies: Iterable[Mapping[_K, Tally]]) -> dict[_K, Tally]:
-    found: dict[_K, Tally] = {}
-    for one in tallies:
-        for key, tally in one.items():
-            found[key] = found.get(key, Tally()) + tally
-    return found
+    sums: dict[_K, Tally] = {}
+    for counts in tallies:
+        for key, tally in counts.items():
+            sums[key] = sums.get(key, Tally()) + tally
+    return sums

@@ -35,7 +35,7 @@ _TOO_FEW = (
 
 
 class Runner:
-    """What the subjects of one run share: the recording, and what the oracles have answered."""
+    """State that the subjects of one run share: the recording, and the oracles' answers."""
 
     def __init__(self, golden: GoldenFile, errors: int, progress: Progress) -> None:
         self.golden = golden
@@ -86,14 +86,14 @@ class Runner:
         # another shape, is a difference of its own, and says nothing of S.
         splits = [outcome.own_split for outcome in outcomes if outcome.own_split]
         is_wrong = any(outcome.result.places and not outcome.own_split for outcome in outcomes)
-        found = [outcome.result for outcome in outcomes]
+        results = [outcome.result for outcome in outcomes]
         if splits and not is_wrong:
             if are_excused(splits):
-                found = [outcome.excused() for outcome in outcomes]
+                results = [outcome.excused() for outcome in outcomes]
             elif not stage.is_whole:
                 return replace(about, reason=_TOO_FEW)
         oracle = f"recorded on {self.golden.device}" if judge is None else judge.engine
-        return joined([replace(about, oracle=oracle, seconds=sum(seconds) / running), *found], self.errors)
+        return joined([replace(about, oracle=oracle, seconds=sum(seconds) / running), *results], self.errors)
 
     def _answer(self, stage: Stage, case: Case, judge: Subject | None) -> Parts | Exception:
         # An answer that a judge gave for an earlier subject is reused.
@@ -181,10 +181,10 @@ def _kinds(subject: Subject) -> Iterator[GemmCase]:
     for gemm in chain(gemm_cases(), islice(subject.more_gemms(), _OWN)):
         if not subject.takes(gemm) or gemm.a.size * gemm.output_shape[1] > _LARGEST:
             continue
-        asked = subject.question(gemm)
-        granularities = asked.granularity_a, asked.granularity_b
-        options = asked.out_dtype, asked.use_fast_accum, asked.bias is None
-        kind = asked.mode, granularities, asked.a.dtype, asked.b.dtype, options
+        question = subject.question(gemm)
+        granularities = question.granularity_a, question.granularity_b
+        options = question.out_dtype, question.use_fast_accum, question.bias is None
+        kind = question.mode, granularities, question.a.dtype, question.b.dtype, options
         if kind not in seen and gemm.distribution in ("", "normal"):
             seen.add(kind)
-            yield asked
+            yield question

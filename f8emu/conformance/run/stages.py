@@ -32,7 +32,7 @@ from f8emu.conformance.compare import abbreviated, different, hexadecimal
 from f8emu.conformance.layers.layer import LayerCase, LayerMode, describe_layer, layer_traits
 from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.conformance.layers.trace import SplitK, layer_parts, trace_parts
-from f8emu.conformance.run.check import Case, Parts, Split
+from f8emu.conformance.run.check import Case, Parts, Slicing
 from f8emu.conformance.run.gemm_text import describe_gemm, gemm_traits, options_of, recorded_inputs, torch_snippet
 from f8emu.conformance.run.oracle import OwnSplit, gemm_oracle, layer_oracle, value_oracle
 from f8emu.conformance.run.subject import NotOffered, Subject
@@ -143,7 +143,7 @@ def _scales(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
             states = [s.verbs["initial_delayed_state"](to[-1])]
             for amax in DELAYED_AMAXES:
                 states.append(s.verbs["update_delayed_state"](states[-1], np.full((1, 1), amax, np.float32), *to))
-            named = ((f"step {i} {name}", x) for i, one in enumerate(states) for name, x in one._asdict().items())
+            named = ((f"step {i} {name}", x) for i, state in enumerate(states) for name, x in state._asdict().items())
             return {name: np.asarray(x) for name, x in named}
 
         yield Case(
@@ -172,9 +172,9 @@ def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
         first, output = subject.first_call
         case = _gemm_case(first, f"first call: {first.id}", own_split)
 
-        def run(asked: Subject, judged=case.run) -> Parts:
-            if asked is not subject:
-                return judged(asked)
+        def run(runner: Subject, judged=case.run) -> Parts:
+            if runner is not subject:
+                return judged(runner)
             if isinstance(output, Exception):
                 raise output
             return {"": output}
@@ -182,8 +182,8 @@ def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
         yield replace(case, run=run)
     for gemm in (*gemm_cases(), *subject.more_gemms()):
         if subject.takes(gemm):
-            asked = subject.question(gemm)
-            yield _gemm_case(asked, asked.id, own_split)
+            question = subject.question(gemm)
+            yield _gemm_case(question, question.id, own_split)
 
 
 def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
@@ -191,9 +191,9 @@ def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
         raise NotOffered("no GPU: these GEMMs are run at full size, on the hardware that chooses their kernels")
     own_split = _own_split(subject)
     for gemm in live_cases():
-        asked = subject.question(gemm)
-        case = _gemm_case(asked, asked.id, own_split)
-        yield replace(case, id=asked.id) if asked is gemm else case
+        question = subject.question(gemm)
+        case = _gemm_case(question, question.id, own_split)
+        yield replace(case, id=question.id) if question is gemm else case
 
 
 def _own_split(subject: Subject) -> OwnSplit | None:
@@ -205,17 +205,17 @@ def _gemm_case(
 ) -> Case:
     turns = gemm.in_turn
 
-    def explained(given: Parts, expected: Parts) -> Split | None:
-        found: Split | None = None
-        again = [given[part] for part, one in turns.items() if one is gemm]
+    def explained(outputs: Parts, expected: Parts) -> Slicing | None:
+        split: Slicing | None = None
+        again = [outputs[part] for part, turn in turns.items() if turn is gemm]
         if any(different(again[0], other).any() for other in again[1:]):
             return None  # asked again it has another S, which no library has
         for part, right in expected.items():
-            if own_split is not None and different(given[part], right).any():
-                found = own_split(turns[part], given[part], right)
-                if found is None:
+            if own_split is not None and different(outputs[part], right).any():
+                split = own_split(turns[part], outputs[part], right)
+                if split is None:
                     break
-        return found
+        return split
 
     return Case(
         id=f"{name} {options_of(gemm)}",

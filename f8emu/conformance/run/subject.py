@@ -76,7 +76,7 @@ class Subject:
 
     @property
     def has_layer(self) -> bool:
-        """Whether it trains layers, or has the verb `linear`."""
+        """Whether the subject trains layers, or has the verb `linear`."""
         return self.train is not None or "linear" in self.verbs
 
     def takes(self, case: GemmCase) -> bool:
@@ -117,8 +117,8 @@ class Subject:
         if self.calls is not None:
             return [*self.calls(cases)]
         once = {id(case): case for case in cases}  # asked again, an implementation of f8emu gives the same
-        found = {key: self._output(case) for key, case in once.items()}
-        return [found[id(case)] for case in cases]
+        outputs = {key: self._output(case) for key, case in once.items()}
+        return [outputs[id(case)] for case in cases]
 
     def _output(self, case: GemmCase) -> np.ndarray:
         # Of the GEMM that runs, the outputs of the case.
@@ -274,8 +274,8 @@ def _f8emu_jax() -> Subject:
     implementation, engine = map(importlib.import_module, ("f8emu.jax", "f8emu.jax.gemm.engine"))
     multiplies = engine.engine_of()
     on_hardware = not multiplies.startswith("emulated")
-    found = _production("f8emu.jax", framework, implementation, multiplies, on_hardware)
-    return replace(found, train=partial(train, JaxTraining, framework))
+    production = _production("f8emu.jax", framework, implementation, multiplies, on_hardware)
+    return replace(production, train=partial(train, JaxTraining, framework))
 
 
 def _production(name: str, framework: Framework, module: ModuleType, multiplies: str, on_hardware: bool) -> Subject:

@@ -36,27 +36,27 @@ def stages_with(
     expressions = {pattern: re.compile(".*".join(map(re.escape, pattern.split("*")))) for pattern in patterns}
 
     def matched(name: str) -> set[str]:
-        return {pattern for pattern, one in expressions.items() if name == pattern or one.fullmatch(name)}
+        return {pattern for pattern, expression in expressions.items() if name == pattern or expression.fullmatch(name)}
 
     def only(stage: Stage) -> Stage:
         def cases(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-            found = [case for case in stage.cases(subject, golden) if matched(printable(case.id))]
-            if not found:
+            chosen = [case for case in stage.cases(subject, golden) if matched(printable(case.id))]
+            if not chosen:
                 raise NotOffered(f"{subject.name} has no case {', '.join(patterns)} of {stage.title}")
-            return iter(found)
+            return iter(chosen)
 
         return replace(stage, cases=cases, is_whole=False)
 
     # 1. Stages that have such a case, drawn no further than needed: the last ones take longest.
     names: list[str] = []
-    found: list[Stage] = []
+    matching: list[Stage] = []
     unmatched = set(patterns)
     for stage in stages:
         drawn = [printable(case.id) for subject in subjects for case in _cases(stage, subject, golden)]
         names += drawn
         if matches := set[str]().union(*map(matched, drawn)):
             unmatched -= matches
-            found.append(only(stage))
+            matching.append(only(stage))
         if set(patterns) <= set(names):  # what follows need not be drawn
             break
     # 2. A pattern without a case is a mistake of the caller, never an empty run that passes.
@@ -66,7 +66,7 @@ def stages_with(
         raise SpecError(
             f"verify --case: no case is called {pattern!r}{nearest}; take the name from a report, with * for any text"
         )
-    return found
+    return matching
 
 
 def _cases(stage: Stage, subject: Subject, golden: GoldenFile) -> list[Case]:
@@ -103,11 +103,11 @@ def verify(
     chosen = stages_by_name(stages) if only is None else only
     golden = shipped_golden() if golden is None else golden
     names = [subject.name for subject in subjects]
-    own = [name for name in names if name not in SUBJECTS]
-    if processes > 1 and (own or only is not None):
+    foreign = [name for name in names if name not in SUBJECTS]
+    if processes > 1 and (foreign or only is not None):
         raise SpecError(
             f"verify: several processes run the suite's stages for {', '.join(SUBJECTS)}; got "
-            f"{', '.join(own) or 'stages of your own'}; use 1 process (--jobs 1)"
+            f"{', '.join(foreign) or 'stages of your own'}; use 1 process (--jobs 1)"
         )
     progress = progress or Silent()
     shares: dict[tuple[str, str], list[StageResult]] = {}
@@ -134,9 +134,9 @@ def verify(
     for subject in subjects:
         stages_ran: list[StageResult] = []
         for stage in chosen:
-            found = shares.get((subject.name, stage.name), [])
-            if len(found) == (shares_of(stage.name, processes) if processes > 1 else 1):
-                stages_ran.append(joined(found, errors))
+            finished = shares.get((subject.name, stage.name), [])
+            if len(finished) == (shares_of(stage.name, processes) if processes > 1 else 1):
+                stages_ran.append(joined(finished, errors))
         if stages_ran or not is_interrupted:
             results.append(SubjectResult(name=subject.name, engine=subject.engine, stages=stages_ran))
     return Result(golden=golden, subjects=results, is_interrupted=is_interrupted)
