@@ -100,11 +100,8 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
     [
         (("verify", "f8ref.nump"), "unknown subject 'f8ref.nump'; known subjects are f8ref.numpy, f8ref.jax, f8emu"),
         (("verify", "--stage", "goldn"), "unknown stage 'goldn'; known stages are formats"),
-        (("verify", "--golden", "/no/such/file"), "cannot read /no/such/file"),
         (("verify", "--golden", __file__), "cut short, or foreign"),
-        (("verify", "f8ref.numpy", "--json", "/no/such/place/out.json"), "cannot write /no/such/place/out.json"),
         (("verify", "f8ref.numpy", "--html", "/no/such/place/out.html"), "cannot write /no/such/place/out.html"),
-        (("verify", "f8ref.nump", "--json", "/tmp"), "cannot write /tmp: [Errno 21] Is a directory"),
         (("verify", "no.such.module:f"), "No module named 'no'"),
         (("verify", "--arrays", "cupy"), "cupy"),
         (("verify", "--errors", "-1"), "--errors"),
@@ -113,7 +110,6 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
         (("recipes", "nosuch"), "unknown recipe 'nosuch'; known recipes: tensorwise, rowwise"),
         (("recipes", "--toml", "--json"), "exclude each other"),
         (("nosuch",), "nosuch"),
-        (("record", "/no/such/place/new.safetensors"), "record: cannot write /no/such/place/new.safetensors"),
     ],
 )
 def test_bad_usage_is_a_message_and_status_2(arguments: tuple[str, ...], message: str) -> None:
@@ -222,16 +218,6 @@ def test_interrupted_runs_keep_their_finished_stages(
         assert invoke("verify", "planted") == (130, "", "interrupted\n")
     status, out, _ = invoke("verify", "planted", "--golden", str(few), "--stage", "golden")
     assert status == 130 and out.startswith("INTERRUPTED, nothing was compared; ") and "equal so far" not in out
-
-
-def test_sigterm_is_ctrl_c() -> None:
-    """It stops a container."""
-    stopped = "import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
-    code = (
-        f"\nfrom f8emu.conformance.run import subject\ndef stop(): {stopped}\nsubject.SUBJECTS['planted'] = stop{MAIN}"
-    )
-    found = python(code, "verify", "planted")
-    assert (found.returncode, found.stderr) == (130, "interrupted\n")
 
 
 def test_a_failure_of_f8emu_is_no_difference(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
