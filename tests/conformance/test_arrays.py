@@ -35,8 +35,8 @@ def test_no_bit_changes_in_any_layout(name: str, fmt: Format) -> None:
     x = every_code(fmt)
     stack = x.reshape(2, 8, -1)
     read_only = np.frombuffer(x.tobytes(), x.dtype)
-    for given in (x, x.T, x[::3, 1::2], x[:0], x[0, 0], x[:, :1].T, stack.swapaxes(1, 2), read_only):
-        array = np.asarray(given)
+    for view in (x, x.T, x[::3, 1::2], x[:0], x[0, 0], x[:, :1].T, stack.swapaxes(1, 2), read_only):
+        array = np.asarray(view)
         back = np.asarray(arrays.store(arrays.load(array)))
         assert back.dtype == array.dtype and back.shape == array.shape
         assert np.array_equal(codes_of(back), codes_of(array))

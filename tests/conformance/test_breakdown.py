@@ -114,35 +114,35 @@ def test_every_output_is_counted_and_the_first_part_is_explained() -> None:
     wrong = ones.copy()
     wrong[1, 2:4] = 1 + 2.0**-23
     expected = {"a": ones, "b": ones, "c": ones}
-    found = result_of({"a": ones, "b": wrong, "c": ones[:2]}, expected)
-    assert (found.outputs_total, found.outputs_equal, found.first_differences) == (72, 46, {"b": 1})
-    assert found.ulps["float32"].labelled() == {"+1": 2, NOT_COMPARED: 24}
-    (place,), (mismatch,) = found.places, found.mismatches
+    result = result_of({"a": ones, "b": wrong, "c": ones[:2]}, expected)
+    assert (result.outputs_total, result.outputs_equal, result.first_differences) == (72, 46, {"b": 1})
+    assert result.ulps["float32"].labelled() == {"+1": 2, NOT_COMPARED: 24}
+    (place,), (mismatch,) = result.places, result.mismatches
     assert place.part == "b" and np.argwhere(place.differing).tolist() == [[1, 2], [1, 3]]
     assert mismatch.line() == "c: b [1, 2] => 0x3f800001 (1.00000012)  expected: 0x3f800000 (1); 2 of 24 differ"
     tally = Tally(cases=1, cases_differing=1, outputs=72, outputs_differing=26)
-    assert found.tallies == {"kind": {"planted": tally}} and found.status is Status.DIFFERENT
+    assert result.tallies == {"kind": {"planted": tally}} and result.status is Status.DIFFERENT
     equal = result_of(expected, expected)
     assert equal.status is Status.EQUAL and equal.ulps == {} and equal.places == breakdowns([equal]) == []
     # a missing part, and another dtype
-    found = result_of({"a": ones, "b": ones}, expected)
-    assert (found.outputs_equal, found.first_differences, found.cases_equal) == (48, {"c": 1}, 0)
-    found = result_of({**expected, "a": ones.astype(np.float64)}, expected)
-    assert (found.outputs_equal, found.first_differences) == (48, {"a": 1})
-    assert "gave float64[4, 6], expected float32[4, 6]" in found.mismatches[0].line()
+    result = result_of({"a": ones, "b": ones}, expected)
+    assert (result.outputs_equal, result.first_differences, result.cases_equal) == (48, {"c": 1}, 0)
+    result = result_of({**expected, "a": ones.astype(np.float64)}, expected)
+    assert (result.outputs_equal, result.first_differences) == (48, {"a": 1})
+    assert "gave float64[4, 6], expected float32[4, 6]" in result.mismatches[0].line()
 
 
 def test_exceptions_are_failures_and_not_offered_is_neither() -> None:
     expected = {"": np.zeros(4, np.float32)}
     fails = raising(ZeroDivisionError("oh\nsecond line"))
-    found = result_of(fails, expected)
-    assert (found.outputs_total, found.outputs_equal, found.status) == (4, 0, Status.DIFFERENT)
-    assert found.mismatches[0].line() == "c => raised ZeroDivisionError: oh"
-    assert found.ulps["float32"].labelled() == {NOT_COMPARED: 4} and found.places == []
-    found = result_of(raising(NotOffered("no such thing")), expected)
-    assert (found.reason, found.outputs_total, found.status) == ("no such thing", 0, Status.NOT_OFFERED)
-    found = result_of({}, answer(Case(id="c", run=fails), NOBODY))
-    assert "the oracle raised ZeroDivisionError" in found.mismatches[0].line() and found.status is Status.DIFFERENT
+    result = result_of(fails, expected)
+    assert (result.outputs_total, result.outputs_equal, result.status) == (4, 0, Status.DIFFERENT)
+    assert result.mismatches[0].line() == "c => raised ZeroDivisionError: oh"
+    assert result.ulps["float32"].labelled() == {NOT_COMPARED: 4} and result.places == []
+    result = result_of(raising(NotOffered("no such thing")), expected)
+    assert (result.reason, result.outputs_total, result.status) == ("no such thing", 0, Status.NOT_OFFERED)
+    result = result_of({}, answer(Case(id="c", run=fails), NOBODY))
+    assert "the oracle raised ZeroDivisionError" in result.mismatches[0].line() and result.status is Status.DIFFERENT
 
 
 # How far
@@ -237,8 +237,8 @@ def planted() -> Result:
 
 def test_breakdown_names_what_differs(planted: Result) -> None:
     subject = planted.subjects[0]
-    (found,) = breakdowns(subject.stages)
-    assert found.stages == ("recorded GEMMs", "generated GEMMs"), "the same traits, counted together"
+    (breakdown,) = breakdowns(subject.stages)
+    assert breakdown.stages == ("recorded GEMMs", "generated GEMMs"), "the same traits, counted together"
     total = joined(subject.stages[1:], errors=0)
     whole = Tally(
         cases=total.cases_total,
@@ -246,18 +246,18 @@ def test_breakdown_names_what_differs(planted: Result) -> None:
         outputs=total.outputs_total,
         outputs_differing=total.outputs_total - total.outputs_equal,
     )
-    assert found.whole == whole and whole.cases_differing > 20
-    assert list(found.tallies) == [
+    assert breakdown.whole == whole and whole.cases_differing > 20
+    assert list(breakdown.tallies) == [
         "accumulation", "scales", "operands", "output", "bias", "M", "N", "K", "tail of K", "slices of K", "inputs",
         "family",
     ]  # fmt: skip
-    for values in found.tallies.values():
+    for values in breakdown.tallies.values():
         assert sum(values.values(), Tally()) == whole
-    assert sum(histogram.total for histogram in found.ulps.values()) == whole.outputs_differing
-    assert list(found.telling()["K"]) == ["1 to 128", "129 to 512", "513 to 2048"], "in order"
-    fast = found.tallies["accumulation"]["fast"]
+    assert sum(histogram.total for histogram in breakdown.ulps.values()) == whole.outputs_differing
+    assert list(breakdown.telling()["K"]) == ["1 to 128", "129 to 512", "513 to 2048"], "in order"
+    fast = breakdown.tallies["accumulation"]["fast"]
     assert fast.cases_differing == 20, "NaN in a corner: 20 of float16 and 48 rows"
-    assert found.ulps["float16"].apart["NaN for number"] > 0
+    assert breakdown.ulps["float16"].apart["NaN for number"] > 0
     (golden,) = breakdowns([stage for stage in subject.stages if stage.stage == "golden"])
     sentence = "Of the cases with accumulation: promoted, 100 % (8 of 8) differ; of all others 0 % (0 of 8)"
     assert list(golden.sentences()) == [sentence]
@@ -283,26 +283,26 @@ CONTRASTS: dict[str, tuple[dict[str, dict[str, tuple[int, int]]], list[tuple[str
 
 @pytest.mark.parametrize(("counts", "names"), CONTRASTS.values(), ids=CONTRASTS)
 def test_contrasts(counts: dict[str, dict[str, tuple[int, int]]], names: list[tuple[str, ...]]) -> None:
-    assert [one.names for one in contrasts(counts)] == names
+    assert [contrast.names for contrast in contrasts(counts)] == names
 
 
 def test_breakdown_in_json_and_on_the_terminal(planted: Result) -> None:
     run = Run(command=[], seconds=0.0)
-    (found,) = to_json(planted, run)["subjects"][0]["breakdowns"]
-    assert found["by"]["accumulation"]["fast"]["cases_differing"] == 20
-    histogram = found["ulps"]["float32"]
+    (breakdown,) = to_json(planted, run)["subjects"][0]["breakdowns"]
+    assert breakdown["by"]["accumulation"]["fast"]["cases_differing"] == 20
+    histogram = breakdown["ulps"]["float32"]
     assert sum(histogram["histogram"].values()) == histogram["total"] > 0
-    assert sum(ulps["total"] for ulps in found["ulps"].values()) == found["whole"]["outputs_differing"]
+    assert sum(ulps["total"] for ulps in breakdown["ulps"].values()) == breakdown["whole"]["outputs_differing"]
 
     screen = Console(width=80, file=io.StringIO())
     for part in parts(page(planted, run)):
         screen.print(part, soft_wrap=isinstance(part, str))
     text = screen.file.getvalue()  # type: ignore[attr-defined]
-    fast = found["by"]["accumulation"]["fast"]
+    fast = breakdown["by"]["accumulation"]["fast"]
     counts = rf"20/{fast['cases']} .* {fast['outputs_differing']}/{fast['outputs']} "
     assert re.search(rf"accumulation +fast +{counts}", text), text
     assert "…" not in text, "nothing is cut off"
-    assert f"float32: {found['ulps']['float32']['total']:,} outputs differ, by " in text
+    assert f"float32: {breakdown['ulps']['float32']['total']:,} outputs differ, by " in text
     assert "NaN for number" in text
     assert "not compared" in text, "fast accumulation of block scales is refused: those cases raise"
 

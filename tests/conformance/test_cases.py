@@ -41,16 +41,16 @@ from f8emu.spec.scaling import Granularity
 @pytest.mark.parametrize("fmt", FLOAT8, ids=str)
 def test_float32_boundaries_hold_every_midpoint_and_its_neighbours(fmt: Format) -> None:
     x = cases.float32_boundaries(fmt)
-    found = set(codes_of(x).tolist())
+    codes = set(codes_of(x).tolist())
     values = np.arange(fmt.max_code + 1, dtype=np.uint8).view(dtype_of(fmt)).astype(np.float64)
     midpoints = (values[1:] + values[:-1]) / 2
     overflow = Fraction(fmt.max) + Fraction(2) ** (fmt.max_exponent - fmt.fraction_bits - 1)
     for point in (*values, *midpoints, float(overflow)):
         code = int(np.float32(point).view(np.uint32))
         for near in range(max(code - 2, 0), code + 3):
-            assert near in found and near | 0x8000_0000 in found, (point, near)
+            assert near in codes and near | 0x8000_0000 in codes, (point, near)
     assert np.isnan(x).sum() >= 8 and np.isinf(x).sum() >= 2
-    assert {0x0000_0000, 0x8000_0000, 0x0000_0001, 0x007F_FFFF, 0x7F7F_FFFF} <= found
+    assert {0x0000_0000, 0x8000_0000, 0x0000_0001, 0x007F_FFFF, 0x7F7F_FFFF} <= codes
 
 
 def test_casts_cover_every_source_format_and_policy() -> None:
@@ -123,7 +123,7 @@ def test_each_combination_meets_each_family() -> None:
     sizes = {Family.ROW, Family.ROWS, Family.COLUMNS, Family.TILES, Family.K, Family.DECODE, Family.PREFILL}
     of_all = {*sizes, Family.EVERY_CODE, Family.SCALES, Family.ALIGNMENT, Family.STRIDES, Family.TURNS}
     dense, blocks = (
-        {(one.granularities, one.formats[0].name, one.formats[1].name, one.use_fast_accum) for one in combinations}
+        {(c.granularities, c.formats[0].name, c.formats[1].name, c.use_fast_accum) for c in combinations}
         for combinations in (DENSE, BLOCKS)
     )
     assert (len(dense), len(blocks)) == (12, 3)
@@ -176,12 +176,12 @@ def test_tensors_of_a_layer() -> None:
     place = Place(layer=2)
     m, n, k = case.sizes(2)
     shapes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n), "bias": (n,)}
-    found = case.tensors(place)
-    assert {name: x.shape for name, x in found.items()} == shapes
+    tensors = case.tensors(place)
+    assert {name: x.shape for name, x in tensors.items()} == shapes
     dtypes = {"input": "bfloat16", "weight": "float32", "grad_output": "bfloat16", "bias": "float32"}
-    assert {name: x.dtype.name for name, x in found.items()} == dtypes
+    assert {name: x.dtype.name for name, x in tensors.items()} == dtypes
     first, second = case.tensors(Place()), case.tensors(Place(turn=2))
-    assert np.array_equal(first["input"], found["input"]) and not np.array_equal(first["input"], second["input"])
+    assert np.array_equal(first["input"], tensors["input"]) and not np.array_equal(first["input"], second["input"])
     assert np.array_equal(first["weight"], second["weight"])
     assert place_of(case.part(Place(1, 2, 2), "output.a.codes")) == (Place(1, 2, 2), "output.a.codes")
 
@@ -194,9 +194,9 @@ def test_a_difference_of_a_layer_is_explained() -> None:
             parts = (trace_parts if case.mode is LayerMode.TRACE else layer_parts)(case, reference.verbs)
             for part, array in parts.items():
                 last = tuple(size - 1 for size in array.shape)
-                said = describe_layer(case, part, last)
-                assert said or array.ndim == 0, (case.id, part)
-                assert not said.endswith("(0)"), (case.id, part)
+                text = describe_layer(case, part, last)
+                assert text or array.ndim == 0, (case.id, part)
+                assert not text.endswith("(0)"), (case.id, part)
 
 
 def test_layers_are_those_of_llama() -> None:
@@ -235,7 +235,7 @@ def test_a_sample_is_judged_as_the_whole(pair: Pair | None) -> None:
         sizes = len(sample.rows), len(sample.cols), 272
         case = scaled_case("sampled", pair, (E4M3FN, E4M3FN), sizes, "bits", sample=sample)
     case = replace(case, sample=sample)
-    found = load_subject("f8ref.numpy").gemm(case)
+    sampled = load_subject("f8ref.numpy").gemm(case)
     whole = replace(load_subject("f8emu.native"), runs_full_size=True).gemm(case)
-    assert found.shape == (len(sample.rows), len(sample.cols)) and not different(whole, found).any()
-    assert np.isfinite(found.astype(np.float32)).any()
+    assert sampled.shape == (len(sample.rows), len(sample.cols)) and not different(whole, sampled).any()
+    assert np.isfinite(sampled.astype(np.float32)).any()

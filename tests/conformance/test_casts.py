@@ -61,9 +61,9 @@ def verified(name: str, kind: str, wanted: Wanted = ANY, arrays: str = "numpy") 
     return verify_function(f"tests.conformance.planted_casts:{name}", kind, wanted, arrays=arrays, here=True)
 
 
-def assert_named(found: Verified, headline: str) -> None:
-    assert found.result.has_difference and found.diagnosis is not None
-    assert (found.diagnosis.headline, found.diagnosis.is_complete) == (headline, True)
+def assert_named(verified: Verified, headline: str) -> None:
+    assert verified.result.has_difference and verified.diagnosis is not None
+    assert (verified.diagnosis.headline, verified.diagnosis.is_complete) == (headline, True)
 
 
 @pytest.mark.parametrize("name", WRONG_CASTS)
@@ -85,8 +85,8 @@ def test_every_alteration_of_a_cast_is_found_again() -> None:
     for step in cast_alterations(E5M2FNUZ, right.overflow):
         codes = step.of(right).cast(x).view(expected.dtype)
         if different(codes, expected).any():
-            found = diagnose_cast(x, ones, codes, right)
-            assert found.is_complete and len(found.alterations) == 1, (step, found)
+            diagnosis = diagnose_cast(x, ones, codes, right)
+            assert diagnosis.is_complete and len(diagnosis.alterations) == 1, (step, diagnosis)
 
 
 def test_every_alteration_of_scales_is_found_again() -> None:
@@ -97,24 +97,24 @@ def test_every_alteration_of_scales_is_found_again() -> None:
     right = QuantizerRule.of(own_dialects(E4M3FN, block)[0])
     for step in scale_alterations(E4M3FN, largest=416, least=1e-6):
         parts = step.of(right).parts(x, block)
-        if all(not different(parts[name], one).any() for name, one in right.parts(x, block).items()):
+        if all(not different(parts[name], part).any() for name, part in right.parts(x, block).items()):
             continue
-        found = diagnose_quantizer([(x, parts["codes"], parts["scales"])], block, [right])
-        assert found.is_complete and len(found.alterations) == 1, (step, found)
+        diagnosis = diagnose_quantizer([(x, parts["codes"], parts["scales"])], block, [right])
+        assert diagnosis.is_complete and len(diagnosis.alterations) == 1, (step, diagnosis)
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_cast_is_equal_and_its_contract_is_told(name: str) -> None:
-    found = verified(name, "cast")
-    assert found.result.is_equal and found.diagnosis is None
-    assert found.follows == RIGHT[name]
+    right = verified(name, "cast")
+    assert right.result.is_equal and right.diagnosis is None
+    assert right.follows == RIGHT[name]
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_right_quantizer_is_equal_and_its_dialect_is_named(name: str) -> None:
-    found = verified(name, "quantize")
-    assert found.result.is_equal and found.diagnosis is None
-    assert found.follows == QUANTIZERS[name]
+    right = verified(name, "quantize")
+    assert right.result.is_equal and right.diagnosis is None
+    assert right.follows == QUANTIZERS[name]
 
 
 def test_either_contract_of_overflow_can_be_asked_for() -> None:
@@ -135,30 +135,30 @@ def test_casts_of_torch_are_equal_and_one_that_reads_strides_of_its_own_is_found
     for name in ("by_torch", "ours_of_torch"):
         assert verified(name, "cast", arrays="torch").result.is_equal
     name = "tests.conformance.planted_casts:reads_its_own_strides"
-    found = verify_function(name, "cast", arrays="torch", diagnose=False)
-    (stage,) = found.result.subjects[0].stages
+    wrong = verify_function(name, "cast", arrays="torch", diagnose=False)
+    (stage,) = wrong.result.subjects[0].stages
     differing = {name for name, tally in stage.tallies["inputs"].items() if tally.cases_differing}
     assert differing == {"memory"}
 
 
 def test_a_cast_of_jax_is_equal_and_what_it_refuses_is_no_pass() -> None:
     pytest.importorskip("jax")
-    found = verified("ours_of_jax", "cast", arrays="jax")
-    (stage,) = found.result.subjects[0].stages
-    assert (found.result.is_equal, stage.cases_equal, stage.cases_not_offered) == (True, 4, 20)
+    right = verified("ours_of_jax", "cast", arrays="jax")
+    (stage,) = right.result.subjects[0].stages
+    assert (right.result.is_equal, stage.cases_equal, stage.cases_not_offered) == (True, 4, 20)
 
 
 def test_a_cast_that_leaves_a_tail_unwritten_is_found_by_its_values() -> None:
-    found = verified("unwritten_tail", "cast")
-    assert found.diagnosis is not None and found.diagnosis.contradictions > 10_000
-    assert found.diagnosis.headline.startswith("NOT EXPLAINED: 10700 values have several codes, by place")
+    wrong = verified("unwritten_tail", "cast")
+    assert wrong.diagnosis is not None and wrong.diagnosis.contradictions > 10_000
+    assert wrong.diagnosis.headline.startswith("NOT EXPLAINED: 10700 values have several codes, by place")
 
 
 def test_a_cast_that_changes_its_input_is_at_fault() -> None:
-    found = verified("changes_x", "cast")
-    (stage,) = found.result.subjects[0].stages
-    assert found.result.has_difference and found.diagnosis is None
-    assert any("ChangedInput" in one.error for one in stage.mismatches)
+    wrong = verified("changes_x", "cast")
+    (stage,) = wrong.result.subjects[0].stages
+    assert wrong.result.has_difference and wrong.diagnosis is None
+    assert any("ChangedInput" in mismatch.error for mismatch in stage.mismatches)
 
 
 def test_the_command_tells_all_of_it(tmp_path: Path) -> None:

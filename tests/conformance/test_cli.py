@@ -56,9 +56,9 @@ def test_verify_with_json(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert report["golden"]["file"] == "few.safetensors"
     assert report["golden"]["sha256"] == read_golden(few).sha256
     assert report["golden"]["metadata"]["device"] == "NVIDIA H200"
-    (found,) = report["subjects"]
-    assert (found["name"], found["equal"]) == ("f8ref.numpy", True)
-    (stage,) = found["stages"]
+    (judged,) = report["subjects"]
+    assert (judged["name"], judged["equal"]) == ("f8ref.numpy", True)
+    (stage,) = judged["stages"]
     assert stage["stage"] == "golden" and stage["status"] == "equal" and stage["mismatches"] == []
     totals = ("cases_total", "cases_equal", "cases_not_offered", "outputs_total", "outputs_equal")
     assert [stage[key] for key in totals] == [4, 4, 0, outputs, outputs]
@@ -176,11 +176,11 @@ def test_without_a_framework_what_can_run_does(package: str, few: Path, tmp_path
     assert f"not run: {reason}" in result.stdout and f"pip install 'f8emu[{package}]'" in result.stdout
     assert "Traceback" not in result.stderr
     data = json.loads(report.read_text())
-    found = {subject["name"]: subject["stages"][0]["status"] for subject in data["subjects"]}
+    statuses = {subject["name"]: subject["stages"][0]["status"] for subject in data["subjects"]}
     assert sorted(data["not_run"]) == sorted(all_missing) and data["not_run"][missing].startswith(reason)
-    assert result.returncode == 0 and found == dict.fromkeys(set(subject.SUBJECTS) - set(all_missing), "equal")
-    asked = python(MAIN, "verify", missing, blocked=(package,))
-    assert asked.returncode == 2 and reason in asked.stderr, "one that was asked for must be there"
+    assert result.returncode == 0 and statuses == dict.fromkeys(set(subject.SUBJECTS) - set(all_missing), "equal")
+    named = python(MAIN, "verify", missing, blocked=(package,))
+    assert named.returncode == 2 and reason in named.stderr, "one that was asked for must be there"
 
 
 def test_the_report_is_opened_before_any_work(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,9 +255,9 @@ def test_plan_writes_the_objects_with_their_splits(tmp_path: Path) -> None:
     shapes, out, own = tmp_path / "in.json", tmp_path / "out.json", tmp_path / "own.json"
     shapes.write_text(json.dumps(SHAPES))
     assert invoke("plan", "--shapes", str(shapes), "--json", str(out)) == (0, "", "")
-    found = json.loads(out.read_text())
-    assert [(x["split_k"], x["source"]) for x in found] == [(3, "recorded"), (6, "predicted"), (1, "unknown")]
-    assert [{key: x[key] for key in shape} for x, shape in zip(found, SHAPES, strict=True)] == SHAPES
+    splits = json.loads(out.read_text())
+    assert [(x["split_k"], x["source"]) for x in splits] == [(3, "recorded"), (6, "predicted"), (1, "unknown")]
+    assert [{key: x[key] for key in shape} for x, shape in zip(splits, SHAPES, strict=True)] == SHAPES
     alone = python(MAIN, "plan", "--shapes", str(shapes), blocked=("jax", "torch", "numpy", "ml_dtypes"))
     assert alone.returncode == 0 and "predicted" in alone.stdout, alone.stderr
     status, table, _ = invoke("plan", "--shapes", str(shapes))
@@ -265,8 +265,8 @@ def test_plan_writes_the_objects_with_their_splits(tmp_path: Path) -> None:
     head = {"schema": 2, "library": "cuBLAS 13.1.0.3", "chip": "NVIDIA H200"}
     own.write_text(json.dumps({**head, "recorded": [{"tables": ["bfloat16 nn"], "rows": [[8, 512, 8256, 5]]}]}))
     assert invoke("plan", "--shapes", str(shapes), "--plan", str(own), "--json", str(out))[0] == 0
-    found = json.loads(out.read_text())
-    assert [(x["split_k"], x["source"]) for x in found] == [(3, "recorded"), (5, "recorded"), (1, "unknown")]
+    splits = json.loads(out.read_text())
+    assert [(x["split_k"], x["source"]) for x in splits] == [(3, "recorded"), (5, "recorded"), (1, "unknown")]
 
 
 def test_plan_and_record_plans_tell_bad_input(tmp_path: Path) -> None:

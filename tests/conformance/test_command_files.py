@@ -28,21 +28,21 @@ def parameters() -> Iterator[tuple[str, Any, Any]]:
     for command in build_app().registered_commands:
         function: Any = command.callback
         for name, hint in function.__annotations__.items():
-            told = [one for one in getattr(hint, "__metadata__", ()) if hasattr(one, "param_decls")]
+            options = [option for option in getattr(hint, "__metadata__", ()) if hasattr(option, "param_decls")]
             default = (function.__wrapped__.__kwdefaults__ or {}).get(name)
-            yield f"{function.__name__} {name}", hint, (told or [default])[0]
+            yield f"{function.__name__} {name}", hint, (options or [default])[0]
 
 
 def test_every_path_and_every_number_is_declared() -> None:
     """So that a new option cannot go past the guard: what is done with a path, from where to where a number goes."""
     paths, numbers = [], []
-    for name, hint, told in parameters():
+    for name, hint, option in parameters():
         kind = str(typing.get_args(hint)[:1] or hint)
         if "Path" in kind:
             assert use_of(hint) is not None, name
             paths.append(name)
         elif re.search(r"\b(int|float)\b", kind):
-            assert told.max is not None and (told.min is not None or "float" in kind), name
+            assert option.max is not None and (option.min is not None or "float" in kind), name
             numbers.append(name)
     assert len(paths) >= 24 and len(numbers) >= 12
 
@@ -79,12 +79,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def state(folder: Path) -> dict[str, str]:
     """Every file and its content."""
-    found = {}
+    hashes = {}
     for path in sorted(folder.rglob("*")):
         if "__pycache__" not in path.parts:
             is_file = path.is_file() and not path.is_symlink()
-            found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if is_file else ""
-    return found
+            hashes[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if is_file else ""
+    return hashes
 
 
 REPLACED = "may not replace what is"

@@ -27,14 +27,14 @@ MEMORY = Memory()
 
 
 def diagnosed(subject: Subject, *kinds: str) -> tuple[Diagnosis, ...]:
-    found = diagnose(subject, kinds=[BY_NAME[kind] for kind in kinds], memory=MEMORY)
-    assert [one.kind for one in found] == [*kinds] and not any(one.error or one.left_out for one in found), found
-    assert all(one.is_right or (one.best is not None and one.best.is_complete) for one in found), found
-    return found
+    diagnoses = diagnose(subject, kinds=[BY_NAME[kind] for kind in kinds], memory=MEMORY)
+    assert [d.kind for d in diagnoses] == [*kinds] and not any(d.error or d.left_out for d in diagnoses), diagnoses
+    assert all(d.is_right or (d.best is not None and d.best.is_complete) for d in diagnoses), diagnoses
+    return diagnoses
 
 
-def names(found: Diagnosis) -> set[str]:
-    return set(found.best.alterations) if found.best is not None else set()
+def names(diagnosis: Diagnosis) -> set[str]:
+    return set(diagnosis.best.alterations) if diagnosis.best is not None else set()
 
 
 def written(accumulate: Callable[[Array, Array], Array]) -> Subject:
@@ -80,12 +80,12 @@ IN_NUMPY: dict[str, tuple[Callable[[Array, Array], Array], str, str]] = {
 @pytest.mark.parametrize(("accumulate", "name", "headline"), IN_NUMPY.values(), ids=IN_NUMPY)
 def test_a_kernel_in_numpy_is_explained(accumulate: Callable[[Array, Array], Array], name: str, headline: str) -> None:
     """Three steps tensorwise, one rowwise; one headline, and each kind in a line of its own."""
-    found = diagnosed(written(accumulate), "tensorwise fast", "rowwise promoted")
-    assert list(map(names, found)) == [{name, "scales as (acc * sb) * sa", "-0 kept"}, {name}]
-    lines = list(diagnosis_lines("x", found))
+    diagnoses = diagnosed(written(accumulate), "tensorwise fast", "rowwise promoted")
+    assert list(map(names, diagnoses)) == [{name, "scales as (acc * sb) * sa", "-0 kept"}, {name}]
+    lines = list(diagnosis_lines("x", diagnoses))
     assert lines[1] == f"  in short: {headline}" and len(headline.split()) <= 25
-    said = [line.split(":")[:2] for line in lines[2:] if not line.startswith("    the same bits")]
-    assert said == [["  tensorwise fast", " explained"], ["  rowwise promoted", " explained"]]
+    starts = [line.split(":")[:2] for line in lines[2:] if not line.startswith("    the same bits")]
+    assert starts == [["  tensorwise fast", " explained"], ["  rowwise promoted", " explained"]]
 
 
 def power_of_two(up: bool) -> Callable[[Array], Array]:
@@ -133,8 +133,8 @@ def test_an_altered_scale_is_named(
             scales = of_a(scale_a).astype(np.float32), of_b(scale_b).astype(np.float32)
         return emulation.scaled_mm(a, b, *scales, **options)
 
-    (found,) = diagnosed(subject_of(scaled_mm), kind)
-    assert names(found) == {name}
+    (diagnosis,) = diagnosed(subject_of(scaled_mm), kind)
+    assert names(diagnosis) == {name}
 
 
 def test_an_epilogue_that_values_choose_is_not_taken_for_a_lost_zero() -> None:
@@ -197,5 +197,5 @@ def test_a_grouped_kernel_is_explained(name: str, change: Callable[[dict[str, Ar
         name="x", function=grouped, arguments=(), keywords=keywords, b=K_BY_ROWS, arrays="numpy",
         multiples=(1, 1, 1), out_dtypes=HIGH_PRECISION,
     )  # fmt: skip
-    (found,) = diagnosed(kernel_subject(kernel), "grouped rowwise fast")
-    assert names(found) == ({name} if name else set()) and found.is_right == (not name)
+    (diagnosis,) = diagnosed(kernel_subject(kernel), "grouped rowwise fast")
+    assert names(diagnosis) == ({name} if name else set()) and diagnosis.is_right == (not name)

@@ -138,12 +138,12 @@ NARROW = [
 @pytest.mark.parametrize("planted", [*PLANTED, *NARROW], ids=lambda row: f"{' and '.join(row[2:])}, {row[0]}")
 def test_planted_kernels_are_named(planted: tuple[Any, ...]) -> None:
     kind, knobs, *names = planted
-    (found,) = diagnose(subject(**knobs), kinds=[BY_NAME[kind]], memory=MEMORY)
-    assert found.best is not None and set(found.best.alterations) == set(names), found
-    assert found.best.is_complete and found.outputs_equal < found.outputs_total
-    others = {name for one in found.alternatives for name in one.alterations} - set(names)
+    (diagnosis,) = diagnose(subject(**knobs), kinds=[BY_NAME[kind]], memory=MEMORY)
+    assert diagnosis.best is not None and set(diagnosis.best.alterations) == set(names), diagnosis
+    assert diagnosis.best.is_complete and diagnosis.outputs_equal < diagnosis.outputs_total
+    others = {name for other in diagnosis.alternatives for name in other.alterations} - set(names)
     same = {**SAME_BITS, **(SAME_NARROW if knobs.get("dtypes") == ("bfloat16",) else {})}
-    assert others == set[str]().union(*(same.get(name, ()) for name in names)), found.alternatives
+    assert others == set[str]().union(*(same.get(name, ()) for name in names)), diagnosis.alternatives
 
 
 def test_what_explains_one_kind_is_named_in_another_without_what_it_has_not() -> None:
@@ -192,17 +192,18 @@ def test_a_declared_kernel_runs_what_it_offers(function: Callable[..., Number], 
         name="x", function=function, arrays="numpy", arguments=arguments, scales=scales, b=K_BY_ROWS,
         out_dtypes=HIGH_PRECISION,
     )  # fmt: skip
-    (found,) = diagnose(kernel_subject(declared), kinds=[BY_NAME[SQUARE]], memory=MEMORY)
-    assert found.cases > 15 and not found.alternatives
-    assert found.best is not None and found.best.is_complete and found.best.alterations == (named,), found
+    (diagnosis,) = diagnose(kernel_subject(declared), kinds=[BY_NAME[SQUARE]], memory=MEMORY)
+    assert diagnosis.cases > 15 and not diagnosis.alternatives
+    best = diagnosis.best
+    assert best is not None and best.is_complete and best.alterations == (named,), diagnosis
 
 
 def test_what_nobody_knows_is_not_explained() -> None:
     """Promotion every 96 is no hypothesis: nothing may explain every bit, and the share is told."""
-    (found,) = diagnose(subject(promote=96), kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
-    assert found.best is not None and not found.best.is_complete
-    assert found.outputs_equal <= found.best.outputs_equal < found.outputs_total
-    assert all(not one.is_complete for one in found.tried)
+    (diagnosis,) = diagnose(subject(promote=96), kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
+    assert diagnosis.best is not None and not diagnosis.best.is_complete
+    assert diagnosis.outputs_equal <= diagnosis.best.outputs_equal < diagnosis.outputs_total
+    assert all(not tried.is_complete for tried in diagnosis.tried)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +228,8 @@ def test_what_nobody_knows_is_not_explained() -> None:
     ids=["blocks of 1000", "rows doubled", "one row"],
 )
 def test_what_is_left_is_told(knobs: dict[str, Any], said: str) -> None:
-    found = diagnose(subject(**knobs), kinds=[BY_NAME[FAST]], memory=MEMORY)
-    (line,) = (line for line in diagnosis_lines("x", found) if line.startswith(f"  {FAST}"))
+    diagnoses = diagnose(subject(**knobs), kinds=[BY_NAME[FAST]], memory=MEMORY)
+    (line,) = (line for line in diagnosis_lines("x", diagnoses) if line.startswith(f"  {FAST}"))
     assert re.match(f"  {FAST}: {said}", line), line
 
 
@@ -249,9 +250,9 @@ def test_right_kernels_are_not_accused(name: str, kinds: tuple[GemmKind, ...]) -
         pytest.importorskip("jax")
     if name == "torch":
         pytest.importorskip("torch")
-    found = diagnose(subject() if name == "planted" else load_subject(name), kinds=kinds, memory=MEMORY)
-    assert [one.kind for one in found] == [kind.name for kind in kinds] and found[0].cases > 20
-    assert all(one.is_right and one.best is None and not one.error for one in found), found
+    diagnoses = diagnose(subject() if name == "planted" else load_subject(name), kinds=kinds, memory=MEMORY)
+    assert [right.kind for right in diagnoses] == [kind.name for kind in kinds] and diagnoses[0].cases > 20
+    assert all(right.is_right and right.best is None and not right.error for right in diagnoses), diagnoses
 
 
 def test_what_is_not_known_is_not_said() -> None:
@@ -260,8 +261,8 @@ def test_what_is_not_known_is_not_said() -> None:
     assert list(diagnosis_lines("x", ()))[1:] == [
         "  no GEMM that is probed is offered: what differs cannot be diagnosed"
     ]
-    (found,) = diagnose(replace(subject(), engine=f"x, {INTERPRETED}"), kinds=[BY_NAME[FAST]], memory=MEMORY)
-    assert next(diagnosis_lines("x", (found,))) == f"x, diagnosed on small GEMMs {INTERPRETED}:"
+    (diagnosis,) = diagnose(replace(subject(), engine=f"x, {INTERPRETED}"), kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert next(diagnosis_lines("x", (diagnosis,))) == f"x, diagnosed on small GEMMs {INTERPRETED}:"
 
 
 def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
@@ -270,27 +271,28 @@ def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
         failing(lambda _, k, of=of: k == of, RuntimeError("compilation failed"), promote=promote)[0]
         for of, promote in ((128, 64), (240, 128))
     )
-    (found,) = diagnose(compiles, kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
-    assert found.best is not None and found.best.alterations == ("promotion every 64",) and found.best.is_complete
-    assert not found.error
-    assert "probes failed, first: " in found.left_out and "raised RuntimeError: compilation failed" in found.left_out
-    assert list(diagnosis_lines("x", (found,)))[-1] == f"  {PROMOTED}: left out: {found.left_out}"
-    (found,) = diagnose(right, kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
-    assert found.best is None and not found.is_right
-    assert found.error.startswith("no probe that is left differs; ") and "compilation failed" in found.error
+    (diagnosis,) = diagnose(compiles, kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
+    best, left_out = diagnosis.best, diagnosis.left_out
+    assert best is not None and best.alterations == ("promotion every 64",) and best.is_complete
+    assert "probes failed, first: " in left_out and "raised RuntimeError: compilation failed" in left_out
+    assert not diagnosis.error
+    assert list(diagnosis_lines("x", (diagnosis,)))[-1] == f"  {PROMOTED}: left out: {diagnosis.left_out}"
+    (diagnosis,) = diagnose(right, kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
+    assert diagnosis.best is None and not diagnosis.is_right
+    assert diagnosis.error.startswith("no probe that is left differs; ") and "compilation failed" in diagnosis.error
 
 
 def test_a_kernel_that_fails_is_not_diagnosed() -> None:
     """Whatever it raises; after three crashes or hangs in a row its process answers no more: test_isolation.py."""
     error = RuntimeError("illegal access")
     broken, _ = failing(lambda *_: True, error)
-    (found,) = diagnose(broken, kinds=[BY_NAME[FAST]], memory=MEMORY)
-    assert str(error) in found.error and found.best is None and not found.is_right
+    (diagnosis,) = diagnose(broken, kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert str(error) in diagnosis.error and diagnosis.best is None and not diagnosis.is_right
     at_times, calls = failing(lambda call, _: call % 4 == 0, error, step=16)
-    (found,) = diagnose(at_times, kinds=[BY_NAME[FAST]], memory=MEMORY)
-    assert found.best is not None and found.best.is_complete and len(calls) > 12
-    asked = len(calls) - 4  # the last ones ask again, whether its bits are random
-    assert f"{asked // 4} of {asked} probes failed" in found.left_out
+    (diagnosis,) = diagnose(at_times, kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert diagnosis.best is not None and diagnosis.best.is_complete and len(calls) > 12
+    probed = len(calls) - 4  # the last ones ask again, whether its bits are random
+    assert f"{probed // 4} of {probed} probes failed" in diagnosis.left_out
 
 
 def test_bits_that_change_are_not_explained() -> None:
@@ -301,8 +303,8 @@ def test_bits_that_change_are_not_explained() -> None:
         return subject(slices=int(draws.integers(1, 4))).verbs["scaled_mm"](*operands, **options)
 
     lines = list(diagnosis_lines("x", diagnose(subject_of(scaled_mm), kinds=[BY_NAME[FAST]], memory=MEMORY)))
-    said = "it gives other bits when the same GEMM is asked again: nothing else follows from them"
-    assert lines[1:] == [f"  in short: {said}", f"  {FAST}: not diagnosed: {said}"]
+    sentence = "it gives other bits when the same GEMM is asked again: nothing else follows from them"
+    assert lines[1:] == [f"  in short: {sentence}", f"  {FAST}: not diagnosed: {sentence}"]
 
 
 SAME_KERNEL = (
@@ -351,7 +353,7 @@ def test_probes_part_the_alterations(name: str, narrow: bool) -> None:
     right = bits(lambda rules: rules)
     silent = groups.pop(right, set())
     meaningless = (*MEANINGLESS[name], *(["output through bfloat16"] if narrow else []))
-    assert all(one.startswith(meaningless) for one in silent), [x for x in silent if not x.startswith(meaningless)]
+    assert all(name.startswith(meaningless) for name in silent), [x for x in silent if not x.startswith(meaningless)]
     allowed = [*SAME_KERNEL, *(SAME_IN_BFLOAT16 if narrow else [])]
     together = [names for names in groups.values() if len(names) > 1]
     assert all(any(names <= known for known in allowed) for names in together), together
@@ -379,11 +381,11 @@ def test_torch_on_a_cpu_scales_first_and_adds_in_float32() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("here it is the hardware")
-    (found,) = diagnose(load_subject("torch:_scaled_mm"), kinds=[BY_NAME["tensorwise fast"]], memory=MEMORY)
-    assert found.best is not None and found.best.alterations[0].startswith("scales "), found
+    (diagnosis,) = diagnose(load_subject("torch:_scaled_mm"), kinds=[BY_NAME["tensorwise fast"]], memory=MEMORY)
+    assert diagnosis.best is not None and diagnosis.best.alterations[0].startswith("scales "), diagnosis
     # oneDNN has a kernel for each CPU, and adds in an order of its own: two in three of what differs are explained.
-    unexplained = found.outputs_total - found.best.outputs_equal
-    assert 3 * unexplained <= found.outputs_total - found.outputs_equal, found
+    unexplained = diagnosis.outputs_total - diagnosis.best.outputs_equal
+    assert 3 * unexplained <= diagnosis.outputs_total - diagnosis.outputs_equal, diagnosis
 
 
 def test_xla_on_a_cpu_adds_in_float32() -> None:
@@ -397,6 +399,6 @@ def test_xla_on_a_cpu_adds_in_float32() -> None:
         product = jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=np.float32)
         return (np.asarray(product) * scale_b) * scale_a
 
-    (found,) = diagnose(subject_of(dot), kinds=[BY_NAME[FAST]])
-    assert found.best is not None and found.best.alterations[0].startswith("float32 accumulation"), found
-    assert 10 * found.best.outputs_equal > 9 * found.outputs_total
+    (diagnosis,) = diagnose(subject_of(dot), kinds=[BY_NAME[FAST]])
+    assert diagnosis.best is not None and diagnosis.best.alterations[0].startswith("float32 accumulation"), diagnosis
+    assert 10 * diagnosis.best.outputs_equal > 9 * diagnosis.outputs_total

@@ -47,8 +47,8 @@ def _small_random_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_right_rules_are_the_oracle() -> None:
     oracle = load_subject("f8ref.numpy")
     for case in (case for case in gemm_cases() if case.verb == "scaled_mm"):
-        found, expected = compute(case, rules_of(HOPPER, case)), oracle.gemm(case)
-        assert found.dtype == expected.dtype and not different(found, expected).any(), case.id
+        output, expected = compute(case, rules_of(HOPPER, case)), oracle.gemm(case)
+        assert output.dtype == expected.dtype and not different(output, expected).any(), case.id
 
 
 def rules_for(kind: str) -> Rules:
@@ -57,9 +57,9 @@ def rules_for(kind: str) -> Rules:
 
 def fitted(kind: str, subject: Subject, *ms: int) -> Fitted:
     result = fit(subject, kinds=[BY_NAME[kind]], ms=ms or (1, 16))
-    (found,) = result.kinds
-    assert not found.error and found.rules is not None and not result.is_interrupted
-    return found
+    (kernel,) = result.kinds
+    assert not kernel.error and kernel.rules is not None and not result.is_interrupted
+    return kernel
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,16 @@ def fitted(kind: str, subject: Subject, *ms: int) -> Fitted:
     ids=lambda value: ", ".join(f"{k}={v}" for k, v in value.items()) or "right" if isinstance(value, dict) else value,
 )
 def test_rules_are_found_and_confirmed(kind: str, knobs: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = fitted(kind, planted(**knobs))
+    kernel = fitted(kind, planted(**knobs))
     right = rules_for(kind)
     numbers = {name: value for name, value in expected.items() if hasattr(right.model, name)}
     others = {name: value for name, value in expected.items() if name not in numbers}
     wanted = replace(right, model=replace(right.model, **numbers), **others)
-    assert found.rules == wanted
-    assert found.is_confirmed and found.random is not None
-    assert found.random.outputs_total == 256 * 3 * (5 if found.kind == SQUARE else 7)
-    assert found.follows == ("" if expected else HOPPER.name)
-    assert found.is_batch_invariant
+    assert kernel.rules == wanted
+    assert kernel.is_confirmed and kernel.random is not None
+    assert kernel.random.outputs_total == 256 * 3 * (5 if kernel.kind == SQUARE else 7)
+    assert kernel.follows == ("" if expected else HOPPER.name)
+    assert kernel.is_batch_invariant
 
 
 def test_rows_that_depend_on_m() -> None:
@@ -101,23 +101,23 @@ def test_rows_that_depend_on_m() -> None:
     def kernel(a: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
         return (few if a.shape[0] <= 16 else many)(a, *args, **options)
 
-    found = fitted(FAST, subject_of(kernel), 1, 16, 17, 64)
-    assert found.is_batch_invariant is False
-    assert {one.name: (one.is_same, one.split_k) for one in found.sizes} == {
+    rows = fitted(FAST, subject_of(kernel), 1, 16, 17, 64)
+    assert rows.is_batch_invariant is False
+    assert {size.name: (size.is_same, size.split_k) for size in rows.sizes} == {
         "M = 64": (True, 1), "M = 17": (True, 1), "M = 16": (False, 4), "M = 1": (False, 4),
         "N = 288": (True, 2), "N = 2064": (True, 1), "K = 2176": (True, 1),
     }  # fmt: skip
-    assert not found.missed, "another split of K is told apart from what is wrong"
+    assert not rows.missed, "another split of K is told apart from what is wrong"
 
 
 def test_bits_that_are_random_are_not_put_down_to_m() -> None:
     """S is 1 or 2, by chance at every call."""
     kernels, chance = [planted(slices=slices).verbs["scaled_mm"] for slices in (1, 2)], np.random.default_rng(0)
-    found = fitted(FAST, subject_of(lambda *args, **options: kernels[chance.integers(2)](*args, **options)), 1, 16, 17)
-    assert found.is_random and found.is_batch_invariant is None and not found.is_confirmed and not found.missed
-    said = [*fit_lines(found), fit_verdict(Fit(subject="x", engine="y", kinds=[found]))]
-    assert any("bits are RANDOM: the same GEMM, asked again, gave other bits" in line for line in said), said
-    assert "bits are random: rowwise fast" in said[-1] and not any("on M" in line for line in said), said
+    kernel = fitted(FAST, subject_of(lambda *args, **options: kernels[chance.integers(2)](*args, **options)), 1, 16, 17)
+    assert kernel.is_random and kernel.is_batch_invariant is None and not kernel.is_confirmed and not kernel.missed
+    lines = [*fit_lines(kernel), fit_verdict(Fit(subject="x", engine="y", kinds=[kernel]))]
+    assert any("bits are RANDOM: the same GEMM, asked again, gave other bits" in line for line in lines), lines
+    assert "bits are random: rowwise fast" in lines[-1] and not any("on M" in line for line in lines), lines
 
 
 SPOILT: dict[str, tuple[Callable[[np.ndarray, np.ndarray], None], list[str]]] = {
@@ -143,9 +143,9 @@ def test_sizes_at_which_rules_do_not_hold(
 ) -> None:
     monkeypatch.setattr(checks, "_K", 160)
     monkeypatch.setattr(checks, "MS", (1, 16, 129, 256))
-    found = list(checks.at_sizes(spoilt(spoil), BY_NAME[FAST], rules_for(FAST)))
-    assert [one.name for one in found if one.misses] == missed
-    whole = Fitted(kind=FAST, random=RandomGemms(outputs_equal=9, outputs_total=9), sizes=found)
+    sizes = list(checks.at_sizes(spoilt(spoil), BY_NAME[FAST], rules_for(FAST)))
+    assert [size.name for size in sizes if size.misses] == missed
+    whole = Fitted(kind=FAST, random=RandomGemms(outputs_equal=9, outputs_total=9), sizes=sizes)
     assert whole.is_confirmed == (not missed)
     verdict = fit_verdict(Fit(subject="x", engine="y", kinds=[whole]))
     assert ("1 of 1" in verdict) == (not missed) and all(name in verdict for name in missed), verdict
@@ -158,11 +158,11 @@ def test_a_size_that_did_not_run_shows_nothing() -> None:
     refuses = command.raising(OperandError("M must be a multiple of 4"))
     for takes_any_size in (False, True):
         subject = replace(subject_of(refuses), takes_any_size=takes_any_size)
-        found = list(checks.at_sizes(subject, BY_NAME[FAST], rules_for(FAST), (1,)))
-        assert all("multiple of 4" in one.reason and one.has_failed == takes_any_size for one in found), found
+        sizes = list(checks.at_sizes(subject, BY_NAME[FAST], rules_for(FAST), (1,)))
+        assert all("multiple of 4" in size.reason and size.has_failed == takes_any_size for size in sizes), sizes
     kernel = replace(scaled_mm_kernel("x", lambda *operands, **options: operands[0]), multiples=(16, 16, 16))
     *refused, _, _, _ = checks.at_sizes(kernel_subject(kernel, "numpy"), BY_NAME[FAST], rules_for(FAST), (1, 17))
-    assert [one.reason for one in refused] == ["x takes it padded to 32 rows", "x takes it padded to 16 rows"]
+    assert [size.reason for size in refused] == ["x takes it padded to 32 rows", "x takes it padded to 16 rows"]
 
 
 def test_random_gemms_ask_formats_outputs_and_twice() -> None:
@@ -204,30 +204,30 @@ def test_a_kernel_that_fails_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -
 
     subject = subject_of(kernel)
     result = fit(subject, kinds=[BY_NAME[PROMOTED]])
-    (found,) = result.kinds
-    assert "illegal memory access" in found.error and not found.is_confirmed and not result.is_confirmed
-    assert found.rules == rules_for(PROMOTED)
+    (kind,) = result.kinds
+    assert "illegal memory access" in kind.error and not kind.is_confirmed and not result.is_confirmed
+    assert kind.rules == rules_for(PROMOTED)
     monkeypatch.setattr(fitting, "on_random_gemms", lambda *args: RandomGemms(outputs_equal=1280, outputs_total=1280))
     monkeypatch.setattr(fitting, "_of_probes", lambda rules, *args: (rules, []))
     result = fit(subject, kinds=[BY_NAME[PROMOTED]], ms=(7, 16))
-    (found,) = result.kinds
-    assert found.holds_on_random and not found.is_confirmed and found.is_batch_invariant is False
-    assert any("M = 7: FAILED: " in line and "illegal memory access" in line for line in fit_lines(found))
+    (kind,) = result.kinds
+    assert kind.holds_on_random and not kind.is_confirmed and kind.is_batch_invariant is False
+    assert any("M = 7: FAILED: " in line and "illegal memory access" in line for line in fit_lines(kind))
 
 
 def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
     """Measured without them, and told."""
     subject, _ = failing(lambda _, k: k == 240, RuntimeError("compilation failed"), promote=64)
-    (found,) = fit(subject, kinds=[BY_NAME[PROMOTED]], ms=(16,)).kinds
-    assert found.is_confirmed and found.rules is not None and found.rules.model.promote_k == 64
-    assert "probes failed, first: " in found.left_out
-    assert next(fit_lines(found)) == f"{PROMOTED}: left out: {found.left_out}"
+    (kind,) = fit(subject, kinds=[BY_NAME[PROMOTED]], ms=(16,)).kinds
+    assert kind.is_confirmed and kind.rules is not None and kind.rules.model.promote_k == 64
+    assert "probes failed, first: " in kind.left_out
+    assert next(fit_lines(kind)) == f"{PROMOTED}: left out: {kind.left_out}"
 
 
 def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "on_random_gemms", command.raising(KeyboardInterrupt()))
     result = fit(planted(promote=64), kinds=[BY_NAME[PROMOTED], BY_NAME[FAST]])
-    assert result.is_interrupted and [one.kind for one in result.kinds] == [PROMOTED]
+    assert result.is_interrupted and [kind.kind for kind in result.kinds] == [PROMOTED]
     assert result.kinds[0].rules is not None and result.kinds[0].rules.model.promote_k == 64
     assert not result.is_confirmed
 
@@ -267,8 +267,8 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def invoke(*arguments: object, columns: str = "120") -> tuple[int, str]:
-    status, *said = command.invoke(*arguments, COLUMNS=columns)
-    return status, "".join(said)
+    status, *texts = command.invoke(*arguments, COLUMNS=columns)
+    return status, "".join(texts)
 
 
 def test_command_line(kernels: Path) -> None:
@@ -333,10 +333,8 @@ def test_a_diagnosis_that_fails_loses_no_verification(monkeypatch: pytest.Monkey
     """Of one subject; and what the lines say of right kernels, and of kinds that nothing explains."""
     stage = StageResult(stage="gemms", title="x", oracle="x", cases_total=1)
     subjects = [replace(planted(), name=name) for name in ("failing", "right", "odd")]
-    result = Result(
-        golden=shipped_golden(), subjects=[SubjectResult(name=one.name, engine="x", stages=[stage]) for one in subjects]
-    )
-
+    judged = [SubjectResult(name=subject.name, engine="x", stages=[stage]) for subject in subjects]
+    result = Result(golden=shipped_golden(), subjects=judged)
     right_rules = rules_for(FAST)
 
     def explanation(equal: int) -> Explanation:
@@ -352,10 +350,10 @@ def test_a_diagnosis_that_fails_loses_no_verification(monkeypatch: pytest.Monkey
         return tuple(Diagnosis(kind=kind.name, cases=1, outputs_total=9, **known) for kind in KINDS)
 
     monkeypatch.setattr(searching, "diagnose", diagnose)
-    told, found = diagnosed(result, subjects)
-    assert told is result and list(found) == ["failing", "right", "odd"]
-    assert found["failing"][0].error == "MemoryError: no room" and not found["failing"][0].is_right
-    lines = {name: list(diagnosis_lines(name, found[name]))[1:] for name in found}
+    same, diagnoses = diagnosed(result, subjects)
+    assert same is result and list(diagnoses) == ["failing", "right", "odd"]
+    assert diagnoses["failing"][0].error == "MemoryError: no room" and not diagnoses["failing"][0].is_right
+    lines = {name: list(diagnosis_lines(name, diagnoses[name]))[1:] for name in diagnoses}
     assert lines["failing"] == ["  all kinds: not diagnosed: MemoryError: no room"]
     assert "the probes do not show it" in lines["right"][-1] and len(lines["right"]) == 2
     assert len(lines["odd"]) == 1 and f"{7 * len(KINDS)}/{9 * len(KINDS)} outputs equal" in lines["odd"][0]

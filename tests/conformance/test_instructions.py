@@ -36,7 +36,7 @@ def test_the_public_sample_is_equal_to_the_bit() -> None:
 
 def wrong(model: AccumulationModel) -> dict[str, AccumulationModel]:
     """One rule off; those that the model has."""
-    found = {
+    models = {
         "steps of twice the length": replace(model, step_k=2 * model.step_k),
         "steps of half the length": replace(model, step_k=model.step_k // 2),
         "one bit less": replace(model, aligned_fraction_bits=model.aligned_fraction_bits - 1),
@@ -45,10 +45,10 @@ def wrong(model: AccumulationModel) -> dict[str, AccumulationModel]:
         ),
     }
     if model.order:  # of float32 results the recordings do not tell these [CHIP-2]
-        found = {"the order of K": replace(model, order=()), "the other rounding": found["the other rounding"]}
+        models = {"the order of K": replace(model, order=()), "the other rounding": models["the other rounding"]}
     if model.promote_k is not None:
-        found["c inside"] = replace(model, promote_k=None)
-    return found
+        models["c inside"] = replace(model, promote_k=None)
+    return models
 
 
 def test_every_rule_of_the_profiles_is_seen_by_the_sample() -> None:
@@ -61,8 +61,8 @@ def test_every_rule_of_the_profiles_is_seen_by_the_sample() -> None:
             if is_one_step or (instruction.model.order and not is_float16 and name != "c inside"):
                 continue
             chip = replace(recording.chip, instructions=(replace(instruction, model=model),))
-            found = replay([subject], replace(file, recordings=(replace(recording, chip=chip),)))
-            assert found.has_difference, (recording.id, name)
+            result = replay([subject], replace(file, recordings=(replace(recording, chip=chip),)))
+            assert result.has_difference, (recording.id, name)
             seen.add(name)
     assert len(seen) == 6
 
@@ -83,14 +83,14 @@ def test_the_low_half_of_float16_results_is_enough(tmp_path: Path) -> None:
     kept = {k: v for k, v in tensors().items() if k.startswith("Ada.E4M3.") and not k.endswith(".d")}
     full = kept["Ada.E4M3.d_float16"].view(np.float16).astype(np.float32).view(np.uint32)
     halves = (full & 0xFFFF).astype(np.uint16)
-    for said, d, is_right in (
+    for kept_as, d, is_right in (
         ("low halves", halves, True),
         ("low halves", halves ^ 0x2000, False),
         ("codes", halves, False),
     ):
-        path = written(tmp_path / "low", kept | {"Ada.E4M3.d_float16": d}, d_float16=said)
+        path = written(tmp_path / "low", kept | {"Ada.E4M3.d_float16": d}, d_float16=kept_as)
         (recording,) = read_recordings(path).recordings
-        assert recording.keeps_low_half == ("low half" in recording.id) == (said == "low halves")
+        assert recording.keeps_low_half == ("low half" in recording.id) == (kept_as == "low halves")
         assert replay([instruction_subject("f8ref.numpy")], read_recordings(path)).is_equal == is_right
     path = written(tmp_path / "low", kept, d_float16="upper")
     with pytest.raises(GoldenFileError, match="metadata 'd_float16' to be 'codes' or 'low halves'; found 'upper'"):
@@ -155,8 +155,8 @@ def test_an_instruction_that_a_profile_has_not(tmp_path: Path) -> None:
 
 
 def test_names_in_files_have_profiles() -> None:
-    found: dict[str, Chip] = instructions.PROFILES
-    assert found["H200"] is HOPPER and found["L40S"] is CHIPS["Ada"]
-    assert all(found[name] is chip for name, chip in CHIPS.items())
-    assert found["B200"] is CHIPS["Blackwell mma.sync"]
+    profiles: dict[str, Chip] = instructions.PROFILES
+    assert profiles["H200"] is HOPPER and profiles["L40S"] is CHIPS["Ada"]
+    assert all(profiles[name] is chip for name, chip in CHIPS.items())
+    assert profiles["B200"] is CHIPS["Blackwell mma.sync"]
     assert all(isinstance(i, Instruction) for chip in CHIPS.values() for i in chip.instructions)

@@ -187,9 +187,9 @@ def test_a_process_that_ends_between_cases_is_the_error_of_one(module: Path) -> 
 
 
 def test_a_cast_has_its_own_process_too(module: Path) -> None:
-    found = verify_function("faulty_kernels:cast_dies", "cast", arrays="numpy", diagnose=False)
-    (stage,) = found.result.subjects[0].stages
-    assert [(one.case, one.error) for one in stage.mismatches] == [
+    verified = verify_function("faulty_kernels:cast_dies", "cast", arrays="numpy", diagnose=False)
+    (stage,) = verified.result.subjects[0].stages
+    assert [(mismatch.case, mismatch.error) for mismatch in stage.mismatches] == [
         ("shape [1, 7]", "raised ProcessEnded: its process exited with status 9")
     ]
 

@@ -221,9 +221,9 @@ def test_recorded_gemms_put_to_a_kernel(
     name: str, status: int, expected: dict[str, Any], text: str, kernels: Any, few: Path, tmp_path: Path
 ) -> None:
     words = ("--arrays", "numpy", "--stage", "golden", "--errors", "3")
-    found, stages, output = run(few, tmp_path / "o", f"own_kernels:{name}", *words)
+    exit_status, stages, output = run(few, tmp_path / "o", f"own_kernels:{name}", *words)
     stage = stages["golden"]
-    assert (found, {key: stage[key] for key in expected}) == (status, expected), output
+    assert (exit_status, {key: stage[key] for key in expected}) == (status, expected), output
     assert text in " ".join(output.split())
     assert (len(stage["mismatches"]) in (1, 2, 3)) == (status == 1)
     if name == "halves":

@@ -71,17 +71,17 @@ def checked_by_torch(function: Callable[..., Any], *args: Any, **options: Any) -
 
 
 def torch_scaled_mm(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum) -> torch.Tensor:
-    given = {"bias": bias, "use_fast_accum": use_fast_accum}
-    checked_by_torch(torch.ops.aten._scaled_mm.default, a, b, scale_a, scale_b, out_dtype=out_dtype, **given)
+    options = {"bias": bias, "use_fast_accum": use_fast_accum}
+    checked_by_torch(torch.ops.aten._scaled_mm.default, a, b, scale_a, scale_b, out_dtype=out_dtype, **options)
     granularity = ROWWISE if scale_a.ndim else Granularity.TENSORWISE
-    return oracle(a, b, scale_a, scale_b, (granularity, granularity), out_dtype, **given)
+    return oracle(a, b, scale_a, scale_b, (granularity, granularity), out_dtype, **options)
 
 
 def functional_scaled_mm(
     a, b, scale_a, recipe_a, scale_b, recipe_b, *, bias, output_dtype, use_fast_accum
 ) -> torch.Tensor:
-    given, operands = {"bias": bias, "use_fast_accum": use_fast_accum}, (a, b, scale_a, recipe_a, scale_b, recipe_b)
-    checked_by_torch(torch.nn.functional.scaled_mm, *operands, output_dtype=output_dtype, **given)
+    options, operands = {"bias": bias, "use_fast_accum": use_fast_accum}, (a, b, scale_a, recipe_a, scale_b, recipe_b)
+    checked_by_torch(torch.nn.functional.scaled_mm, *operands, output_dtype=output_dtype, **options)
     words = {"TensorWise": Granularity.TENSORWISE, "RowWise": ROWWISE, "BlockWise1x128": VECTOR}
     pair = words.get(recipe_a.name, SQUARE), words.get(recipe_b.name, SQUARE)
     scales = []
@@ -94,12 +94,12 @@ def functional_scaled_mm(
             assert (scale.shape, scale.stride()) == ((padded, -(-rows // 128)), (1, padded))
             scale = scale[:blocks].T
         scales.append(scale)
-    return oracle(a, b, scales[0], scales[1].T if pair[1].is_blockwise else scales[1], pair, output_dtype, **given)
+    return oracle(a, b, scales[0], scales[1].T if pair[1].is_blockwise else scales[1], pair, output_dtype, **options)
 
 
 def torch_scaled_grouped_mm(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum) -> torch.Tensor:
-    given = {"offs": offs, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    checked_by_torch(torch.ops.aten._scaled_grouped_mm.default, a, b, scale_a, scale_b, **given)
+    options = {"offs": offs, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    checked_by_torch(torch.ops.aten._scaled_grouped_mm.default, a, b, scale_a, scale_b, **options)
     arrays, out = (n(x) for x in (a, b, scale_a, scale_b, offs)), str(out_dtype).removeprefix("torch.")
     return TORCH.load(f8.scaled_grouped_mm(*arrays, out_dtype=out, use_fast_accum=use_fast_accum))
 
@@ -250,15 +250,15 @@ def equal_and_offered(kernel: Kernel) -> tuple[int, int]:
     subject = kernel_subject(kernel)
     equal = offered = 0
     for case in few_cases():
-        asked = subject.question(case)
+        question = subject.question(case)
         try:
-            output = subject.gemm(asked)
+            output = subject.gemm(question)
         except NotOffered:
             continue
         offered += 1
-        key = asked.id, asked.out_dtype, asked.use_fast_accum
+        key = question.id, question.out_dtype, question.use_fast_accum
         if key not in ANSWERS:
-            ANSWERS[key] = asked.run(NUMPY.verbs)
+            ANSWERS[key] = question.run(NUMPY.verbs)
         equal += not different(output, ANSWERS[key]).any()
     return equal, offered
 
@@ -391,10 +391,10 @@ def test_inverse_scales_are_asked_with_powers_of_two() -> None:
     equal, offered = equal_and_offered(kernel)
     assert equal == offered > 3
     case = next(case for case in few_cases() if case.granularity_a is Granularity.TENSORWISE)
-    asked = question(kernel, case)
-    assert "scales powers of two" in asked.id and asked.use_fast_accum and asked.bias is None
+    inverse = question(kernel, case)
+    assert "scales powers of two" in inverse.id and inverse.use_fast_accum and inverse.bias is None
     with pytest.raises(NotOffered, match="only for powers of two"):
-        kernel_subject(kernel).gemm(replace(asked, scale_a=case.scale_a))
+        kernel_subject(kernel).gemm(replace(inverse, scale_a=case.scale_a))
 
 
 class Seen(Exception):
@@ -567,9 +567,9 @@ def test_grouped_gemms_for_kernels_alone() -> None:
     cases = list(subject.more_gemms())
     assert {case.distribution for case in cases} == set(CODE_DISTRIBUTIONS)
     for case in cases[:3]:
-        asked = subject.question(case)
-        assert asked.use_fast_accum
-        assert not different(subject.gemm(asked), asked.run(NUMPY.verbs)).any()
+        stacked_case = subject.question(case)
+        assert stacked_case.use_fast_accum
+        assert not different(subject.gemm(stacked_case), stacked_case.run(NUMPY.verbs)).any()
 
 
 def test_a_16_bit_output_hides_no_order_of_scales() -> None:
@@ -584,9 +584,9 @@ def test_a_16_bit_output_hides_no_order_of_scales() -> None:
 
     def wrong_probes(kernel: Kernel) -> list[str]:
         subject = kernel_subject(kernel)
-        asked = [subject.question(case) for case in subject.more_gemms() if case.family is Family.PROBES]
-        assert len(asked) > 10
-        return [case.id for case in asked if different(subject.gemm(case), case.run(NUMPY.verbs)).any()]
+        cases = [subject.question(case) for case in subject.more_gemms() if case.family is Family.PROBES]
+        assert len(cases) > 10
+        return [case.id for case in cases if different(subject.gemm(case), case.run(NUMPY.verbs)).any()]
 
     kernel = own(function=one_product, out_dtypes=(BFLOAT16,))
     equal, offered = equal_and_offered(kernel)

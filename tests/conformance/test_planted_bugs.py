@@ -307,11 +307,11 @@ def test_planted_bug_is_caught_at_its_stage(name: str, golden_path: Path, tmp_pa
 
     assert status == 1
     assert not report["equal"]
-    found = {stage["stage"]: stage for stage in report["subjects"][0]["stages"]}
-    assert [stage for stage in until if found[stage]["status"] != "equal"] == [bug.stage]
-    assert found[bug.stage]["outputs_equal"] < found[bug.stage]["outputs_total"]
+    ran = {stage["stage"]: stage for stage in report["subjects"][0]["stages"]}
+    assert [stage for stage in until if ran[stage]["status"] != "equal"] == [bug.stage]
+    assert ran[bug.stage]["outputs_equal"] < ran[bug.stage]["outputs_total"]
     if bug.first_difference:
-        assert bug.first_difference in found[bug.stage]["first_differences"]
+        assert bug.first_difference in ran[bug.stage]["first_differences"]
     assert "  expected: 0x" in output and "=> 0x" in output
 
 

@@ -43,12 +43,12 @@ def remembering(key: Callable[[Array], object], *places: int) -> Callable[[], Fu
         known: dict[object, tuple[Array, Array]] = {}
 
         def kernel(*operands: Array, **options: Any) -> Array:
-            given = list(operands)
+            arguments = list(operands)
             for place in places:
-                array = given[place]
+                array = arguments[place]
                 # The array itself is kept, so that no other gets its id.
-                _, given[place] = known.setdefault((place, key(array), array.shape), (array, array.copy()))
-            return right(*given, **options)
+                _, arguments[place] = known.setdefault((place, key(array), array.shape), (array, array.copy()))
+            return right(*arguments, **options)
 
         return kernel
 
@@ -144,7 +144,7 @@ GOLDEN = cache(shipped_golden)
 @cache
 def cases_for_functions() -> tuple[GemmCase, ...]:
     """Those with operands of one format."""
-    of_one = [one for one in DENSE if one.formats[0] == one.formats[1]]
+    of_one = [c for c in DENSE if c.formats[0] == c.formats[1]]
     return (*size_cases(of_one, 1 << 21), *turn_cases(of_one))
 
 
@@ -159,9 +159,9 @@ def judged(kernel: Kernel, cases: Iterable[GemmCase]) -> StageResult:
     run.known = ANSWERS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "gemm_cases", tuple)
-        found = run.stage(stages.STAGES["gemms"], subject)
-    assert found.cases_total > 10 or found.status is Status.DIFFERENT
-    return found
+        result = run.stage(stages.STAGES["gemms"], subject)
+    assert result.cases_total > 10 or result.status is Status.DIFFERENT
+    return result
 
 
 def met_by(kind: str) -> list[GemmCase]:
@@ -183,8 +183,8 @@ def test_a_wrong_function_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_function_is_not_accused(name: str) -> None:
     kind, new = RIGHT[name]
-    found = judged(scaled_mm_kernel(name, new()), met_by(kind))
-    assert (found.cases_differing, found.outputs_differing) == (0, 0), found.mismatches
+    result = judged(scaled_mm_kernel(name, new()), met_by(kind))
+    assert (result.cases_differing, result.outputs_differing) == (0, 0), result.mismatches
 
 
 def test_a_declared_kernel_is_asked_with_one_row() -> None:

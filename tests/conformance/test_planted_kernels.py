@@ -115,13 +115,13 @@ def asked(kind: str) -> tuple[Asked, ...]:
     """All cases of a kernel that takes any size."""
     seen: list[Call] = []
 
-    def run(out_dtype: np.dtype, **given: Any) -> np.ndarray:
-        call = Call(kind=kind, **given, out_dtype=out_dtype.name, right=np.empty((0, 0)))
+    def run(out_dtype: np.dtype, **arguments: Any) -> np.ndarray:
+        call = Call(kind=kind, **arguments, out_dtype=out_dtype.name, right=np.empty((0, 0)))
         seen.append(replace(call, right=gemm(call)))
         return seen[-1].right
 
     subject = kernel_subject(recorder(kind, run))
-    found: list[Asked] = []
+    cases: list[Asked] = []
     met = {""}
     for case in (*gemm_cases(), *subject.more_gemms()):
         question = subject.question(case)
@@ -133,9 +133,9 @@ def asked(kind: str) -> tuple[Asked, ...]:
         with suppress(NotOffered):
             subject.outputs(question)
             met.add(question.one_of)
-            samples = tuple(one.sample for one in question.in_turn.values())
-            found.append(Asked(family=question.family, calls=tuple(seen), samples=samples))
-    return tuple(found)
+            samples = tuple(turn.sample for turn in question.in_turn.values())
+            cases.append(Asked(family=question.family, calls=tuple(seen), samples=samples))
+    return tuple(cases)
 
 
 Planted = Callable[[Call], np.ndarray]
@@ -276,7 +276,7 @@ def scale_of_an_earlier_call() -> Planted:
 
 def nan_codes_as_numbers(call: Call) -> dict[str, Any]:
     """All codes of NaN but the canonical one are the largest number."""
-    found = {}
+    changed = {}
     every = np.arange(256, dtype=np.uint8)
     for name in "ab":
         x = getattr(call, name)
@@ -284,8 +284,8 @@ def nan_codes_as_numbers(call: Call) -> dict[str, Any]:
         is_special = np.isnan(every.view(x.dtype).astype(np.float32)) & (every != canonical)
         special = is_special[codes_of(x)]
         if special.any():
-            found[name] = np.where(special, 0x7B, codes_of(x)).astype(np.uint8).view(x.dtype)
-    return found
+            changed[name] = np.where(special, 0x7B, codes_of(x)).astype(np.uint8).view(x.dtype)
+    return changed
 
 
 def subnormal(x: np.ndarray) -> np.ndarray:
@@ -441,10 +441,10 @@ def without_idle_steps(call: Call, idle: str, other: str) -> dict[str, Any]:
     steps = [step for step in range(0, call.k, 32) if is_zero[step : step + 32].all()]
     if not steps:
         return {}
-    found = np.array(operands[other])
+    full = np.array(operands[other])
     for step in steps:
-        found[:, step : step + 32] = 0
-    return {other: found if other == "a" else found.T}
+        full[:, step : step + 32] = 0
+    return {other: full if other == "a" else full.T}
 
 
 def one_after_the_other(call: Call) -> np.ndarray:
@@ -534,16 +534,16 @@ def sizes(call: Call) -> list[int]:
 
 def caught_by(kind: str, kernel: Planted) -> set[Family]:
     """Up to two families with a case that is not equal; outputs are looked at after the last call of each case."""
-    found: set[Family] = set()
+    families: set[Family] = set()
     for case in asked(kind):
-        if len(found) < 2 and (case.family not in found or case.family is Family.TURNS):
+        if len(families) < 2 and (case.family not in families or case.family is Family.TURNS):
             with np.errstate(all="ignore"):
-                given = [kernel(call) for call in case.calls]
-            for output, call, at in zip(given, case.calls, case.samples, strict=True):
+                outputs = [kernel(call) for call in case.calls]
+            for output, call, at in zip(outputs, case.calls, case.samples, strict=True):
                 judged = slice(None) if at is None else np.ix_(at.rows, at.cols)
                 if output is not call.right and different(output[judged], call.right[judged]).any():
-                    found.add(case.family)
-    return found
+                    families.add(case.family)
+    return families
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -81,9 +81,9 @@ def dirty(padded: Any) -> Any:
     """K is padded with what a buffer happens to hold: zeros in one operand hide it, so the products stay right."""
 
     def call(codes: Any, rows: int, cols: int) -> Any:
-        found = padded(codes, rows, cols)
-        found.view(torch.uint8)[:, codes.shape[1] :] = 0x38 if codes.shape[0] == ODD[0] else 0
-        return found
+        spoilt = padded(codes, rows, cols)
+        spoilt.view(torch.uint8)[:, codes.shape[1] :] = 0x38 if codes.shape[0] == ODD[0] else 0
+        return spoilt
 
     return call
 

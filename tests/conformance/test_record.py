@@ -176,10 +176,10 @@ def test_kernels_in_trace() -> None:
 
 @pytest.fixture
 def arrays() -> Any:
-    found = torch_arrays("test")
-    if found.on_gpu:
+    framework = torch_arrays("test")
+    if framework.on_gpu:
         pytest.skip("written for tensors on the CPU")
-    return found
+    return framework
 
 
 def test_layouts_of_the_call(planned: tuple[PlannedCase, ...], arrays: Any) -> None:
@@ -260,8 +260,8 @@ def test_every_split_is_found_and_read_back(slices: int, tmp_path: Path) -> None
     path = tmp_path / "plan.json"
     result = record_plans(path, GEMMS, Library(lambda gemm: slices))
     plan = plan_from_json(path.read_text(), str(path))
-    found = [plan.split_k(gemm).split_k for gemm in GEMMS]
-    assert all(slice_k(gemm, s) == slice_k(gemm, slices) for gemm, s in zip(GEMMS, found, strict=True))
+    splits = [plan.split_k(gemm).split_k for gemm in GEMMS]
+    assert all(slice_k(gemm, s) == slice_k(gemm, slices) for gemm, s in zip(GEMMS, splits, strict=True))
     assert {plan.split_k(gemm).source.value for gemm in GEMMS} == {"recorded"}
     predicted = [shipped_plan().predicted(gemm) for gemm in GEMMS]
     right = [

@@ -59,8 +59,8 @@ def test_every_bit_of_groups(file: Path) -> None:
     golden = read_golden(file)
     assert file.stem.removeprefix("groups_").upper() in golden.device and golden.metadata["refused"] == "[]"
     gemms = [case.gemm for case in golden.cases]
-    asked = Counter((gemm.group_kind, gemm.use_fast_accum) for gemm in gemms)
-    assert asked == {(kind, fast): 6 for kind in GroupKind for fast in (True, False)}
+    kinds = Counter((gemm.group_kind, gemm.use_fast_accum) for gemm in gemms)
+    assert kinds == {(kind, fast): 6 for kind in GroupKind for fast in (True, False)}
     oracle, engine = load_subject("f8ref.numpy"), load_subject("f8emu.native")
     missed = Counter[tuple[GroupKind | None, str]]()
     for case, gemm in zip(golden.cases, gemms, strict=True):
@@ -70,8 +70,8 @@ def test_every_bit_of_groups(file: Path) -> None:
         others = {"accumulation": replace(gemm, use_fast_accum=not gemm.use_fast_accum)}
         if gemm.offs is not None:
             others["groups"] = replace(gemm, offs=np.r_[gemm.offs[:1] * 0, gemm.offs[:-1]])
-        for what, other in others.items():
-            missed[gemm.group_kind, what] += int(different(engine.gemm(other), case.out).sum())
+        for rule, other in others.items():
+            missed[gemm.group_kind, rule] += int(different(engine.gemm(other), case.out).sum())
         of_group = case.out.reshape(*gemm.leading, -1, case.out.shape[1])
         for column_first, place in gemm.groups():
             missed[gemm.group_kind, "scales"] += int(different(engine.gemm(column_first), of_group[place]).sum())

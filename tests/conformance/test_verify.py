@@ -147,7 +147,7 @@ def test_layers_are_cut_as_the_library_of_the_subject_cuts_them(
     monkeypatch.setattr(stages, "layer_cases", lambda full_size: [case])
     uncut = replace(subject, name="uncut", slices_of=lambda gemm: 1)
     result = verify([subject, uncut], stages=["layers"], golden=golden)
-    by_plan, otherwise = (found.stages[0] for found in result.subjects)
+    by_plan, otherwise = (judged.stages[0] for judged in result.subjects)
     assert (by_plan.cases_total, by_plan.status) == (1, Status.EQUAL)
     # a verb is told S as its judge is; the emulation of a layer that trains follows the plan
     assert otherwise.first_differences == ({} if mode is LayerMode.TRACE else {"output.product": 1})
@@ -202,16 +202,16 @@ def test_processes_share_every_stage(processes: int, golden: GoldenFile, numpy_s
         if name == "live":  # its inputs take a second to draw
             stage = replace(stage, cases=lambda *_: (Case(id=f"live {i}", run=lambda _: {}) for i in range(96)))
         shares = [part for part in parts if part.stage == name]
-        found = [
+        dealt = [
             [case.id for case in stages.share_of(stage, part.share, part.shares).cases(subject, golden)]
             for part in shares
         ]
-        assert len(found) == shares[0].shares
-        assert sorted(chain.from_iterable(found)) == sorted(case.id for case in stage.cases(subject, golden))
+        assert len(dealt) == shares[0].shares
+        assert sorted(chain.from_iterable(dealt)) == sorted(case.id for case in stage.cases(subject, golden))
         if name == "layers":
-            compiled = [sum(case.endswith("compiled") for case in share) for share in found]
-            assert len(found) > 4 * processes and max(map(len, found)) - min(map(len, found)) <= 1
-            assert max(compiled) - min(compiled) <= 3 and max(compiled) <= 2 + sum(compiled) // len(found)
+            compiled = [sum(case.endswith("compiled") for case in share) for share in dealt]
+            assert len(dealt) > 4 * processes and max(map(len, dealt)) - min(map(len, dealt)) <= 1
+            assert max(compiled) - min(compiled) <= 3 and max(compiled) <= 2 + sum(compiled) // len(dealt)
 
 
 def test_how_many_processes(monkeypatch: pytest.MonkeyPatch, numpy_subject: Subject) -> None:
@@ -244,20 +244,20 @@ def test_shares_of_a_stage_are_joined(numpy_subject: Subject) -> None:
     """Half of the cases of a wrong kernel, and the others: together what one run of all tells."""
 
     def scaled_mm(a: np.ndarray, *rest: Any, **options: Any) -> np.ndarray:
-        found = numpy_subject.verbs["scaled_mm"](a, *rest, **options)
-        return np.nextafter(found, np.zeros_like(found)) if options["use_fast_accum"] else found
+        out = numpy_subject.verbs["scaled_mm"](a, *rest, **options)
+        return np.nextafter(out, np.zeros_like(out)) if options["use_fast_accum"] else out
 
     def run(cases: slice) -> StageResult:
         stage = stages.STAGES["golden"]
         part = replace(stage, cases=lambda s, g: iter(list(stage.cases(s, g))[:24][cases]))
         return verify([renamed(numpy_subject, scaled_mm=scaled_mm)], only=[part]).subjects[0].stages[0]
 
-    whole, found = run(slice(None)), joined([run(slice(12)), run(slice(12, None))], errors=20)
+    whole, shares = run(slice(None)), joined([run(slice(12)), run(slice(12, None))], errors=20)
     assert 0 < whole.cases_equal < whole.cases_total == 24
-    assert replace(found, seconds=0.0, mismatches=[], places=[]) == replace(
+    assert replace(shares, seconds=0.0, mismatches=[], places=[]) == replace(
         whole, seconds=0.0, mismatches=[], places=[]
     )
-    assert found.mismatches[:20] == whole.mismatches and found.places[0].share == whole.places[0].share
+    assert shares.mismatches[:20] == whole.mismatches and shares.places[0].share == whole.places[0].share
 
 
 def test_own_splits_of_shares_are_joined() -> None:
@@ -268,12 +268,12 @@ def test_own_splits_of_shares_are_joined() -> None:
     )
     wrong = StageResult(cases_total=1, outputs_total=9, outputs_equal=8)
     for shares in permutations((equal, excused, other, excused)):
-        found = joined(shares, errors=8)
-        assert list(found.own_splits.items()) == [(2, Tally(cases=1, outputs=9)), (5, Tally(cases=2, outputs=18))]
-        assert (found.status, found.cases_differing, found.outputs_differing) == (Status.EQUAL, 0, 0)
+        whole = joined(shares, errors=8)
+        assert list(whole.own_splits.items()) == [(2, Tally(cases=1, outputs=9)), (5, Tally(cases=2, outputs=18))]
+        assert (whole.status, whole.cases_differing, whole.outputs_differing) == (Status.EQUAL, 0, 0)
     for shares in permutations((equal, excused, wrong)):
-        found = joined(shares, errors=8)
-        assert (found.status, found.cases_differing, found.outputs_differing) == (Status.DIFFERENT, 1, 1)
+        whole = joined(shares, errors=8)
+        assert (whole.status, whole.cases_differing, whole.outputs_differing) == (Status.DIFFERENT, 1, 1)
 
 
 class AfterOne(Silent):
@@ -286,9 +286,9 @@ class AfterOne(Silent):
 def test_ctrl_c_keeps_what_processes_finished(tmp_path: Path) -> None:
     few, stopped = few_recorded(tmp_path / "few.safetensors", 0, 1), AfterOne(raising(KeyboardInterrupt()))
     subjects, chosen = [load_subject("f8ref.numpy")], ["formats", "scales"]
-    found = verify(subjects, stages=chosen, golden=few, processes=2, progress=stopped)
-    assert found.is_interrupted and not found.is_equal
-    assert [stage.stage in chosen for stage in found.subjects[0].stages] == [True]
+    result = verify(subjects, stages=chosen, golden=few, processes=2, progress=stopped)
+    assert result.is_interrupted and not result.is_equal
+    assert [stage.stage in chosen for stage in result.subjects[0].stages] == [True]
 
 
 def test_a_worker_that_is_gone_is_told(
@@ -306,6 +306,6 @@ def test_a_worker_that_is_gone_is_told(
         return 0
 
     assert guarded(run) == BAD_USAGE
-    told = capsys.readouterr().err
-    assert told.startswith("verify: a worker process ended while it ran") and told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("verify: a worker process ended while it ran") and error.count("\n") == 1
     assert len(started) == 2
