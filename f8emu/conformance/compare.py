@@ -112,7 +112,7 @@ def abbreviated(array: np.ndarray, name: str, *, shown: int = 8) -> str:
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:
-    """`1 case differs`, `2 cases differ`; without `many` the plural is `one` and an s."""
+    """`1 case differs`, `2 cases differ`; without `plural` it is `singular` and an s."""
     return f"{count} {singular if count == 1 else plural or f'{singular}s'}"
 
 
