@@ -32,7 +32,7 @@ class Mismatch:
     observed: str = ""
     expected: str = ""
     error: str = ""
-    """What happened, if the case failed as a whole."""
+    """The error, if the case failed as a whole."""
     outputs: int = 0
     """The number of outputs of the part; 0 if they were not counted."""
     differing: int = 0

@@ -174,7 +174,7 @@ def _values_in(combination: Combination, shape: Shape) -> Iterator[GemmCase]:
         case = _drawn(Family.BIAS, name, combination, shape, out_dtype=out_dtype, zeros=True)
         least = 2.0 ** (out_dtype.min_exponent - out_dtype.fraction_bits)
         values = np.array([*BIASES, 3 * least, -least, out_dtype.max, -out_dtype.max], np.float32)
-        # Where the scaled sum is a zero, of the sign of the scale, or as small as they, -0 and subnormals show.
+        # -0 and subnormal biases show where the scaled sum is a zero with the scale's sign, or as small as they are.
         rows = m if combination.granularities[0] is Granularity.ROWWISE else 1
         factors = np.where(np.arange(rows) % 2 == 0, sign, sign * 1e-9)
         bias = np.resize(values, n).astype(dtype_of(out_dtype))

@@ -66,7 +66,7 @@ class Sample:
     rows: tuple[int, ...]
     cols: tuple[int, ...]
     ends: tuple[int, ...] = ()
-    """Of groups of rows: where they end in the whole GEMM."""
+    """The ends of groups of rows in the whole GEMM."""
     is_run: bool = False
     """True: a kernel runs the whole GEMM wherever it runs; False: on a GPU alone."""
 
@@ -128,13 +128,13 @@ class GemmCase:
     """The distribution from which the operands were drawn, if they were drawn."""
     family: Family = Family.CODES
     placement: Placement | None = None
-    """Where operands must lie, for a subject that is called with memory of its own."""
+    """Memory layout of the operands, for a subject that is called with its own memory."""
     between: "tuple[GemmCase, ...]" = ()
     """GEMMs to run next, followed by this one again. All outputs are read after the last call."""
     memory: Memory = Memory.NEW
     """Which arrays a kernel gets, if another of its calls came before."""
     one_of: str = ""
-    """Of the GEMMs of one such word a kernel is asked the first that it does not refuse, and no other."""
+    """A group of GEMMs, of which a kernel is asked the first that it does not refuse, and no other."""
 
     @property
     def scales(self) -> tuple[np.ndarray, np.ndarray]:
@@ -196,7 +196,7 @@ class GemmCase:
         return verbs[self.verb](*operands, self.scale_a, self.scale_b, **options)
 
     def _blocks(self) -> "Iterator[GemmCase]":
-        # Of a sample the rows of a, or of b, that share 128x128 scales.
+        # The rows of a, or of b, of a sample that share 128x128 scales.
         sample, (scale_a, scale_b) = self.sample, self.scales
         assert sample is not None
         is_b = self.granularity_b is _SQUARE

@@ -187,7 +187,7 @@ BLOCK_LAYERS: tuple[tuple[int, int, int], ...] = (
     (64, 4096, 7168),
     (4, 16384, 2048),
 )
-# Where groups of tokens end, N and K of mixtures of experts: few experts, 64, 256, and a decode step
+# Ends of groups of tokens, N and K of mixtures of experts: few experts, 64, 256, and a decode step
 EXPERTS: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = (
     (tuple(range(1024, 8193, 1024)), (4096, 4096)),
     (tuple(range(128, 8193, 128)), (1536, 2048)),
@@ -246,7 +246,7 @@ def _live(name: str, pair: Pair, shape: tuple[int, int, int], **fields: Any) -> 
 
 
 def _live_groups() -> Iterator[GemmCase]:
-    # Of each group its first rows and its last.
+    # The sample has the first rows and the last row of each group.
     for ends, (n, k) in EXPERTS:
         name = f"{len(ends)} experts {ends[-1]}x{n}x{k}"
         starts = np.array([0, *ends[:-1]])

@@ -1,4 +1,4 @@
-"""What a wrong cast or quantizer may do instead: other values of single fields of its rule, and words for them."""
+"""Alterations of casts and quantizers: other values of single fields of its rule, and words for them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ class Alteration(NamedTuple):
     """`field`, or `part.field` of a part of the rule."""
     value: Any
     sentence: str
-    """What a kernel does that has it, in words that follow "it"."""
+    """A kernel that has it, in words that follow "it"."""
 
     def of(self, rule: Any) -> Any:
         """The altered rule."""

@@ -59,9 +59,9 @@ class Contract:
 
     questions: Sequence[Question]
     answers: Mapping[str, Parts | Exception]
-    """Of each question; an exception is the error of its case."""
+    """Question -> answer; an exception is the error of its case."""
     follows: str
-    """In words."""
+    """The contract in words."""
     judged_by: str
 
     def answer(self, q: Question) -> Parts:

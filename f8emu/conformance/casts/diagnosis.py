@@ -1,4 +1,4 @@
-"""What a wrong cast or quantizer does instead: the fewest alterations of the right rule that give what it gave.
+"""Diagnosis of a wrong cast or quantizer: the fewest alterations of the right rule that give what it gave.
 
 A quantizer's scales are explained first, then its codes by every rule that explains its scales. Special inputs, such as
 infinity or blocks of zeros, for which a subject always gives the same, are told apart.
@@ -41,7 +41,7 @@ class CastDiagnosis:
     """The rule that a wrong cast or quantizer follows."""
 
     alterations: tuple[str, ...] = ()
-    """In words that follow "it"; empty where they do not explain half of what differs."""
+    """Words that follow "it"; empty where they do not explain half of what differs."""
     outputs_equal: int
     """Codes and scales that the alterations give; of a cast each input counts once."""
     outputs_total: int
@@ -228,7 +228,7 @@ def diagnose_quantizer(matrices: Sequence[Matrix], block: Block, rules: Sequence
 
 
 def _evidence(matrices: Sequence[Matrix], block: Block) -> tuple[Evidence, Evidence]:
-    # Of matrices of one dtype: their scales, and their codes, each with the amaxes of its block.
+    # Scales and codes of matrices of one dtype, each with the amaxes of its block.
     of_scales, of_codes = list[list[np.ndarray]](), list[list[np.ndarray]]()
     for x, codes, scale in matrices:
         height, width = extent(x.shape, block)

@@ -22,9 +22,9 @@ class Question:
 
     id: str
     family: str = ""
-    """What it asks about."""
+    """The subject of the question."""
     lying: np.ndarray
-    """What lies in memory; `x` is each of its columns, or every second one."""
+    """The array in memory; `x` is each of its columns, or every second one."""
     step: int = 1
     scale: np.ndarray | None = None
     """Float32 without dimensions, of a cast that takes one."""

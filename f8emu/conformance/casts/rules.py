@@ -54,7 +54,7 @@ class CastRule:
     through: Format | None = None
     """Rounded to first."""
     largest: float | None = None
-    """What magnitudes are clamped to first."""
+    """A limit that magnitudes are clamped to first."""
     rounding: str = ""
     """One of `ROUNDINGS`, if not to nearest even."""
     fault: CodeFault | None = None
@@ -135,11 +135,11 @@ class QuantizerRule:
     code: CodeForm
     cast: CastRule
     x: Format | None = None
-    """What x is rounded to first."""
+    """A format that x is rounded to first."""
     early: ScaleValue = ScaleValue.OWN
-    """What becomes of s before x is scaled by it."""
+    """The change of s before x is scaled by it."""
     late: ScaleValue = ScaleValue.OWN
-    """What becomes of it afterwards."""
+    """The change of s afterwards."""
 
     @classmethod
     def of(cls, dialect: Dialect) -> "QuantizerRule":

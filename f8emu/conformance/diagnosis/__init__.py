@@ -1,1 +1,1 @@
-"""What a kernel does instead: rules as data, alterations tried on probes, rules measured."""
+"""Diagnosis of wrong kernels: rules as data, alterations tried on probes, rules measured."""

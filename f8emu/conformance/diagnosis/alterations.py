@@ -255,7 +255,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
         **_IN_FLOAT32,
         lanes=_LANES,
     ),
-    # As numpy with OpenBLAS adds on a CPU with AVX2; with AVX-512 it is 16 lanes.
+    # numpy with OpenBLAS adds so on a CPU with AVX2; with AVX-512 in 16 lanes.
     _row(
         "float32 accumulation of OpenBLAS",
         f"accumulates in float32 {_NOT_IN_STEPS}",

@@ -84,7 +84,7 @@ SCALE_VALUES: dict[ScaleValue, Callable[[np.ndarray], np.ndarray]] = {
     ScaleValue.POWER_NEAREST: _power_of_two(0.75),
     ScaleValue.POWER_LOG: _power_of_two(0.5**0.5),
 }
-"""What float32 scales become."""
+"""The changes of float32 scales."""
 _SIGNS: dict[ScaleSign, Callable[[np.ndarray], np.ndarray]] = {
     ScaleSign.OWN: lambda scale: scale,
     ScaleSign.DROPPED: np.abs,

@@ -165,7 +165,7 @@ _PARAMETERS = (
     # These probes add exactly under any rule: an unknown way to add does not hide them.
     ("output", "ties of the output, scales ->", "output cut, output ties, output through"),
     ("scales", "scales ->, scales beside, scales that", "scales, block scales, first block"),
-    # What the order of adding does not tell.
+    # Parameters that the order of adding does not tell.
     ("sum of a step", "one step, one chain, middle", ""),
     ("promotion of steps", "one chain, middle", ""),
     ("operands", "every code, middle, mixed, tail of K, one chain", "operands, subnormal operands, output tr, formats"),

@@ -134,7 +134,7 @@ _ROWWISE = Granularity.ROWWISE, Granularity.ROWWISE
 GROUPED = tuple(
     GemmKind(pair=_ROWWISE, use_fast_accum=fast, with_bias=False, is_grouped=True) for fast in (True, False)
 )
-"""Those of grouped kernels, which `fit` does not measure."""
+"""The kinds of grouped kernels, which `fit` does not measure."""
 
 
 @cache

@@ -283,7 +283,7 @@ class Search:
         self.progress.begin(self.name, title, len(bases) * len(self.claims))
         complete: list[Explanation] = []
         for base in bases:
-            # What the base does not explain is what another alteration must: most miss it at once.
+            # Another alteration must explain what the base does not: most fail there at once.
             missed = self._missed(base)
             probes = [*missed, *(probe for probe in self.probes if probe not in missed)]
             complete += [tried for tried in self._more(base, list(self.claims)) if self._is_complete(tried, probes)]
@@ -341,7 +341,7 @@ class Search:
         claimed = [item for step in steps for item in self.claims[step].items()]
         if any(dict(claimed)[part] != value for part, value in claimed):
             return None
-        # What is asked of promotion comes last: other accumulations have none of their own.
+        # Promotion comes last: other accumulations have none of their own.
         in_order = sorted(steps, key=lambda step: "promote_k" in self.claims[step])
         rules = reduce(lambda rules, step: step.change(rules), in_order, self.own.rules)
         parts = rules.parts() if len(steps) > 1 else {}

@@ -22,7 +22,7 @@ _SQUARE = Granularity.BLOCKWISE_128X128
 _VECTOR = Granularity.BLOCKWISE_1X128
 _ROWWISE = Granularity.ROWWISE
 _SIDE = 128
-# What a RuntimeError says that refuses where operands lie; `misaligned address` is a crash.
+# Words of a RuntimeError that refuses where operands lie; `misaligned address` is a crash.
 _LAYOUT = re.compile(r"\b(strid|contiguous|align|CUBLAS_STATUS_INVALID_VALUE)", re.IGNORECASE)
 # The library's word for a GEMM that it has no kernel for.
 _NOT_SUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"
@@ -146,7 +146,7 @@ class _Called:
         return lambda: output().reshape(-1, up_n)[:rows, :n], inputs
 
     def _refusals(self, case: GemmCase) -> Iterator[str]:
-        # Why the kernel does not have such a GEMM, by its declaration.
+        # Reasons, by the declaration, for which the kernel does not have such a GEMM.
         kernel, formats = self.kernel, (format_by_name(case.a.dtype.name), format_by_name(case.b.dtype.name))
         kind, offs = case.group_kind, case.offs
         if kernel.is_grouped != (kind is not None):
@@ -202,7 +202,7 @@ class _Called:
         return values
 
     def _scales(self, case: GemmCase, m: int, n: int, k: int) -> tuple[_Pair, Laid | float, Laid | float]:
-        # In granularities that the kernel takes: rows of 1x128 scales that repeat are 128x128 ones.
+        # Scales in granularities that the kernel takes: 1x128 scales whose rows repeat are 128x128 ones.
         kernel, pair, (scale_a, scale_b) = self.kernel, _pair(case), case.scales
         if case.group_kind is not None:
             is_wider = case.group_kind is GroupKind.ROWS

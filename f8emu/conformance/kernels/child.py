@@ -95,7 +95,7 @@ class Child:
         )
 
     def _answer(self, question: tuple[Any, ...], seconds: float) -> Any:
-        # What a child answers too late, as after Ctrl-C, belongs to no question: it is kept only once it has answered.
+        # A late answer, as after Ctrl-C, belongs to no question: a child is kept only once it has answered.
         worker = self.worker
         self.worker = None
         assert worker is not None, "a child that was started is asked"
@@ -117,7 +117,7 @@ class Child:
         return answer
 
 
-# In the child
+# The child's side
 
 
 class _Failure(NamedTuple):

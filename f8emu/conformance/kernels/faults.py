@@ -54,7 +54,7 @@ class Guarded:
     """An array between guard zones, for one call of a kernel. Arrays of JAX have none: nothing can write to them."""
 
     array: Any
-    """What the kernel is given, in the framework: C-contiguous, or with the last two dimensions column-major."""
+    """The kernel's argument, in the framework: C-contiguous, or with the last two dimensions column-major."""
 
     def __init__(self, framework: Framework, name: str, laid: Laid) -> None:
         contents, column_major, padding, offset = laid

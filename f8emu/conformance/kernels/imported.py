@@ -128,7 +128,7 @@ def _offered(namespace: Any) -> list[str]:
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    # What a message adds of names that are there, the nearest first.
+    # The end of a message that names what is there, the nearest first.
     named = ((os.path.basename(path), path) for path in known)
     base = {name: path for name, path in named if not name.startswith("_")}
     near = [base.pop(match) for match in get_close_matches(os.path.basename(name), base, 1)]

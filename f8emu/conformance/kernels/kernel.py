@@ -143,7 +143,7 @@ class Kernel:
     b: OperandLayout = ROWS_BY_K
     """The layout of `b`; groups that have their own `a` or `b` are in front."""
     group_multiples: Mapping[GroupKind, int] = field(default_factory=lambda: {GroupKind.ROWS: 1})
-    """What a grouped kernel takes groups of, and the multiple of their sizes."""
+    """The dimensions that a grouped kernel takes groups of, and the multiple of their sizes."""
     formats: tuple[tuple[Format, Format], ...] = HOPPER.format_pairs
     out_dtypes: tuple[Format, ...] = (BFLOAT16,)
     out_column_major: bool = False
@@ -165,9 +165,9 @@ class Kernel:
     """How to install the package; without the package the kernel is "not offered"."""
     needs_gpu: bool = False
     predicted: str = ""
-    """What the kernel should give, in a sentence; printed beside the engine."""
+    """The expected outcome in a sentence; printed beside the engine."""
     seen: str = ""
-    """What the kernel gave, if that was recorded; printed after the prediction."""
+    """The recorded outcome, if there is one; printed after the prediction."""
 
     def __post_init__(self) -> None:
         fault = ""

@@ -103,7 +103,7 @@ _DEEPGEMM_VECTORS: _Options = {
 
 
 def _deepgemm_groups(function: str, of_library: str, **options: Any) -> _Options:
-    # What the installed version lacks is not offered.
+    # A function that the installed version lacks is not offered.
     where = f"f8emu.conformance.kernels.deepgemm_groups:{function}"
     declared = {"function": where, "imports": (f"deep_gemm:{of_library}",), "block_multiples": (128, 128, 128)}
     return _DEEPGEMM | declared | options

@@ -177,7 +177,7 @@ def layer_traits(case: LayerCase) -> dict[str, str]:
     }
 
 
-# What explains a difference
+# Explanations of a difference
 
 # Part -> the GEMM whose product it is made of
 _PRODUCTS = {"result": "output", "input.grad": "grad_input", "weight.grad": "grad_weight"}

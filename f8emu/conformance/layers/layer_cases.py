@@ -47,7 +47,7 @@ def _mixed(name: str, *gemms: str, fast_output: bool = False, delayed: DelayedSc
     return Recipe(name=name, output=output, grad_input=grad_input, grad_weight=grad_weight, delayed=delayed)
 
 
-# What no named recipe does: a matrix in two granularities, in float8 in one GEMM only, delayed beside dynamic
+# Recipes beyond the named ones: a matrix in two granularities, in float8 in one GEMM only, delayed beside dynamic
 MIXED = (
     _mixed("mixed tensor row", "tr", "rt", "rr"),
     _mixed("mixed block tensor high", "vs", "tt", "--"),
@@ -63,7 +63,7 @@ MIXED = (
 
 ALL_RECIPES = (*RECIPES.values(), DELAYED_MOST_RECENT)
 
-# What differs from a bfloat16 layer with a bias, of shape ODD
+# Fields that differ from a bfloat16 layer with a bias, of shape ODD
 SITUATIONS: dict[str, dict[str, Any]] = {
     "batch": {"weight_dtype": FLOAT32, "gradient": "integers", "batch": (3, 11)},
     "autocast": {"weight_dtype": FLOAT32, "is_autocast": True, "with_bias": False},

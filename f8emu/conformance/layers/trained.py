@@ -107,7 +107,7 @@ class JaxTraining(Training):
         from jax.core import Tracer
 
         def record(is_transposed: bool, a: Any, b: Any, result: Any, *scales: Any) -> None:
-            # What is turned is turned here: every eager transpose would be a program.
+            # numpy transposes here: every eager transpose of JAX would be a program.
             scale_a, scale_b = (np.array(scales[0]), np.array(scales[1]).T) if scales else (None, None)
             product = np.array(result).T if is_transposed else np.array(result)
             self.executed.append(Executed(np.array(a), np.array(b).T, scale_a, scale_b, product))
@@ -153,7 +153,7 @@ class TorchTraining(Training):
         layers, is_shared = list(self.layers), case.layers > 1
 
         def forward(x: "Tensor") -> list["Tensor"]:
-            # As in a model: only the operands of an input that autograd computed are kept for another layer.
+            # A view, as in a model: operands are kept for another layer only if autograd computed their input.
             shared = x.view_as(x) if is_shared else x
             return [layer(shared) for layer in layers]
 

@@ -45,7 +45,7 @@ LAYER_KINDS = (((E4M3FN, E4M3FN), True, "outlier"), ((E5M2, E4M3FN), False, "gra
 BLOCKWISE_SHAPES = ((128, 128, 512), (256, 128, 1024), (144, 256, 640))
 # Cumulative row ends [EPI-6], N, K. The second has an empty group.
 GROUPS = (((32, 96, 112), 64, 512), ((16, 16, 80, 256), 96, 1040))
-# Of every kind where groups end, in sizes that a GPU takes, and the other two of M, N, K; a batch of three has 17 rows
+# For every kind the ends of groups, in sizes that a GPU takes, and the other two of M, N, K; a batch of 3 has 17 rows
 GROUPS_OF_KINDS: dict[GroupKind, tuple[tuple[int, ...], tuple[int, int]]] = {
     GroupKind.ROWS: ((0, 1, 16, 33, 48), (16, 144)),
     GroupKind.COLUMNS: ((8, 8, 24, 48), (17, 144)),

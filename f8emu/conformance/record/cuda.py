@@ -73,7 +73,7 @@ class CudaLauncher:
         if isinstance(first, Refused):
             return first
         second, kernels = _profiled(call)
-        # Of groups with an output each, one lies under the other.
+        # Outputs of groups lie one under the other.
         outputs = [self.arrays.store(out).reshape(-1, out.shape[-1]) for out in (first, second)]
         if sample is not None:
             outputs = [out[np.ix_(sample.rows, sample.cols)] for out in outputs]

@@ -52,9 +52,9 @@ class Case:
     own_split: Callable[[Parts, Parts], Slicing | None] | None = None
     """(given, expected) -> the S that explains what differs, of a subject that picks it; None where there is none."""
     one_of: str = ""
-    """Of the cases of one such word the first that is not refused runs, and no other."""
+    """A group of cases, of which the first that is not refused runs, and no other."""
     context: Hashable = None
-    """What the answer depends on besides the question; cases of one id and context share an answer."""
+    """Facts that the answer depends on besides the question; cases of one id and context share an answer."""
 
 
 class Outcome(NamedTuple):

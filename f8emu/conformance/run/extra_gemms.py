@@ -37,7 +37,7 @@ GROUPS: tuple[tuple[int, ...], ...] = (
     *((0, 5, 5, 69), (48,), (130, 387, 700), (63, 128, 193, 193), (1025, 1026, 2304)),
     tuple(accumulate(n * 7 % 11 for n in range(40))),
 )
-"""Where groups of rows end: different, all in one, all alike, one row each, odd, empty, one group, several tiles in
+"""Ends of groups of rows: different, all in one, all alike, one row each, odd, empty, one group, several tiles in
 each, a tile and a row, large, many."""
 GROUPED_SHAPES: tuple[tuple[int, int], ...] = ((48, 512), (272, 48), (16, 4112), (32, 144))
 """N, K."""
@@ -47,7 +47,7 @@ LAYER_GROUPS: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = (
     (tuple(accumulate(n % 3 for n in range(256))), (48, 144)),
 )
 """Groups of rows of mixtures of experts, and N, K: wide, wider, of thousands of rows, 64, 256."""
-# Where the last group of rows ends before the last row: how many rows are behind it.
+# Rows behind the last group, where it ends before the last row.
 BEHIND = 48
 # Multiply-adds of a GEMM: more than two threads are worth, and less than a second of the oracle for all GEMMs.
 _MOST = 1 << 23
@@ -183,7 +183,7 @@ def engine_cases() -> tuple[GemmCase, ...]:
     """GEMMs of every family that is cheap, and what a GPU would refuse."""
     combinations = (*DENSE, *BLOCKS)
     cases = [*size_cases(combinations, _MOST), *code_cases(combinations), *large_value_cases(combinations)]
-    # Of every output type: which scale comes first shows in one of 10^5 outputs of 16 bits.
+    # Every output type: the order of the scales shows in one of 10^5 outputs of 16 bits.
     for i, case in enumerate(grouped_cases()):
         if case.a.size * case.b.shape[-2] <= _MOST:
             cases.append(replace(case, out_dtype=HIGH_PRECISION[i % 3]))

@@ -108,7 +108,7 @@ def _array(name: str, values: np.ndarray, rest: str, copies: int = 1) -> list[st
     return [f"{name} = bits(", *parts, f"   {end}"]
 
 
-# What GEMMs have in common: the traits by which differences are counted
+# Traits of GEMMs, by which differences are counted
 
 
 # Sizes are counted in ranges: few enough to read.

@@ -178,7 +178,7 @@ class StageResult:
     ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
     """dtype -> how far off its outputs are that differ."""
     places: list[DifferenceMap] = field(default_factory=list)
-    """Where the bits differ, of the worst cases."""
+    """The maps of the worst cases."""
 
     @property
     def cases_differing(self) -> int:

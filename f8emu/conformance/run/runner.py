@@ -106,7 +106,7 @@ class Runner:
 
 
 def _threads(subject: Subject | None) -> int:
-    # Where the subject can, several: a compiler uses one core.
+    # Several threads if the subject allows it: a compiler uses one core.
     return min(_THREADS, os.cpu_count() or 1) if subject is not None and subject.is_thread_safe else 1
 
 

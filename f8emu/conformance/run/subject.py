@@ -66,7 +66,7 @@ class Subject:
     """Generated GEMMs for this subject alone."""
     kernel: Kernel | None = None
     calls: Calls | None = None
-    """In place of verbs, of a declared kernel: its operands lie where a case says."""
+    """The calls of a declared kernel, in place of verbs: its operands lie where a case says."""
     first_call: tuple[GemmCase, np.ndarray | Exception] | None = None
     """The first GEMM that a kernel was given, before the run, and what it gave; judged with the generated GEMMs."""
 
@@ -121,7 +121,7 @@ class Subject:
         return [outputs[id(case)] for case in cases]
 
     def _output(self, case: GemmCase) -> np.ndarray:
-        # Of the GEMM that runs, the outputs of the case.
+        # The case's outputs among those of the GEMM that runs.
         sample = case.sample
         if sample is None or (self.takes_any_size and not self.runs_full_size):
             return case.run(self.verbs)
@@ -178,7 +178,7 @@ def _loaded(name: str, wait: Callable[[], tuple[Subject, Ask]]) -> Subject:
 
 
 def _kernel_by_name(name: str, arrays: str) -> tuple[Subject, Ask]:
-    # In the kernel's process. What travels is the outline of its declaration.
+    # Runs in the kernel's process. The outline of its declaration travels.
     kernel = load_kernel(name)
     subject, outline = kernel_subject(kernel, arrays), kernel.outline()
     assert subject.calls is not None, "a kernel is called"
