@@ -57,7 +57,7 @@ No finite suite finds everything. This one calls a kernel some thousand times,
 in one thread, with K up to 65,552: it does not see what is wrong for a longer
 K, from a later call on, or in a second thread.
 """
-"""The contract of a kernel that is called as `torch._scaled_mm` is: `f8emu verify --contract`."""
+"""The contract of a kernel that is called like `torch._scaled_mm`, as `f8emu verify --contract` prints it."""
 
 
 def load_kernel(path: str) -> Kernel:
