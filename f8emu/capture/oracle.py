@@ -20,8 +20,9 @@ from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.compare import different
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import BFLOAT16, CHIPS, HOPPER, OPERANDS, TRANSPOSED, Cast, Granularity, Recipe, format_by_name
+from f8emu.spec.gemm import granularities_that_run
+from f8emu.spec.scaling import BLOCK
 
-_BLOCK = 128
 _MOST_SLICES = 16
 _SHORTEST_SLICE = 64
 """The shortest slice of K, in bfloat16 [BF16-2]."""
@@ -163,7 +164,7 @@ class Sampled:
         places, size = (self.rows, self.record.m) if side == "a" else (self.columns, self.record.n)
         if found is None or found.shape[0] == 1 != size:
             return found  # one for all, or of one block
-        return found[np.unique(places // _BLOCK)] if _has_blocks(self.record, side) else found[places]
+        return found[np.unique(places // BLOCK)] if _has_blocks(self.record, side) else found[places]
 
 
 def sampled(record: GemmRecord, arrays: Arrays, outputs: int | None) -> Sampled:
@@ -178,7 +179,7 @@ def sampled(record: GemmRecord, arrays: Arrays, outputs: int | None) -> Sampled:
     count = min(record.m, math.isqrt(outputs))
 
     def drawn(side: str, size: int, count: int) -> np.ndarray:
-        unit = _BLOCK if _has_blocks(record, side) else 1
+        unit = BLOCK if _has_blocks(record, side) else 1
         most = -(-size // unit)
         return _rows(np.sort(generator.choice(most, max(1, min(count // unit, most)), replace=False)), unit, size)
 
@@ -211,11 +212,10 @@ def product_of(part: Sampled, judge: Subject, split_k: int) -> np.ndarray:
     # 2. In high precision no scales; else as the chip pairs them.
     if scale_a is None or scale_b is None:
         return judge.verbs["mm"](a, b.T, **options)
-    granularities = Granularity(record.granularity_a), Granularity(record.granularity_b)
-    if Granularity.ROWWISE in granularities:  # beside it, a tensorwise operand has its scale in every row
-        granularities = (Granularity.ROWWISE, Granularity.ROWWISE)
+    pair = granularities_that_run(Granularity(record.granularity_a), Granularity(record.granularity_b))
+    if pair[0] is Granularity.ROWWISE:  # beside it, a tensorwise operand has its scale in every row
         scale_a, scale_b = (np.broadcast_to(s, (len(x), 1)).copy() for s, x in ((scale_a, a), (scale_b, b)))
-    options |= {"granularity_a": granularities[0], "granularity_b": granularities[1]}
+    options |= {"granularity_a": pair[0], "granularity_b": pair[1]}
     return judge.verbs["scaled_mm"](a, b.T, scale_a, scale_b.T, use_fast_accum=record.use_fast_accum, **options)
 
 
@@ -240,7 +240,7 @@ def likely_cause(part: Sampled, wrong: np.ndarray, judge: Subject) -> str:
         return f"all in column {columns[0]}: what differs is that row of b ({of_b}), or its scale"
     # 2. Wrong outputs all over may be another split of K: a few rows and columns decide it.
     tried = (
-        _rows(np.unique(places // _BLOCK)[:1], _BLOCK, size) if _has_blocks(record, side) else places[:_TRIED]
+        _rows(np.unique(places // BLOCK)[:1], BLOCK, size) if _has_blocks(record, side) else places[:_TRIED]
         for side, places, size in (("a", rows, record.m), ("b", columns, record.n))
     )
     few = Sampled(record, part.arrays, *tried)

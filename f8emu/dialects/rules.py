@@ -10,15 +10,15 @@ from enum import Enum
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, Format
-from f8emu.spec.scaling import MIN_AMAX_FLOOR, ScaleRule
+from f8emu.spec.scaling import BLOCK, MIN_AMAX_FLOOR, ScaleRule
 
 Block = tuple[int | None, int | None]
 """(rows, K) that share a scale; None is the whole extent."""
 TENSOR: Block = (None, None)
 ROW: Block = (1, None)
-GROUP: Block = (1, 128)
-SQUARE: Block = (128, 128)
-COLUMN: Block = (128, 1)
+GROUP: Block = (1, BLOCK)
+SQUARE: Block = (BLOCK, BLOCK)
+COLUMN: Block = (BLOCK, 1)
 MX_GROUP: Block = (1, 32)
 MX_COLUMN: Block = (32, 1)
 

@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plgpu
 from f8emu.jax import bits
 from f8emu.jax.scale import inv_scale_bits, scales_of
 from f8emu.spec.formats import Format
-from f8emu.spec.scaling import Granularity, ScaleRule, Scales
+from f8emu.spec.scaling import BLOCK, Granularity, ScaleRule, Scales
 
 Cast = tuple[jax.Array, Scales]
 """Codes and scales of an operand."""
@@ -55,7 +55,7 @@ CAST_ROWS = Launch(rows=1, cols=8192, warps=8)
 """`cols` is the most that a row may have per 8 warps; longer rows get more warps, up to LONGEST_ROW."""
 LONGEST_ROW = 32768
 """The longest row that stays in registers: 32 warps of 1024 elements."""
-CAST_BLOCKS = Launch(rows=128, cols=128, warps=4)
+CAST_BLOCKS = Launch(rows=BLOCK, cols=BLOCK, warps=4)
 """The tile is the block of the granularity; only `warps` is a choice."""
 
 MOST_ELEMENTS = 2**31 - 2**20

@@ -9,7 +9,7 @@ from f8emu.native.library import fields
 from f8emu.spec.chip import AccumulationModel, Rounding
 from f8emu.spec.formats import FLOAT16, FLOAT32
 from f8emu.spec.gemm_call import GemmCall
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import BLOCK, Granularity
 
 _LONGEST_ORDER = 32
 _GROUP_K = 16
@@ -141,7 +141,7 @@ def matrix(
 ) -> Matrix:
     """An operand [rows, K] with scales of `granularity.scale_shape(rows, K)`; one that all share has no stride."""
     # A stride of 0 lets one scale serve all rows, or all of K.
-    rows_per_scale = 128 if granularity is Granularity.BLOCKWISE_128X128 else 1
+    rows_per_scale = BLOCK if granularity is Granularity.BLOCKWISE_128X128 else 1
     per_row = 0 if granularity in (None, Granularity.TENSORWISE) else scale_strides[0]
     per_block = scale_strides[1] if granularity is not None and granularity.is_blockwise else 0
     return Matrix(address, strides[0], strides[1], FORMATS[format], rows_per_scale, scale, per_row, per_block)

@@ -10,7 +10,7 @@ Each GEMM is `a @ b^T` of two operands seen as `[rows, summed dimension]`, and e
 dimension that its own GEMM sums over. A trace holds what the three computed, in any array type (`Any` below).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from f8emu.spec.chip import Chip
@@ -82,6 +82,12 @@ HIGH_PRECISION_CAST = Cast(format=None)
 """No cast to float8: the operand stays in high precision, bfloat16."""
 
 
+def granularities_that_run(a: Granularity, b: Granularity) -> tuple[Granularity, Granularity]:
+    """The granularities of the GEMM that runs: a tensorwise scale beside rowwise ones is repeated for every row."""
+    is_mixed = {a, b} == {Granularity.TENSORWISE, Granularity.ROWWISE}
+    return (Granularity.ROWWISE, Granularity.ROWWISE) if is_mixed else (a, b)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
     """One GEMM `a @ b^T`: the casts of its operands and the accumulation of the tensor core."""
@@ -92,9 +98,12 @@ class Gemm:
     split_k: bool = True
     """Whether K may be split, as cuBLAS does where a GEMM has few outputs and a long K [CHAIN-3]. False, for 1x128
     scales of a: it never is, as in DeepGEMM."""
+    scaled_gemm_granularities: tuple[Granularity, Granularity] = field(init=False, compare=False)
+    """`granularities_that_run` of its casts."""
 
     def __post_init__(self) -> None:
         a, b = self.a, self.b
+        object.__setattr__(self, "scaled_gemm_granularities", granularities_that_run(a.granularity, b.granularity))
         if a.is_high_precision != b.is_high_precision:
             raise SpecError(
                 f"Gemm: both operands must be float8 or both high precision; got {a} and {b}. "
@@ -127,14 +136,6 @@ class Gemm:
             return None
         formats, granularities = (self.a.format, self.b.format), self.scaled_gemm_granularities
         return chip.refusal(formats, granularities, use_fast_accum=self.use_fast_accum)
-
-    @property
-    def scaled_gemm_granularities(self) -> tuple[Granularity, Granularity]:
-        """The granularities of the GEMM that runs: a tensorwise scale beside rowwise ones is repeated for every row."""
-        pair = (self.a.granularity, self.b.granularity)
-        if set(pair) == {Granularity.TENSORWISE, Granularity.ROWWISE}:
-            return (Granularity.ROWWISE, Granularity.ROWWISE)
-        return pair
 
 
 class OperandTrace(NamedTuple):

@@ -22,6 +22,8 @@ from f8emu.spec.formats import changed_fields
 
 TENSORS = ("input", "weight", "grad_output")
 """The tensors of a linear layer that are cast."""
+BLOCK = 128
+"""Elements along K, and rows of a square, that share a scale under blockwise scaling [EPI-5]."""
 
 
 class Granularity(Enum):
@@ -59,8 +61,8 @@ class Granularity(Enum):
 _BLOCKS: dict[Granularity, tuple[int | None, int | None]] = {
     Granularity.TENSORWISE: (None, None),
     Granularity.ROWWISE: (1, None),
-    Granularity.BLOCKWISE_1X128: (1, 128),
-    Granularity.BLOCKWISE_128X128: (128, 128),
+    Granularity.BLOCKWISE_1X128: (1, BLOCK),
+    Granularity.BLOCKWISE_128X128: (BLOCK, BLOCK),
 }
 
 

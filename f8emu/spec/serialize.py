@@ -89,8 +89,9 @@ def _table(kind: Any, data: object, place: str, *others: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise SpecError(f"recipe: {place} must be a table; got {data!r}")
     # A key too many is an error: a misspelt one would silently mean its default.
-    table, known = dict(cast(dict[str, Any], data)), [*(field.name for field in fields(kind)), *others]
-    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in table]
+    parts = [field for field in fields(kind) if field.init]
+    table, known = dict(cast(dict[str, Any], data)), [*(field.name for field in parts), *others]
+    missing = [field.name for field in parts if field.default is MISSING and field.name not in table]
     unknown = [key for key in table if key not in known]
     if missing or unknown:
         found = f"missing {missing}" if missing else f"unknown {unknown}"

@@ -10,6 +10,7 @@ from torch import Tensor
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import (
+    BLOCK,
     MAX_MARGIN,
     AmaxHistoryReduction,
     DelayedScaling,
@@ -61,10 +62,10 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
         case Granularity.ROWWISE:
             largest = magnitude.amax(dim=1, keepdim=True)
         case Granularity.BLOCKWISE_1X128:
-            largest = _padded(magnitude, rows, shape[1] * 128).view(rows, shape[1], 128).amax(dim=2)
+            largest = _padded(magnitude, rows, shape[1] * BLOCK).view(rows, shape[1], BLOCK).amax(dim=2)
         case Granularity.BLOCKWISE_128X128:
-            padded = _padded(magnitude, shape[0] * 128, shape[1] * 128)
-            largest = padded.view(shape[0], 128, shape[1], 128).amax(dim=(1, 3))
+            padded = _padded(magnitude, shape[0] * BLOCK, shape[1] * BLOCK)
+            largest = padded.view(shape[0], BLOCK, shape[1], BLOCK).amax(dim=(1, 3))
     return canonical_nan(reduced(largest).view(torch.float32) if is_dtensor(x) else largest.float())
 
 

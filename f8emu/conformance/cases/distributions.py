@@ -13,8 +13,8 @@ import numpy as np
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
 from f8emu.spec import BFLOAT16, E4M3FN, FLOAT32, Format, Granularity
 from f8emu.spec.gemm_call import GroupKind
+from f8emu.spec.scaling import BLOCK
 
-_BLOCK = 128
 SAMPLED = 24  # rows and columns that are checked of a full-size GEMM
 
 
@@ -65,8 +65,8 @@ def _blocks(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
     """Another magnitude in every row and every 128 of K and of rows: equal scales cannot hide an index error."""
     rows, k = np.indices(shape)
     exponents = r.permutation(np.arange(-12, 13))
-    square = exponents[(3 * (rows // _BLOCK) + 5 * (k // _BLOCK)) % exponents.size]
-    row = exponents[(7 * rows + k // _BLOCK) % exponents.size] / 4
+    square = exponents[(3 * (rows // BLOCK) + 5 * (k // BLOCK)) % exponents.size]
+    row = exponents[(7 * rows + k // BLOCK) % exponents.size] / 4
     return r.uniform(0.5, 1, shape) * r.choice([-1, 1], shape) * np.exp2(square + row)
 
 
@@ -184,8 +184,8 @@ def tiled_sample(m: int, n: int, r: np.random.Generator, **fields: Any) -> Sampl
     def places(size: int) -> tuple[int, ...]:
         if size <= SAMPLED:
             return tuple(range(size))
-        first = np.arange(0, size, _BLOCK)
-        last = np.minimum(first + _BLOCK, size) - 1
+        first = np.arange(0, size, BLOCK)
+        last = np.minimum(first + BLOCK, size) - 1
         chosen = first, last, r.integers(first, last + 1), r.choice(size, SAMPLED, replace=False)
         return tuple(np.unique(np.concatenate(chosen)).tolist())
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from f8emu.spec import BFLOAT16, Format, Granularity
 from f8emu.spec.gemm_call import GroupKind, Shaped, group_parts, scaled_grouped_mm_call
+from f8emu.spec.scaling import BLOCK
 
 _SQUARE = Granularity.BLOCKWISE_128X128
-_SIDE = 128
 
 Verbs = Mapping[str, Callable[..., Any]]  # verb -> function that takes and gives numpy arrays of ml_dtypes
 
@@ -200,7 +200,7 @@ class GemmCase:
         sample, (scale_a, scale_b) = self.sample, self.scales
         assert sample is not None
         is_b = self.granularity_b is _SQUARE
-        blocks = np.array(sample.cols if is_b else sample.rows) // _SIDE
+        blocks = np.array(sample.cols if is_b else sample.rows) // BLOCK
         for block in np.unique(blocks):
             mine, at = blocks == block, slice(block, block + 1)
             fields = (
@@ -297,9 +297,9 @@ def _of_whole(scale: np.ndarray, granularity: Granularity, rows: int, places: li
     # Rows beside a sample have the scales of the first sampled one in their block of 128: they may be one scale.
     if granularity is _SQUARE:
         return scale
-    blocks, first = np.unique(np.array(places) // _SIDE, return_index=True)
-    assert len(blocks) == -(-rows // _SIDE), "every block has a sampled row"
-    return _scatter(scale, np.repeat(scale[first], _SIDE, axis=0)[:rows], places)
+    blocks, first = np.unique(np.array(places) // BLOCK, return_index=True)
+    assert len(blocks) == -(-rows // BLOCK), "every block has a sampled row"
+    return _scatter(scale, np.repeat(scale[first], BLOCK, axis=0)[:rows], places)
 
 
 def _noise(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -23,6 +23,7 @@ from f8emu.conformance.cases.container import Fault, parsed, read_container, req
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
 from f8emu.spec import BFLOAT16, HIGH_PRECISION, HOPPER, F8Error, Format, Granularity
+from f8emu.spec.scaling import BLOCK
 
 SHIPPED = "h200_golden.safetensors"
 Kernels = tuple[tuple[str, tuple[int, ...]], ...]  # (name, grid) of every kernel, in order
@@ -228,7 +229,6 @@ def _case(index: int, entry: _Entry) -> GoldenCase:
     return GoldenCase(name=entry.get("name", str, mode.value), gemm=gemm, out=out, kernels=kernels)
 
 
-_BLOCK = 128
 _PADDED_TO = 4  # the library wants the K axis of 128x128 scales padded to this
 _Scale = tuple[np.ndarray | None, Granularity]
 
@@ -257,8 +257,8 @@ def _scales(entry: _Entry, mode: Mode, m: int, n: int, k: int) -> tuple[*_Scale,
 
 def _blocks(entry: _Entry, role: str, rows: int, k: int) -> tuple[np.ndarray, Granularity]:
     """Scales [rows, K/128] or [rows/128, K/128]. The two stored shapes differ for all sizes that the library takes."""
-    k_blocks = math.ceil(k / _BLOCK)
-    squares = (k_blocks + -k_blocks % _PADDED_TO, math.ceil(rows / _BLOCK))
+    k_blocks = math.ceil(k / BLOCK)
+    squares = (k_blocks + -k_blocks % _PADDED_TO, math.ceil(rows / BLOCK))
     stored = entry.tensor(role, np.float32, (rows, k_blocks), squares)
     if stored.shape == (rows, k_blocks):
         return stored, Granularity.BLOCKWISE_1X128

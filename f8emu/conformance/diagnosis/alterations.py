@@ -24,6 +24,7 @@ from f8emu.conformance.diagnosis.rules import (
     ScaleValue,
 )
 from f8emu.spec import BLACKWELL_MMA, CHIPS, H100, AccumulationModel
+from f8emu.spec.scaling import BLOCK
 
 Change = Callable[[Rules], Rules]
 """Gives the same rules where it has no meaning."""
@@ -66,7 +67,6 @@ _LANES = [2, 4, 8, 16, 32]
 _BLOCKS = [32, 64, 128, 256, 384, 512]
 _NARROW = ["bfloat16", "float16"]
 _MULTIPLES = [32, 64, 128, 256, 512]
-_BLOCK_K = 128
 _FLOAT32, _EXACT = Adder.FLOAT32, Adder.EXACT
 _IN_FLOAT32: Mapping[str, Any] = {"adder": _FLOAT32, "promote_k": None}
 _IN_FLOAT64: Mapping[str, Any] = {"adder": _EXACT, "promote_k": None}
@@ -86,7 +86,7 @@ def changing(**changed: Any) -> Change:
 
     def change(rules: Rules) -> Rules:
         # 1. What has a meaning for this GEMM. A block of scales is promoted as a whole.
-        is_whole_block = rules.mode is Mode.BLOCKWISE and (changed.get("promote_k") or 0) >= _BLOCK_K
+        is_whole_block = rules.mode is Mode.BLOCKWISE and (changed.get("promote_k") or 0) >= BLOCK
         if is_whole_block or any(rules.mode is not _MODES.get(name, rules.mode) for name in changed):
             return rules
         model, others = dict(of_model), dict(of_rules)
@@ -191,7 +191,7 @@ def _chips() -> Iterator[Alteration]:
 
 def _of_chip(rules: Rules, *, model: AccumulationModel) -> Rules:
     """A promotion is shorter than a block of scales."""
-    fits = rules.mode is not Mode.BLOCKWISE or (model.promote_k or 0) < _BLOCK_K
+    fits = rules.mode is not Mode.BLOCKWISE or (model.promote_k or 0) < BLOCK
     model = replace(model, split_k_multiple=rules.model.split_k_multiple)
     return replace(rules, model=model) if fits and rules.adder is Adder.TENSOR_CORE else rules
 

@@ -13,10 +13,10 @@ from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.diagnosis.places import Misplaced, Places
 from f8emu.conformance.diagnosis.rules import Grid, Misreading, Reading, Rules, ScaleSign, ScaleValue
 from f8emu.spec import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, Format, Granularity, format_by_name
+from f8emu.spec.scaling import BLOCK
 from f8ref.numpy.accumulate import Operand, operand
 from f8ref.numpy.cast import convert
 
-BLOCK_K = 128
 Part = tuple[np.ndarray, np.ndarray]
 """Rows and columns of an output."""
 
@@ -108,7 +108,7 @@ def _scales(case: GemmCase, rules: Rules) -> list[np.ndarray]:
     granularities, sizes = (case.granularity_a, case.granularity_b), (len(case.a), len(case.b))
     for side, (granularity, rows) in enumerate(zip(granularities, sizes, strict=True)):
         if granularity is Granularity.BLOCKWISE_128X128:
-            scales[side] = scales[side].repeat(BLOCK_K, axis=0)[:rows]
+            scales[side] = scales[side].repeat(BLOCK, axis=0)[:rows]
         elif scales[side].size == 1:
             scales[side] = np.broadcast_to(scales[side].reshape(1, 1), (rows, 1))
     # 3. Their values, as they are used.

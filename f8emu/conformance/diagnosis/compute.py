@@ -17,7 +17,6 @@ import numpy as np
 from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.diagnosis.arguments import (
-    BLOCK_K,
     Arguments,
     Part,
     is_transposed,
@@ -37,6 +36,7 @@ from f8emu.conformance.diagnosis.rules import (
     ScaleOrder,
 )
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
+from f8emu.spec.scaling import BLOCK
 from f8ref.numpy.accumulate import Operand, chain, exponents_of, operand, power_of_two, side_by_side, to_last_place
 from f8ref.numpy.cast import convert
 from f8ref.numpy.codec import canonical_nan
@@ -173,7 +173,7 @@ def _accumulators(case: GemmCase, read: Arguments, rules: Rules, memory: Memory)
 def _partials(read: Arguments, rules: Rules) -> np.ndarray:
     """[EPI-5] Of each block of K, [B, M, N]."""
     a, b = operands(read, rules)
-    partials = [promoted(*blocks, rules) for blocks in side_by_side(a, b, BLOCK_K)]
+    partials = [promoted(*blocks, rules) for blocks in side_by_side(a, b, BLOCK)]
     return np.concatenate([np.zeros((0, a.rows, b.rows), np.float32), *partials])
 
 
@@ -184,7 +184,7 @@ def _scaled_before(read: Arguments, rules: Rules) -> np.ndarray:
     codes, factors = (read.a_MK, read.b_NK), (read.scale_a_MB, read.scale_b_BN.T)
     for array, fmt, factor in zip(codes, read.formats, factors, strict=True):
         values = read_codes(array, fmt, rules).view(dtype_of(fmt)).astype(np.float32)
-        values = values * (factor if factor.shape[1] == 1 else factor.repeat(BLOCK_K, axis=1)[:, : values.shape[1]])
+        values = values * (factor if factor.shape[1] == 1 else factor.repeat(BLOCK, axis=1)[:, : values.shape[1]])
         if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
             scaled.append(operand(convert(values, BFLOAT16), BFLOAT16, model))
         else:  # no tensor core adds float32: exponents do not count
@@ -229,12 +229,12 @@ def _output(case: GemmCase, read: Arguments, acc: np.ndarray, rules: Rules) -> n
 def _blocks(partials: np.ndarray, scale_a_MB: np.ndarray, scale_b_BN: np.ndarray, rules: Rules, k: int) -> np.ndarray:
     """The float32 total of the scaled blocks, slice by slice."""
     # One slice has every block; several begin at multiples of the library's own length [CHAIN-3].
-    multiple = rules.model.split_k_multiple if rules.split_k > 1 else BLOCK_K
+    multiple = rules.model.split_k_multiple if rules.split_k > 1 else BLOCK
     zero = np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32)
     totals: list[np.ndarray] = []
     for part in slices(k, rules.split_k, multiple):
         total = zero
-        for block in range(part.start // BLOCK_K, -(-part.stop // BLOCK_K)):
+        for block in range(part.start // BLOCK, -(-part.stop // BLOCK)):
             scales = scale_a_MB[:, block, None], scale_b_BN[block, None]
             value, factor = _scaled_once(partials[block], *scales, rules.scales)
             factor = np.broadcast_to(factor, zero.shape)

@@ -19,6 +19,7 @@ from f8emu.conformance.cases.distributions import draw, draw_codes, dtype_of, rn
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.diagnosis.arguments import Part
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format, Granularity
+from f8emu.spec.scaling import BLOCK
 
 SIZE = 16
 """Rows and columns of a probe without block scales."""
@@ -29,7 +30,6 @@ MANY = 288
 # multiples of 128 are 1152, 768, 640 and 384 long, none a promotion that the suite knows; those of 3584 in multiples of
 # 512, as beside 128x128 scales, are 2048, 1536, 1024 and 512 long [CHAIN-3].
 SHORT_K, MIDDLE_K, LONG_K, _TAIL_OF_BLOCKS, _LONG_BLOCKS = 128, 240, 2304, 496, 3584
-_SQUARE = 128
 _COLUMNS = np.array([0, 1, 2, 3, 63, 127, 128, 129, 130, 131, 134, 135])
 _NARROW, _ALL_TYPES = (BFLOAT16, FLOAT16), (FLOAT32, BFLOAT16, FLOAT16)
 _ONE = np.ones((1, 1), np.float32)
@@ -251,8 +251,8 @@ def _of_blocks(kind: GemmKind, takes_any_size: bool) -> Iterator[ProbeGemm]:
         yield probe("one step that ends on a tie", (a[:m], b), types=(fmt,))
     yield probe("specials", codes("specials", 128))
     # A square output, so that operands and outputs can be swapped; a's rows have scales of their own, powers of two.
-    powers = np.exp2(np.arange(pair[0].scale_shape(_SQUARE, SHORT_K)[0]) % 3)[:, None].astype(np.float32)
-    square = known(np.arange(_SQUARE) % 64 * 34 + 4099)
+    powers = np.exp2(np.arange(pair[0].scale_shape(BLOCK, SHORT_K)[0]) % 3)[:, None].astype(np.float32)
+    square = known(np.arange(BLOCK) % 64 * 34 + 4099)
     yield probe("ties of the output", square, (powers, _ONE), types=_NARROW, needs_all=True)
 
     # 2. Scales: each block has one product, and the second block takes back the first but for rounding.
@@ -269,7 +269,7 @@ def _of_blocks(kind: GemmKind, takes_any_size: bool) -> Iterator[ProbeGemm]:
     # 3. All of it, and rows and columns of several tiles.
     yield probe("scales and sums", codes("normal", 512), scales(512), needs_all=True)
     yield probe("tail of K", codes("bits", _TAIL_OF_BLOCKS), scales(_TAIL_OF_BLOCKS))
-    many = np.arange(MANY if takes_any_size else 3 * _SQUARE)
+    many = np.arange(MANY if takes_any_size else 3 * BLOCK)
     few, (long_side, short_side) = np.arange(0, 8, 7), known(4099 + 17 * many)
     of_rows, of_columns = (alternating(s[:, :1].copy()) for s in scales(_TAIL_OF_BLOCKS, rows=(len(many), len(many))))
     of_few = scales(SHORT_K, rows=(m, m))
@@ -291,7 +291,7 @@ def _of_blocks(kind: GemmKind, takes_any_size: bool) -> Iterator[ProbeGemm]:
     order = rng("blocks").permutation(half)
     blocks = np.concatenate([np.arange(half), order])
     scale_a, scale_b = scales(_LONG_BLOCKS, (-2, 2))
-    operands = taken_back(*codes("normal", _LONG_BLOCKS), order=(order[:, None] * 128 + np.arange(128)).ravel())
+    operands = taken_back(*codes("normal", _LONG_BLOCKS), order=(order[:, None] * BLOCK + np.arange(BLOCK)).ravel())
     yield probe("long", operands, (scale_a[:, blocks], scale_b[:, blocks]))
 
 

@@ -17,11 +17,11 @@ from f8emu.conformance.kernels.imported import function_of
 from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, Laid, filled, laid_operand, laid_scale
 from f8emu.spec import Granularity, format_by_name
 from f8emu.spec.gemm_call import GroupKind
+from f8emu.spec.scaling import BLOCK
 
 _SQUARE = Granularity.BLOCKWISE_128X128
 _VECTOR = Granularity.BLOCKWISE_1X128
 _ROWWISE = Granularity.ROWWISE
-_SIDE = 128
 # Words of a RuntimeError that refuses where operands lie; `misaligned address` is a crash.
 _LAYOUT = re.compile(r"\b(strid|contiguous|align|CUBLAS_STATUS_INVALID_VALUE)", re.IGNORECASE)
 # The library's word for a GEMM that it has no kernel for.
@@ -208,7 +208,7 @@ class _Called:
             is_wider = case.group_kind is GroupKind.ROWS
             return pair, Laid(scale_a), Laid(_wider(scale_b, n, 1) if is_wider else scale_b)
         if _needs_squares(kernel, pair):
-            pair, squares = (_SQUARE, _SQUARE), scale_a[::_SIDE]
+            pair, squares = (_SQUARE, _SQUARE), scale_a[::BLOCK]
             if not np.array_equal(_repeated(squares, len(case.a)), scale_a):
                 raise NotOffered(f"{kernel.name} takes 128x128 scales of a; these are 1x128")
             scale_a = squares
@@ -294,12 +294,12 @@ def _needs_squares(kernel: Kernel, pair: _Pair) -> bool:
 def _first_of_block(case: GemmCase) -> np.ndarray:
     # For each row of a the first of its block of 128; of a sample the first that is sampled.
     rows = np.arange(case.a.shape[0]) if case.sample is None else np.array(case.sample.rows)
-    _, first, block = np.unique(rows // _SIDE, return_index=True, return_inverse=True)
+    _, first, block = np.unique(rows // BLOCK, return_index=True, return_inverse=True)
     return first[block]
 
 
 def _repeated(squares: np.ndarray, rows: int) -> np.ndarray:
-    return np.repeat(squares, _SIDE, axis=0)[:rows]
+    return np.repeat(squares, BLOCK, axis=0)[:rows]
 
 
 def _power_of_two(scale: np.ndarray) -> np.ndarray:

@@ -6,10 +6,11 @@ The neighbours multiply other codes, so that a wrong group, or an edge that is p
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from f8emu.spec.scaling import BLOCK
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 128
 _Scaled = tuple["Tensor", "Tensor"]
 """Codes [R, K] of an operand, and its scales [groups of R, groups of K]."""
 
@@ -17,7 +18,7 @@ _Scaled = tuple["Tensor", "Tensor"]
 def contiguous(a: _Scaled, b: _Scaled, out: "Tensor") -> None:
     """The first rows are those of the second of four groups, the others, from a block on, those of the last."""
     groups = out.new_ones(len(out)).int()
-    groups[len(out) // (2 * _BLOCK) * _BLOCK :] = 3
+    groups[len(out) // (2 * BLOCK) * BLOCK :] = 3
     _library().m_grouped_fp8_gemm_nt_contiguous(a, _with_others(b), out, groups)
 
 
@@ -40,11 +41,11 @@ def inner(a: _Scaled, b: _Scaled, zeros: "Tensor") -> "Tensor":
     import torch
 
     k = a[0].shape[1]
-    sizes = [_BLOCK, k, 0, _BLOCK]
+    sizes = [BLOCK, k, 0, BLOCK]
     total = zeros.new_zeros(len(sizes), *zeros.shape)
 
     def laid(codes: "Tensor", scales: "Tensor") -> _Scaled:
-        whole, block = codes.view(torch.uint8), codes.view(torch.uint8)[:, :_BLOCK]
+        whole, block = codes.view(torch.uint8), codes.view(torch.uint8)[:, :BLOCK]
         of_blocks = torch.cat([scales[:, :1], scales, scales[:, :1]], 1)
         # The matrices of the groups follow one another, each [R, K] by itself.
         flat = torch.cat([block.flatten(), whole.flatten(), block.flatten()])

@@ -32,6 +32,7 @@ from f8emu.conformance.run.subject import load_subject
 from f8emu.conformance.run.verify import verify as run_suite
 from f8emu.environment import write_beside
 from f8emu.spec import BFLOAT16, HOPPER, F8Error, GoldenFileError, SpecError, format_by_name
+from f8emu.spec.scaling import BLOCK
 from f8emu.split_k.gemm import PlannedGemm, Source
 from f8emu.split_k.plan import CHIP, PLANS, plan_from_json, plan_to_json, shipped_plan
 from f8emu.split_k.trees import Plan
@@ -157,7 +158,6 @@ def tracked(items: Iterable[_T], title: str, total: int) -> Iterable[_T]:
 # Plans
 
 COLUMNS = 16  # how many columns of b differ; the others repeat them
-_BLOCK = 128
 _MAX_SLICES = 64
 _PLAN_SEED = 20261121
 
@@ -275,16 +275,16 @@ def revealing_operands(gemm: PlannedGemm) -> tuple[np.ndarray, np.ndarray]:
     formats = (BFLOAT16, BFLOAT16)
     if gemm.gemm != "bfloat16":
         formats = format_by_name(gemm.a_dtype), format_by_name(gemm.b_dtype)
-    half = gemm.k // (2 * _BLOCK) * _BLOCK
+    half = gemm.k // (2 * BLOCK) * BLOCK
     # 1. Blocks of one magnitude each. Under promotion one product a block, so that what is promoted is exact, and S
     # shows in the roundings of the float32 total alone.
-    magnitude = np.repeat(np.exp2(rng.integers(-6, 8, size=half // _BLOCK)), _BLOCK)
+    magnitude = np.repeat(np.exp2(rng.integers(-6, 8, size=half // BLOCK)), BLOCK)
     if gemm.accumulation == "promoted" or gemm.is_blockwise:
-        magnitude[np.arange(half) % _BLOCK != 0] = 0
+        magnitude[np.arange(half) % BLOCK != 0] = 0
     first_a = rng.uniform(1, 2, half) * magnitude
     first_b = rng.uniform(1, 2, (COLUMNS, half)) * magnitude * rng.choice([-1, 1], (COLUMNS, half))
     # 2. The same blocks again, in another order and with the other sign.
-    order = rng.permutation(half // _BLOCK)[:, None] * _BLOCK + np.arange(_BLOCK)
+    order = rng.permutation(half // BLOCK)[:, None] * BLOCK + np.arange(BLOCK)
     a_K, b_CK = np.zeros(gemm.k), np.zeros((COLUMNS, gemm.k))
     a_K[: 2 * half] = np.concatenate([first_a, -first_a[order.ravel()]])
     b_CK[:, : 2 * half] = np.concatenate([first_b, first_b[:, order.ravel()]], axis=1)

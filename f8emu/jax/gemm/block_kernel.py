@@ -29,10 +29,8 @@ from jax.extend.core import Primitive
 
 from f8emu.jax.kernels import MOST_ELEMENTS, NOT_VARYING
 from f8emu.spec.formats import Format
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import BLOCK, Granularity
 
-BLOCK_K = 128
-"""What one partial sum covers [EPI-5]."""
 _SQUARE = Granularity.BLOCKWISE_128X128
 _NEVER_PROMOTED = 1 << 30
 _FMA = "fma.rn.f32 $0, $1, $2, $3;"
@@ -72,7 +70,7 @@ def launch_of(granularities: tuple[Granularity, Granularity]) -> Launch:
 
 def fits(m: int, n: int, k: int, slices: int) -> bool:
     """Whether the kernel takes a GEMM of these extents."""
-    padded_k = -(-k // BLOCK_K) * BLOCK_K
+    padded_k = -(-k // BLOCK) * BLOCK
     return IS_AVAILABLE and 0 < m * n * k and max(m * padded_k, n * padded_k, slices * m * n) <= MOST_ELEMENTS
 
 
@@ -123,11 +121,11 @@ def block_mm(
     slice rounded to `out_dtype`, of several the float32 totals of each, to be added in order.
     """
     (m, k), n = left.shape, right.shape[0]
-    launch, blocks = launch or launch_of(granularities), -(-k // BLOCK_K)
+    launch, blocks = launch or launch_of(granularities), -(-k // BLOCK)
     problem = _Problem(m, n, blocks, slice_blocks, granularities, right_first, launch)
     tiles, slices = problem.tiles, -(-blocks // slice_blocks)
     # 1. K in whole blocks, in which every row starts at a multiple of 16 bytes.
-    left, right = (lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -k % BLOCK_K, 0))) for x in (left, right))
+    left, right = (lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -k % BLOCK, 0))) for x in (left, right))
     # 2. Scales of 1x128 so that those of a step of K are contiguous. The casts write them so, then transpose as here.
     scales = [s if g is _SQUARE else s.T for s, g in zip((scale_left, scale_right), granularities, strict=True)]
 
@@ -168,13 +166,13 @@ def _kernel(
         rows = pl.ds(part * part_rows, part_rows)
         codes = _load(left_ref.at[rows, ks], _wide(rows_inside[part]))
         if granularities[0] is _SQUARE:
-            square = (row * launch.rows + part * part_rows) // BLOCK_K
+            square = (row * launch.rows + part * part_rows) // BLOCK
             return codes, left_scale_ref[jnp.minimum(square, left_scale_ref.shape[0] - 1), block]  # some overhang
         return codes, _load(left_scale_ref.at[block, rows], rows_inside[part])[:, None]
 
     def col_scales(block: Any) -> jax.Array:
         if granularities[1] is _SQUARE:
-            return right_scale_ref[col * launch.cols // BLOCK_K, block]
+            return right_scale_ref[col * launch.cols // BLOCK, block]
         return _load(right_scale_ref.at[block, :], cols_inside)
 
     def one_block(block: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -186,7 +184,7 @@ def _kernel(
             of_cols, totals = col_scales(block), carry
             carried = []
         of_cols = of_cols[None, :] if of_cols.ndim else of_cols
-        ks = pl.ds(block * BLOCK_K, BLOCK_K)
+        ks = pl.ds(block * BLOCK, BLOCK)
         right = _load(right_ref.at[:, ks], _wide(cols_inside))
         parts = [one_part(part, block, ks) for part in range(launch.parts)]
         found: list[jax.Array] = []
@@ -223,7 +221,7 @@ def _inside(tile: Any, extent: int, size: int, start: int, count: int) -> jax.Ar
 
 
 def _wide(inside: jax.Array | None) -> jax.Array | None:
-    return None if inside is None else jnp.broadcast_to(inside[:, None], (inside.shape[0], BLOCK_K))
+    return None if inside is None else jnp.broadcast_to(inside[:, None], (inside.shape[0], BLOCK))
 
 
 def _both(rows: jax.Array | None, cols: jax.Array | None) -> jax.Array | None:

@@ -36,7 +36,7 @@ from f8emu.spec.chip import AccumulationModel, Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import Format
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import BLOCK, Granularity
 from f8emu.split_k.ask import known_split_k, split_of
 from f8emu.split_k.gemm import Source, Split, planned_gemm
 
@@ -44,7 +44,6 @@ _CALLER = "f8emu.jax"
 SUM, GATHER = "sum", "gather"
 WAYS = (SUM, GATHER)
 """What is done where both operands are divided along K."""
-_BLOCK = 128
 
 Names = tuple[str | None, ...]
 """What the dimensions of an array are: "m", "n", "k", or None for one that is never divided."""
@@ -265,7 +264,7 @@ def _divides(mesh: Any, arrays: Sequence[tuple[Any, Names]], name: str, axes: Ax
     found: Axes = ()
     for axis in axes:
         parts = math.prod(mesh.shape[a] for a in (*found, axis))
-        unit = parts * (_BLOCK if len(sizes) > 1 else 1)
+        unit = parts * (BLOCK if len(sizes) > 1 else 1)
         if not sizes or max(sizes) % unit:
             break
         found += (axis,)

@@ -31,7 +31,7 @@ from f8emu.jax.compiling import (
 from f8emu.jax.gemm import block_kernel, emulation
 from f8emu.jax.gemm.call import Gemm, split_k_of
 from f8emu.spec.formats import BFLOAT16, FLOAT32, Format
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import BLOCK, Granularity
 
 _ROW_MAJOR = Layout(major_to_minor=(0, 1))
 _LAST_WITH_LAST = (((1,), (1,)), ((), ()))
@@ -206,7 +206,7 @@ def _by_kernel(gemm: Gemm, a: jax.Array, b: jax.Array, scale_a: jax.Array, scale
         (of_b, of_a) if gemm.is_transposed else (of_a, of_b),
         out_dtype=gemm.out_dtype,
         # [CHAIN-3] The blocks of a slice.
-        slice_blocks=math.ceil(math.ceil(k / (gemm.split_k or 1)) / multiple) * multiple // block_kernel.BLOCK_K,
+        slice_blocks=math.ceil(math.ceil(k / (gemm.split_k or 1)) / multiple) * multiple // BLOCK,
         right_first=gemm.is_transposed,
         **how,
     )

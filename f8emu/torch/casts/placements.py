@@ -19,11 +19,9 @@ from torch import Tensor
 
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Cast, Recipe
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import BLOCK, Granularity
 from f8emu.torch.casts.sharded import Layout, Shards, Tokens
 from f8emu.torch.torch_internals import is_dtensor
-
-_BLOCK = 128  # elements that share a scale along a dimension that a block of blockwise scaling spans
 
 
 class Kind(NamedTuple):
@@ -248,10 +246,10 @@ def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, ki
             name, run = "in_features", -(-weight.shape[1] // ranks)
         else:
             continue
-        if ranks > 1 and run % _BLOCK:
+        if ranks > 1 and run % BLOCK:
             raise UnsupportedError(
-                f"{call}: under recipe {recipe.label} {_BLOCK} neighbouring {name} share a scale, so each rank must "
-                f"have a multiple of {_BLOCK}; got {run} of {ranks} ranks; choose such sizes, or another recipe"
+                f"{call}: under recipe {recipe.label} {BLOCK} neighbouring {name} share a scale, so each rank must "
+                f"have a multiple of {BLOCK}; got {run} of {ranks} ranks; choose such sizes, or another recipe"
             )
 
 

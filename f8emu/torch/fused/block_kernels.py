@@ -14,10 +14,11 @@ Exactness and conventions are those of `casts`; each scale is of the block's own
 import triton
 import triton.language as tl
 
+from f8emu.spec.scaling import BLOCK
 from f8emu.torch.fused.cast_kernels import store_tile
 from f8emu.torch.fused.scale_kernels import from_the_end, inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
 
-_BLOCK = tl.constexpr(128)
+_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from f8emu.spec.formats import E4M3FN, format_by_name
+from f8emu.spec.scaling import BLOCK
 from f8emu.torch.chip import compares_pairs
 from f8emu.torch.fused import block_kernels, cast_kernels, grouped_kernels, scale_kernels, silu_kernels
 from f8emu.torch.fused.launch import (
@@ -33,7 +34,7 @@ TRANSPOSE_TILE, TRANSPOSE_WARPS = (128, 128), 8
 # What a program of `cast_rows` keeps in registers, unless one row is longer, and the longest row that stays there.
 ROWS_ELEMENTS, ROWS_ELEMENTS_PER_WARP, ROWS_LONGEST = 8192, 1024, 16384
 LONG_ROWS_BLOCK, LONG_ROWS_WARPS = 8192, 8
-BLOCK, BLOCKS_STRIP = 128, 64
+BLOCKS_STRIP = 64
 VECTORS_WARPS, SQUARES_WARPS = 4, 8
 # Not measured. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
 HIDDEN_TILE, HIDDEN_WARPS = (16, 256), 8

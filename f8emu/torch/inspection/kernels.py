@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from f8emu.spec.formats import Format, format_by_name
-from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.spec.scaling import BLOCK, Granularity, ScaleRule
 from f8emu.torch.chip import HIGH_PRECISION_DTYPES
 from f8emu.torch.fused.cast_kernels import DTYPES, clamp
 from f8emu.torch.fused.launch import LaunchPlan, planned
@@ -32,7 +32,7 @@ TOTAL_BLOCK = 4096
 CODES_BLOCK = 16384
 WARPS = 8
 _INFINITY = tl.constexpr(0x7F800000)
-_BLOCK = tl.constexpr(128)
+_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit

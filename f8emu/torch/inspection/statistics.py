@@ -13,7 +13,7 @@ from torch import Tensor
 
 from f8emu.spec.formats import Format
 from f8emu.spec.recipe import Cast
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import BLOCK, Granularity
 from f8emu.torch.cast import decode, dequantize, quantize
 from f8emu.torch.casts.operand import Operand
 from f8emu.torch.layer.matmul import gemm
@@ -142,8 +142,8 @@ def tie_of(format: Format) -> float:
 
 def block_range(x: Tensor) -> Tensor:
     """The largest dynamic range within 128 neighbours of a row of `x` [rows, K]."""
-    k = x.shape[1] // 128 * 128
-    return _range((x[:, :k].reshape(-1, 128) if k else x).abs()).max()
+    k = x.shape[1] // BLOCK * BLOCK
+    return _range((x[:, :k].reshape(-1, BLOCK) if k else x).abs()).max()
 
 
 def exact_values(codes: Tensor, scale: Tensor | None, granularity: Granularity) -> Tensor:
@@ -184,8 +184,8 @@ def sample_of(x: Tensor, cast: Cast, count: int, turn: int) -> Sample:
     """
     rows, first = x.shape[0], 0
     if cast.granularity is Granularity.BLOCKWISE_128X128:
-        first = turn % -(-rows // 128) * 128
-        rows = min(128, rows - first)
+        first = turn % -(-rows // BLOCK) * BLOCK
+        rows = min(BLOCK, rows - first)
     count = min(count, rows)
     places = first + torch.arange(count, device=x.device) * rows // count
     return Sample(places, x.detach().index_select(0, places))
@@ -240,7 +240,7 @@ def _rows(operand: Operand, granularity: Granularity, places: Tensor) -> Operand
         return Operand(codes.index_select(0, places), scale)
     chosen = codes.view(torch.uint8).index_select(0, places).view(codes.dtype)
     if scale is not None and granularity is Granularity.BLOCKWISE_128X128:
-        scale = scale.index_select(0, places[:1] // 128)
+        scale = scale.index_select(0, places[:1] // BLOCK)
     elif scale is not None and scale.shape[0] == codes.shape[0]:
         scale = scale.t().index_select(1, places).t()  # 1x128 scales stay column-major [EPI-5]
     return Operand(chosen, scale)

@@ -61,12 +61,7 @@ def gemm(
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=dtype, device=a.codes.device)
     # 1. Pad K and N, and M where scales of rows of 128 are read as vectors [EPI-5].
-    granularity_a, granularity_b = spec.a.granularity, spec.b.granularity
-    if Granularity.ROWWISE in (
-        granularity_a,
-        granularity_b,
-    ):  # `scaled_gemm_granularities`, as Dynamo 2.11 can trace it
-        granularity_a = granularity_b = Granularity.ROWWISE
+    granularity_a, granularity_b = spec.scaled_gemm_granularities
     pad_k, pad_n = _to_multiple(k, CHIP.size_multiple), _to_multiple(n, CHIP.size_multiple)
     pad_m, fewest = 0, 1 if spec.split_k else unsplit_rows(1, n + pad_n, k)
     if fewest > 1 and a.codes.is_cuda:  # rows of zeros, with which the library does not split K

@@ -20,11 +20,11 @@ from f8emu import __version__
 from f8emu.environment import CHECK_PATH, open_regular, read_regular
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import Recipe
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import BLOCK, Granularity
 from f8emu.torch.casts.operand import cast_rows_first, weight_to_cast
 from f8emu.torch.layer.float8_layer import shortened
 from f8emu.torch.parallel.checkpoints import require_safetensors
-from f8emu.torch.serving.formats import BLOCK, quantization_config, scale_name
+from f8emu.torch.serving.formats import quantization_config, scale_name
 
 _log = logging.getLogger("f8emu")
 CONFIG, INDEX, MANIFEST = "config.json", "model.safetensors.index.json", "f8emu_manifest.json"

@@ -8,9 +8,8 @@ import torch
 from f8emu.spec.errors import SpecError, UnsupportedError
 from f8emu.spec.formats import E4M3FN
 from f8emu.spec.recipe import Recipe
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import BLOCK, Granularity
 
-BLOCK = 128
 CHECKPOINT_FORMATS: dict[str, tuple[str, tuple[Granularity, ...]]] = {
     "block": ("weight_scale_inv", (Granularity.BLOCKWISE_128X128,)),
     "compressed-tensors": (
