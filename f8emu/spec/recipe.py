@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 
+from f8emu.spec.cast_plan import CastPlans, cast_plans
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import SpecError
@@ -63,6 +64,8 @@ class Recipe:
     """The chip whose bits the emulation gives: a name in `f8emu.spec.CHIPS`."""
     cast_weight_from: CastFrom = CastFrom.PARAMETER
     """Which values of the weight are cast, everywhere: layer, autocast, all-gather, weights at rest, export."""
+    cast_plans: dict[str, CastPlans] = field(init=False, compare=False)
+    """Tensor -> the passes from which its two operands come."""
 
     def __repr__(self) -> str:
         """The label: the name, and what tells a changed recipe from the named one; `explain()` says it all."""
@@ -101,6 +104,12 @@ class Recipe:
                     f"{call}: delayed scaling has one scale rule for all its states; {tensor} of {gemm} has its own; "
                     "set scale_rule of the recipe, or leave delayed out"
                 )
+        object.__setattr__(self, "cast_plans", {tensor: self._cast_plans(tensor) for tensor in TENSORS})
+
+    def _cast_plans(self, tensor: str) -> CastPlans:
+        (_, _, rows), (_, _, cols) = self.casts(tensor)
+        delayed = self.delayed_scaling_of(tensor)
+        return cast_plans(rows, cols, self.rule_of(rows, cols), 0 if delayed is None else delayed.margin)
 
     @property
     def gemms(self) -> dict[str, Gemm]:
@@ -128,8 +137,8 @@ class Recipe:
     @property
     def delayed_tensors(self) -> tuple[str, ...]:
         """The tensors that have a state of delayed scaling: those with delayed scales that are cast at all."""
-        is_cast = {source for _, source, cast in self.casts() if not cast.is_high_precision}
-        return tuple(t for t in TENSORS if self.delayed_scaling_of(t) is not None and t in is_cast)
+        is_cast = [tensor for tensor in TENSORS if self.cast_plans[tensor].both.format is not None]
+        return tuple(tensor for tensor in is_cast if self.delayed_scaling_of(tensor) is not None)
 
     @property
     def content_hash(self) -> str:

@@ -106,7 +106,7 @@ def rounded(gemm: Any, a: Any, b: Any, spec: Any, dtype: Any, *options: Any) -> 
 
 def lost(cast_delayed: Any) -> Any:
     """The amax is not raised."""
-    return lambda x, rows, cols, state, rule: cast_delayed(x, rows, cols, state._replace(amax=state.amax.clone()), rule)
+    return lambda x, plan, state: cast_delayed(x, plan, state._replace(amax=state.amax.clone()))
 
 
 tripled = gemm_with(lambda gemm, a, b, spec, *rest: gemm(a, b, spec, *rest) * (3 if is_grad("weight", spec) else 1))
@@ -117,7 +117,7 @@ padding_not_zero = with_attribute(padded_gemm, "_padded", dirty)
 bias_twice = with_attribute(float8_linear, "add_bias", lambda add: lambda output, bias: add(add(output, bias), bias))
 # A float32 weight is brought to the dtype of the input before it is cast.
 weight_rounded = with_attribute(casts, "cast_rows_first", lambda cast: lambda x, *rest: cast(x.bfloat16(), *rest))
-amax_not_raised = with_attribute(casts, "cast_delayed", lost)
+amax_not_raised = with_attribute(operand, "cast_delayed", lost)
 update_skipped = with_attribute(delayed_update, "update_delayed", lambda update: lambda *_: None)
 
 

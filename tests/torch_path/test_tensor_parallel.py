@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
+from f8emu.spec.cast_plan import cast_plans
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import recipe_by_name
 from f8emu.spec.scaling import Granularity
@@ -120,7 +121,8 @@ def partial(a: Tensor, b: Tensor, gemm_name: str, recipe_name: str, mesh: Device
     spec = recipe.gemms[gemm_name]
     operands = []
     for x, cast in ((a, spec.a), (b, spec.b)):
-        operand, _ = cast_both(x.contiguous(), cast, None, find_source(x.contiguous(), cast, None), recipe.scale_rule)
+        plan = cast_plans(cast, cast, recipe.scale_rule, 0).rows
+        operand, _ = cast_both(x.contiguous(), plan, find_source(x.contiguous(), plan))
         assert operand is not None
         block = None if operand.scale is None else operand.scale.shape[1]
         codes = part(operand.codes.view(torch.uint8), 1, mesh).contiguous().view(operand.codes.dtype)

@@ -28,7 +28,6 @@ from jax.core import Tracer
 
 from f8emu.jax import bits
 from f8emu.jax.layer.dot_general import described_state
-from f8emu.jax.layer.operands import float8_of
 from f8emu.jax.scale import initial_delayed_state, update_delayed_state
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.recipe import TENSORS, Recipe, recipe_by_name
@@ -93,7 +92,7 @@ def _updated(state: Float8State, amaxes: Float8State, recipe: Recipe) -> Any:
     assert delayed is not None, "only such a recipe has a state"
 
     def next_of(tensor: str, old: DelayedState, gradient: DelayedState) -> tuple[DelayedState, jax.Array]:
-        format = float8_of(*(cast for _, _, cast in recipe.casts(tensor)))
+        format = recipe.cast_plans[tensor].both.format
         is_set = jnp.ones((), jnp.bool_) if old.initialized is None else old.initialized != 0
         amax = gradient.amax_history[0]
         new = update_delayed_state(old._replace(initialized=is_set), amax, format, recipe.scale_rule, delayed)

@@ -25,10 +25,11 @@ from f8emu.jax.gemm.engine import multiply
 from f8emu.jax.layer.operands import Deferred, Operand, Side, cast_matrix
 from f8emu.jax.layer.sharding import Axes, Divided, as_gradient, gathered, scattered_sum, varying
 from f8emu.spec import recipe as recipes
+from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, Format
-from f8emu.spec.recipe import Cast, Recipe
+from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import DelayedState, Float8State, Granularity, ScaleRule
 
 LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
@@ -123,8 +124,8 @@ def _forward(
     wants_input, wants_weight, wants_state = wanted
     of_input, of_weight, of_grad_output = (None, None, None) if state is None else state
     # 1. Both operands of input and of weight.
-    x_cols = recipe.grad_weight.b if wants_weight else None
-    w_cols = recipe.grad_input.b if wants_input else None
+    x_plan = recipe.cast_plans["input"].wanted(rows=True, cols=wants_weight)
+    w_plan = recipe.cast_plans["weight"].wanted(rows=True, cols=wants_input)
     axes, x_is_t, w_is_t = plan.divided, plan.is_input_transposed, plan.is_weight_transposed
     if recipe.cast_weight_from is recipes.CastFrom.BFLOAT16:  # XLA may drop a conversion there and back
         weight = lax.reduce_precision(weight.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
@@ -133,10 +134,10 @@ def _forward(
         plan.tap.tensor("weight", weight.T if w_is_t else weight)
     of_x = {"is_transposed": x_is_t, "keeps_cols": True, "defers_cols": keeps_input(plan, input, weight)}
     of_w = {"is_transposed": w_is_t, "keeps_cols": True, "defers_cols": plan.recompute_casts}
-    x, x_kept, x_amax = cast_matrix(input, recipe.output.a, x_cols, recipe, of_input, axes.input, **of_x)
-    w, w_kept, w_amax = cast_matrix(weight, recipe.output.b, w_cols, recipe, of_weight, axes.weight, **of_w)
+    x, x_kept, x_amax = cast_matrix(input, x_plan, of_input, axes.input, **of_x)
+    w, w_kept, w_amax = cast_matrix(weight, w_plan, of_weight, axes.weight, **of_w)
     # 2. The product.
-    w = _gathered(w, recipe.output.b, (axes.gathered_n, axes.gathered_k))
+    w = _gathered(w, recipe.output.b.granularity, (axes.gathered_n, axes.gathered_k))
     output = _product("output", recipe.output, x, w, plan.out_dtype, plan)
     amaxes = (x_amax, w_amax) if wants_state else None
     return output, Kept(x_kept, w_kept, of_grad_output, amaxes, state if wants_state else None)
@@ -161,19 +162,18 @@ def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, 
     if plan.tap is not None:
         plan.tap.tensor("grad_output", grad_output)
     # 1. Both operands of grad_output.
-    rows = None if kept.weight is None else recipe.grad_input.a
-    cols = None if kept.input is None else recipe.grad_weight.a
-    axes = plan.divided
-    g, g_transposed, amax = cast_matrix(grad_output, rows, cols, recipe, kept.grad_output, axes.grad_output)
+    axes, plans = plan.divided, recipe.cast_plans
+    g_plan = plans["grad_output"].wanted(rows=kept.weight is not None, cols=kept.input is not None)
+    g, g_transposed, amax = cast_matrix(grad_output, g_plan, kept.grad_output, axes.grad_output)
     # 2. The products, in the layouts of input and weight.
     d_input = d_weight = d_state = None
     input_is_t, weight_is_t = plan.is_input_transposed, plan.is_weight_transposed
     if g is not None:
-        w = _taken(kept.weight, recipe.grad_input.b, recipe, weight_is_t, after=grad_output)
-        w = _gathered(w, recipe.grad_input.b, (axes.gathered_k, axes.gathered_n))
+        w = _taken(kept.weight, plans["weight"].cols, weight_is_t, after=grad_output)
+        w = _gathered(w, recipe.grad_input.b.granularity, (axes.gathered_k, axes.gathered_n))
         d_input = _product("grad_input", recipe.grad_input, g, w, plan.input_dtype, plan, input_is_t)
     if g_transposed is not None:
-        x = _taken(kept.input, recipe.grad_weight.b, recipe, input_is_t, after=grad_output)
+        x = _taken(kept.input, plans["input"].cols, input_is_t, after=grad_output)
         d_weight = _product("grad_weight", recipe.grad_weight, g_transposed, x, plan.input_dtype, plan, weight_is_t)
         n, k = axes.gathered_n, axes.gathered_k
         d_weight = scattered_sum(d_weight, (k, n) if weight_is_t else (n, k)).astype(plan.weight_dtype.name)
@@ -202,10 +202,10 @@ def keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
     size, where a gradient of that size will be, and lays codes, which are smaller, beside it. A cast by blocks is left
     as it is: it finds scales and codes of both operands in one pass.
     """
-    cast = plan.recipe.grad_weight.b
+    has_amax = plan.recipe.cast_plans["input"].cols.by_amax[1] is not None
     rows = input.shape[1 if plan.is_input_transposed else 0]
     features = weight.shape[1 if plan.is_weight_transposed else 0]
-    return input.nbytes < rows * features and not cast.is_high_precision and not cast.granularity.is_blockwise
+    return input.nbytes < rows * features and has_amax
 
 
 def _product(
@@ -252,19 +252,19 @@ def _has_safe_powers_of_two(recipe: Recipe, spec: recipes.Gemm) -> bool:
     return is_usual and spec.a.format == spec.b.format == E4M3FN
 
 
-def _taken(side: Side, cast: Cast, recipe: Recipe, is_transposed: bool, after: Any) -> Side:
+def _taken(side: Side, plan: CastPlan, is_transposed: bool, after: Any) -> Side:
     """The operand of the transpose of a matrix that was kept; `is_transposed`: the matrix was given so."""
     if not isinstance(side, Deferred):
         return side
-    return side.operand(cast, recipe.rule_of(cast), 0 if is_transposed else 1, after)
+    return side.operand(plan.turned(), 0, after) if is_transposed else side.operand(plan, 1, after)
 
 
-def _gathered(operand: Side, cast: Cast, axes: tuple[Axes, Axes]) -> Side:
+def _gathered(operand: Side, granularity: Granularity, axes: tuple[Axes, Axes]) -> Side:
     if not isinstance(operand, Operand) or not any(axes):
         return operand
     codes, scale = gathered(operand.codes, axes), operand.scale
     if scale is not None:
-        rows, k = cast.granularity.block
+        rows, k = granularity.block
         scale = gathered(scale, (axes[0] if rows else (), axes[1] if k else ()))
     return Operand(codes, scale)
 

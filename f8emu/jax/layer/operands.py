@@ -14,9 +14,9 @@ from jax import lax
 from f8emu.jax import fused
 from f8emu.jax.layer.sharding import Axes, global_amax, require_whole_blocks
 from f8emu.jax.scale import reciprocal, scales_of
+from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.formats import Format
-from f8emu.spec.recipe import Cast, Recipe
-from f8emu.spec.scaling import DelayedState, Granularity, ScaleRule, Scales
+from f8emu.spec.scaling import DelayedState, Granularity, Scales
 
 
 class Operand(NamedTuple):
@@ -36,17 +36,18 @@ class Deferred(NamedTuple):
     scales: Scales | None
     """The scales of the operand; None for block scales, which its cast finds again, and in high precision."""
 
-    def operand(self, cast: Cast, rule: ScaleRule, side: int, after: Any) -> Operand:
-        """The operand `side`: 0 of the matrix, 1 of its transpose."""
-        if cast.format is None:
+    def operand(self, plan: CastPlan, side: int, after: Any) -> Operand:
+        """The operand `side`: 0 of the matrix, 1 of its transpose; `plan` is for it alone."""
+        if plan.format is None:
             return Operand(self.x.T if side else self.x, None)
-        # XLA must not begin before `after` is there: the codes would take memory until they are read.
+        # Barrier: otherwise XLA casts early and holds the codes until the backward pass.
         x, _ = lax.optimization_barrier((self.x, after))
         if self.scales is None:
-            blocks = fused.cast_blocks(x, cast.format, rule, *_at(side, cast.granularity))[side]
+            blocks = fused.cast_blocks(x, plan.format, plan.rule, *plan.by_blocks)[side]
             assert blocks is not None, "it was wanted"
             return Operand(blocks[0], blocks[1].scale)
-        codes = fused.cast_pair(x, cast.format, *_at(side, self.scales.inv_scale))[side]
+        inv_scale = self.scales.inv_scale
+        codes = fused.cast_pair(x, plan.format, *((None, inv_scale) if side else (inv_scale, None)))[side]
         assert codes is not None, "they were wanted"
         return Operand(codes, self.scales.scale)
 
@@ -57,9 +58,7 @@ Side = Operand | Deferred | None
 
 def cast_matrix(
     x: jax.Array,
-    rows: Cast | None,
-    cols: Cast | None,
-    recipe: Recipe,
+    plan: CastPlan,
     state: DelayedState | None,
     axes: tuple[Axes, Axes],
     *,
@@ -67,8 +66,8 @@ def cast_matrix(
     keeps_cols: bool = False,
     defers_cols: bool = False,
 ) -> tuple[Side, Side, jax.Array | None]:
-    """A matrix [M, N] under the cast `rows`, its transpose under `cols`, None for what is not wanted; and with a state,
-    whose scale earlier steps gave, the matrix's amax [] for the next update, 0 without a cast.
+    """Both operands of a matrix [M, N] by its plan; and with a state, whose scale earlier steps gave, the matrix's amax
+    [] for the next update, 0 without a cast.
 
     `x` is the matrix, or its transpose if `is_transposed`. A state whose `initialized` is None is known to be
     initialized: then amax and codes take one pass. `axes` of `jax.shard_map` are those along which M and N are divided:
@@ -77,55 +76,51 @@ def cast_matrix(
 
     Exactness: the codes and scales of `f8ref.numpy.linear`.
     """
-    turn = -1 if is_transposed else 1
-    kept = (0 if is_transposed else 1) if keeps_cols else None
-    sides, amax = _cast_sides(x, (rows, cols)[::turn], recipe, state, axes[::turn], kept, defers_cols)
+    turn, kept = (-1, 0) if is_transposed else (1, 1)
+    later = kept if keeps_cols else None, kept if defers_cols else None
+    sides, amax = _cast_sides(x, plan.turned() if is_transposed else plan, state, axes[::turn], *later)
     of_rows, of_cols = sides[::turn]
     return of_rows, of_cols, amax
 
 
 def _cast_sides(
     x: jax.Array,
-    of_sides: tuple[Cast | None, ...],
-    recipe: Recipe,
+    plan: CastPlan,
     state: DelayedState | None,
     axes: tuple[Axes, ...],
     kept: int | None,
-    defers: bool,
+    deferred: int | None,
 ) -> tuple[list[Side], jax.Array | None]:
-    """The operands of `x` and of `x^T`, and the amax; `kept` is the side that is for later."""
+    """The operands of `x` and of `x^T`, and the amax; the side `kept` is for later, and `deferred` is cast later."""
     # 1. High precision.
-    found: list[Side] = [None, None]
-    for side, cast in enumerate(of_sides):
-        if cast is not None and cast.format is None:
+    sides: list[Side] = [None, None]
+    for side, is_high in enumerate(plan.in_bfloat16):
+        if is_high:
             values = x.astype(jnp.bfloat16)
-            found[side] = Deferred(values, None) if side == kept else Operand(values.T if side else values, None)
-    format, rule = float8_of(*of_sides), recipe.rule_of(*of_sides)
-    amax = None
+            sides[side] = Deferred(values, None) if side == kept else Operand(values.T if side else values, None)
+    format, amax = plan.format, None
     if format is None:
-        return found, None if state is None else jnp.zeros((), jnp.float32)
-    kinds = [None if cast is None or cast.format is None else cast.granularity for cast in of_sides]
-    deferred = kept if defers else None
+        return sides, None if state is None else jnp.zeros((), jnp.float32)
     if state is None:
         # 2. Blocks: amax, scale and codes in one pass.
-        blocks = [kind if kind is not None and kind.is_blockwise else None for kind in kinds]
-        require_whole_blocks(blocks, x.shape, axes)
-        if deferred is not None and blocks[deferred] is not None:
-            found[deferred], blocks[deferred], kinds[deferred] = Deferred(x, None), None, None
+        require_whole_blocks(plan.by_blocks, x.shape, axes)
+        blocks = [None if side == deferred else kind for side, kind in enumerate(plan.by_blocks)]
+        if deferred is not None and plan.by_blocks[deferred] is not None:
+            sides[deferred] = Deferred(x, None)
         if any(blocks):
-            for side, cast in enumerate(fused.cast_blocks(x, format, rule, blocks[0], blocks[1])):
+            for side, cast in enumerate(fused.cast_blocks(x, format, plan.rule, blocks[0], blocks[1])):
                 if cast is not None:
-                    found[side], kinds[side] = Operand(cast[0], cast[1].scale), None
+                    sides[side] = Operand(cast[0], cast[1].scale)
         # 3. Rows alone: likewise.
-        if kinds == [Granularity.ROWWISE, None] and deferred != 0 and not axes[1]:
-            codes, scales = fused.cast_rows(x, format, rule)
-            return [Operand(codes, scales.scale), found[1]], None
+        if plan.is_one_pass and deferred != 0 and not axes[1]:
+            codes, scales = fused.cast_rows(x, format, plan.rule)
+            return [Operand(codes, scales.scale), sides[1]], None
         # 4. Amaxes in one pass, codes in another.
-        both = _scales(x, kinds[0], kinds[1], format, rule, axes)
+        both = _scales(x, format, plan, axes)
     else:
         # 5. The scale of earlier steps.
-        in_use, amax = _delayed_scales(x, format, recipe, state, axes)
-        both = tuple(None if kind is None else in_use for kind in kinds)
+        in_use, amax = _delayed_scales(x, format, plan, state, axes)
+        both = tuple(None if kind is None else in_use for kind in plan.by_amax)
     # 6. Codes under these scales.
     now = [None if side == deferred or scales is None else scales.inv_scale for side, scales in enumerate(both)]
     if state is not None and amax is None and any(scale is not None for scale in now):
@@ -136,59 +131,42 @@ def _cast_sides(
         made = fused.cast_pair(x, format, *now)
     for side, (scales, codes) in enumerate(zip(both, made, strict=True)):
         if scales is not None:
-            found[side] = Deferred(x, scales) if codes is None else Operand(codes, scales.scale)
+            sides[side] = Deferred(x, scales) if codes is None else Operand(codes, scales.scale)
     if state is not None:
         amax = jnp.reshape(global_amax(fused.tensor_amax(x), axes[0] + axes[1]) if amax is None else amax, ())
-    return found, amax
+    return sides, amax
 
 
 def _delayed_scales(
-    x: jax.Array, format: Format, recipe: Recipe, state: DelayedState, axes: tuple[Axes, ...]
+    x: jax.Array, format: Format, plan: CastPlan, state: DelayedState, axes: tuple[Axes, ...]
 ) -> tuple[Scales, jax.Array | None]:
     """The scales that a state gives, [1, 1], and the amax of `x` if a first step may need it: then they are its own."""
     inv_scale, amax = jnp.reshape(state.inv_scale, (1, 1)), None
     if state.initialized is not None:
-        assert recipe.delayed is not None, "only such a recipe has a state"
         amax = global_amax(fused.tensor_amax(x), axes[0] + axes[1])
-        own = scales_of(amax, format, recipe.scale_rule, margin=recipe.delayed.margin)
-        inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)) != 0, inv_scale, own.inv_scale)
+        first = scales_of(amax, format, plan.rule, margin=plan.margin)
+        inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)) != 0, inv_scale, first.inv_scale)
     return Scales(inv_scale, reciprocal(inv_scale)), amax
 
 
-def float8_of(*of_matrix: Cast | None) -> Format | None:
-    """The float8 format of a matrix, which all its casts share; None if all are in high precision."""
-    for cast in of_matrix:
-        if cast is not None and cast.format is not None:
-            return cast.format
-    return None
-
-
 def _scales(
-    x: jax.Array,
-    row_kind: Granularity | None,
-    col_kind: Granularity | None,
-    format: Format,
-    rule: ScaleRule,
-    axes: tuple[Axes, ...],
+    x: jax.Array, format: Format, plan: CastPlan, axes: tuple[Axes, ...]
 ) -> tuple[Scales | None, Scales | None]:
-    """The scales of both operands, tensorwise or rowwise; None for a kind of None."""
+    """The scales of the operands of `plan.by_amax`, tensorwise or rowwise."""
+    row_kind, col_kind = plan.by_amax
     of_rows = of_cols = of_tensor = None
     if col_kind is Granularity.ROWWISE:
         of_rows, of_cols = fused.row_col_amax(x)
     elif row_kind is Granularity.ROWWISE:
         of_rows = fused.row_amax(x)
-    if Granularity.TENSORWISE in (row_kind, col_kind):
-        of_tensor = global_amax(fused.tensor_amax(x if of_rows is None else of_rows), axes[0] + axes[1])
-    tensor_scales = None if of_tensor is None else scales_of(of_tensor, format, rule)
+    if Granularity.TENSORWISE in plan.by_amax:
+        amax = global_amax(fused.tensor_amax(x if of_rows is None else of_rows), axes[0] + axes[1])
+        of_tensor = scales_of(amax, format, plan.rule)
 
     def scales(kind: Granularity | None, amaxes: jax.Array | None, along: Axes) -> Scales | None:
         if kind is not Granularity.ROWWISE:
-            return None if kind is None else tensor_scales
+            return None if kind is None else of_tensor
         assert amaxes is not None, "they were found above"
-        return scales_of(global_amax(amaxes, along), format, rule)
+        return scales_of(global_amax(amaxes, along), format, plan.rule)
 
     return scales(row_kind, of_rows, axes[1]), scales(col_kind, of_cols, axes[0])
-
-
-def _at(side: int, value: Any) -> tuple[Any, Any]:
-    return (value, None) if side == 0 else (None, value)

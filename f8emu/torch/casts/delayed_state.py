@@ -232,11 +232,8 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _formats(recipe: Recipe) -> str:
     # The names of the three tensors' float8 formats, with commas; empty for one without delayed scales.
-    names = {
-        tensor: {cast.format.name for _, _, cast in recipe.casts(tensor) if cast.format is not None}
-        for tensor in recipe.delayed_tensors
-    }
-    return ",".join("".join(names.get(tensor, ())) for tensor in TENSORS)
+    formats = {tensor: recipe.cast_plans[tensor].both.format for tensor in recipe.delayed_tensors}
+    return ",".join(str(formats.get(tensor, "")) for tensor in TENSORS)
 
 
 class Report:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from f8emu.spec.recipe import Cast, CastFrom, Recipe
-from f8emu.spec.scaling import Granularity, ScaleRule, Scales
+from f8emu.spec.cast_plan import CastPlan, CastPlans, Kinds
+from f8emu.spec.recipe import CastFrom, Recipe
+from f8emu.spec.scaling import Granularity, Scales
 from f8emu.torch import cpu_casts
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import cast_pair_delayed
@@ -47,7 +48,7 @@ class ScaleSource(NamedTuple):
 
     rows: Tensor | None = None  # the amax of `x`, or of each of its rows, in the shapes that `cast_pair` takes
     cols: Tensor | None = None  # the amax of `x`, or of each of its columns
-    given: Scales | None = None  # in place of amaxes: the scales, each [1, 1], of another cast of the same matrix
+    used: Scales | None = None  # in place of amaxes: the scales, each [1, 1], of another cast of the same matrix
 
 
 class Delayed(NamedTuple):
@@ -86,15 +87,13 @@ def weight_to_cast(weight: Tensor, recipe: Recipe) -> Tensor:
     return rounded(weight, torch.bfloat16)
 
 
-def find_source(
-    x: Tensor, rows: Cast | None, cols: Cast | None, *, is_stored: bool = False, tiled: bool = False
-) -> ScaleSource:
+def find_source(x: Tensor, plan: CastPlan, *, is_stored: bool = False, tiled: bool = False) -> ScaleSource:
     """The amaxes of `x` for both operands, found in one pass.
 
-    With `is_stored`, `x` is in memory, as a weight is: no compiler has to take its amax along where it is computed.
-    With `tiled`, amaxes of rows and columns may be those of tiles, [tiles, M, 1] and [tiles, N, 1].
+    `is_stored`: `x` is already in memory (a weight), so its amax need not be fused into the kernel that computes it.
+    `tiled`: amaxes of rows and columns may be those of tiles, [tiles, M, 1] and [tiles, N, 1].
     """
-    row_kind, col_kind = _granularity(rows), _granularity(cols)
+    row_kind, col_kind = plan.by_amax
     of_tensor = of_rows = of_cols = None
     if col_kind is Granularity.ROWWISE:
         is_small = tiled and x.numel() > 0 and all(is_known(tiles <= _MOST_TILES) for tiles in amax_tiles(*x.shape))
@@ -137,137 +136,124 @@ def _is_read_again(m: int, n: int) -> bool:
     return is_known(m <= _LONGEST_READ) and is_known(m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN)
 
 
-def cast_both(
-    x: Tensor, rows: Cast | None, cols: Cast | None, source: ScaleSource, rule: ScaleRule, *, recompute: bool = False
-) -> Both:
-    """`x` [M, N] under the cast `rows` and `x^T` [N, M] under `cols`; None leaves an operand out.
+def cast_both(x: Tensor, plan: CastPlan, source: ScaleSource, *, recompute: bool = False) -> Both:
+    """`x` [M, N] and `x^T` [N, M] as operands, those of `plan.by_amax` under the scales of `source`.
 
     With `recompute`, compiled code may repeat a tensorwise or rowwise cast in the backward pass.
 
     Exactness: the codes and scales of `f8ref.numpy.linear`.
     """
-    operands = _high_precision(x, rows, cols)
-    row_kind, col_kind = _granularity(rows), _granularity(cols)
-    name = format_name(rows, cols)
-    if name is None:
+    operands, format = _in_bfloat16(x, plan), plan.format
+    if format is None:
         return operands
     # 1. The scales of another cast of the same matrix.
-    if source.given is not None:
-        inv_scale, scale = source.given
-        wanted = (row_kind is not None, col_kind is not None)
-        codes = fused.cast_pair_given(x, name, inv_scale, *wanted)
+    if source.used is not None:
+        inv_scale, scale = source.used
+        wanted = _wanted(plan.by_amax)
+        codes = fused.cast_pair_given(x, format.name, inv_scale, *wanted)
         return _with_float8(operands, wanted, codes, (scale, scale))
-    settings = (rule.power_of_two, rule.amax_floor)
+    settings = (plan.rule.power_of_two, plan.rule.amax_floor)
     # 2. Scales of blocks: one cast for each kind of block, which finds the amaxes itself.
     for kind in _BLOCKWISE:
-        if kind is row_kind or kind is col_kind:
-            wanted = (kind is row_kind, kind is col_kind)
-            found = fused.cast_blocks(x, name, kind is Granularity.BLOCKWISE_128X128, *wanted, *settings)
-            operands = _with_float8(operands, wanted, (found[0], found[2]), (found[1], found[3]))
+        if kind is plan.by_blocks[0] or kind is plan.by_blocks[1]:
+            wanted = (kind is plan.by_blocks[0], kind is plan.by_blocks[1])
+            results = fused.cast_blocks(x, format.name, kind is Granularity.BLOCKWISE_128X128, *wanted, *settings)
+            operands = _with_float8(operands, wanted, results[::2], results[1::2])
     # 3. One scale, or one of each row: a cast by the amaxes of a reading before.
-    by_row = None if rows is None else source.rows
-    by_col = None if cols is None else source.cols
+    by_row = None if plan.by_amax[0] is None else source.rows
+    by_col = None if plan.by_amax[1] is None else source.cols
     if by_row is not None or by_col is not None:
         cast_pair = fused.recomputable_cast_pair if recompute else fused.cast_pair
-        found = cast_pair(x, name, by_row, by_col, *settings)
-        wanted = (by_row is not None, by_col is not None)
-        operands = _with_float8(operands, wanted, (found[0], found[2]), (found[1], found[3]))
+        results = cast_pair(x, format.name, by_row, by_col, *settings)
+        operands = _with_float8(operands, (by_row is not None, by_col is not None), results[::2], results[1::2])
     return operands
 
 
-def cast_matrix(x: Tensor, rows: Cast | None, cols: Cast | None, rule: ScaleRule, *, recompute: bool = False) -> Both:
-    """`cast_both` under scales of `x` itself."""
-    # 1. A CPU has both operands from one reading each.
+def cast_matrix(x: Tensor, plan: CastPlan, state: Delayed | None = None, *, recompute: bool = False) -> Both:
+    """Both operands of `x` under the scales of `state`, or where that is None of `x` itself."""
+    if state is not None:
+        return cast_delayed(x, plan, state)[:2]
     if cpu_casts.takes(x):
-        return _cast_on_cpu(x, rows, cols, rule)
-    # 2. Elsewhere rows alone take one reading, and whatever else two: amaxes, then codes.
-    is_single = _granularity(cols) is None
-    if is_single and rows is not None and _granularity(rows) is Granularity.ROWWISE:
-        operand, _ = cast_rows_first(x, rows, cols, rule)
-        _, transposed = cast_both(x, None, cols, ScaleSource(), rule)
-        return operand, transposed
-    source = find_source(x, rows, cols, tiled=rule.power_of_two)
-    return cast_both(x, rows, cols, source, rule, recompute=recompute)
+        return _cast_on_cpu(x, plan)
+    if plan.is_one_pass:
+        operand, _ = _cast_rows(x, plan)
+        return operand, cast_both(x, plan, ScaleSource())[1]
+    return cast_both(x, plan, find_source(x, plan, tiled=plan.rule.power_of_two), recompute=recompute)
 
 
-def _cast_on_cpu(x: Tensor, rows: Cast | None, cols: Cast | None, rule: ScaleRule) -> Both:
-    operands, amax = list(_high_precision(x, rows, cols)), None
-    for i, (side, cast) in enumerate(((x, rows), (x.t(), cols))):
-        if cast is not None and cast.format is not None:
-            is_one = cast.granularity is Granularity.TENSORWISE
-            codes, scale, found = cpu_casts.cast(side, cast.granularity, cast.format, rule, amax if is_one else None)
-            operands[i] = Operand(codes, scale)
-            amax = found if is_one else None
-    return operands[0], operands[1]
+def _cast_on_cpu(x: Tensor, plan: CastPlan) -> Both:
+    # One reading an operand: amaxes, scales and codes.
+    operands, amax = _in_bfloat16(x, plan), None
+    for i, kind in enumerate(plan.granularities):
+        if kind is not None and plan.format is not None:
+            side, is_one = x.t() if i else x, kind is Granularity.TENSORWISE
+            codes, scale, amaxes = cpu_casts.cast(side, kind, plan.format, plan.rule, amax if is_one else None)
+            operands = _with_float8(operands, (i == 0, i == 1), (codes, codes), (scale, scale))
+            amax = amaxes if is_one else None
+    return operands
 
 
-def cast_delayed(
-    x: Tensor, rows: Cast | None, cols: Cast | None, state: Delayed, rule: ScaleRule
-) -> tuple[Operand | None, Operand | None, ScaleSource]:
+def _cast_rows(x: Tensor, plan: CastPlan) -> tuple[Operand, Tensor]:
+    # The operand of rows and its amaxes, from one pass.
+    assert plan.format is not None, "rowwise is float8"
+    codes, scale, amaxes = fused.cast_rows(x, plan.format.name, plan.rule.power_of_two, plan.rule.amax_floor)
+    return Operand(codes, scale), amaxes
+
+
+def cast_delayed(x: Tensor, plan: CastPlan, state: Delayed) -> tuple[Operand | None, Operand | None, ScaleSource]:
     """`cast_both` by the scale of earlier passes; also the source for another cast of `x`.
 
     The amax of `x` is taken along, for the next update.
 
     Exactness: the codes, scales and state of `f8ref.numpy.linear`.
     """
-    operands = _high_precision(x, rows, cols)
-    wanted = (_granularity(rows) is not None, _granularity(cols) is not None)
-    name = format_name(rows, cols)
-    if name is None:
+    operands = _in_bfloat16(x, plan)
+    if plan.format is None:
         return *operands, ScaleSource()
-    settings = (state.amax, rule.power_of_two, rule.amax_floor, state.margin)
-    *codes, inv_scale, scale = cast_pair_delayed(x, name, state.inv_scale, *wanted, *settings)
-    return *_with_float8(operands, wanted, codes, (scale, scale)), ScaleSource(given=Scales(inv_scale, scale))
+    wanted = _wanted(plan.by_amax)
+    settings = (state.amax, plan.rule.power_of_two, plan.rule.amax_floor, state.margin)
+    *codes, inv_scale, scale = cast_pair_delayed(x, plan.format.name, state.inv_scale, *wanted, *settings)
+    return *_with_float8(operands, wanted, codes, (scale, scale)), ScaleSource(used=Scales(inv_scale, scale))
 
 
-def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -> tuple[Operand, ScaleSource]:
-    """The operand `rows`, and the source for casting `cols` later, empty if that cast finds its amaxes itself."""
-    if cpu_casts.takes(x):
-        operand, _ = _cast_on_cpu(x, rows, None, rule)
-        assert operand is not None, "rows were requested"
-        return operand, ScaleSource()
-    # If `rows` is rowwise and `cols` is not, amax, scale and codes take a single pass over `x`. A tensorwise amax for
-    # `cols` is then the maximum of the row amaxes.
-    col_kind = _granularity(cols)
-    if _granularity(rows) is not Granularity.ROWWISE or col_kind is Granularity.ROWWISE:
-        source = find_source(x, rows, cols, is_stored=True, tiled=rule.power_of_two)
-        operand, _ = cast_both(x, rows, None, source, rule)
-        assert operand is not None, "rows were requested"
-        return operand, ScaleSource(cols=source.cols)
-    name = format_name(rows)
-    assert name is not None, "rowwise is float8"
-    codes, scale, of_rows = fused.cast_rows(x, name, rule.power_of_two, rule.amax_floor)
-    of_tensor = fused.tensor_amax(of_rows) if col_kind is Granularity.TENSORWISE else None
-    return Operand(codes, scale), ScaleSource(cols=of_tensor)
+def cast_rows_first(x: Tensor, plans: CastPlans, state: Delayed | None) -> tuple[Operand, ScaleSource]:
+    """The operand of rows, and the source for casting that of columns later, empty if that cast finds its amaxes."""
+    if state is not None:
+        operand, _, source = cast_delayed(x, plans.rows, state)
+    elif cpu_casts.takes(x):
+        operand, _ = _cast_on_cpu(x, plans.rows)
+        source = ScaleSource()
+    elif plans.rows.is_one_pass and plans.both.by_amax[1] is not Granularity.ROWWISE:
+        # A tensorwise amax for the columns is the largest of the row amaxes.
+        operand, of_rows = _cast_rows(x, plans.rows)
+        source = ScaleSource(cols=None if plans.both.by_amax[1] is None else fused.tensor_amax(of_rows))
+    else:
+        source = find_source(x, plans.both, is_stored=True, tiled=plans.both.rule.power_of_two)
+        operand, _ = cast_both(x, plans.rows, source)
+        source = ScaleSource(cols=source.cols)
+    assert operand is not None, "rows were requested"
+    return operand, source
 
 
-def cast_cols_in_rows(x: Tensor, cols: Cast, amax: Tensor, rule: ScaleRule) -> Operand:
-    """The operand `cols` of `x` by its amax, or by those of its columns [N, 1].
+def cast_cols_in_rows(x: Tensor, plan: CastPlan, amax: Tensor) -> Operand:
+    """The operand of columns by the amax of `x`, or by those of its columns [N, 1].
 
     Its codes are still in the layout of `x`; `transpose_codes` makes an operand of them.
     """
-    name = format_name(cols)
-    assert name is not None, "codes were requested"
-    settings = (rule.power_of_two, rule.amax_floor)
-    if _granularity(cols) is Granularity.ROWWISE:
-        inv_scale, scale = fused.scales(amax, name, *settings, 0)
-        return Operand(fused.cast_columns(x, name, inv_scale), scale)
-    codes, scale, _, _ = fused.cast_pair(x, name, amax, None, *settings)
+    assert plan.format is not None, "codes were requested"
+    settings = (plan.rule.power_of_two, plan.rule.amax_floor)
+    if plan.by_amax[1] is Granularity.ROWWISE:
+        inv_scale, scale = fused.scales(amax, plan.format.name, *settings, 0)
+        return Operand(fused.cast_columns(x, plan.format.name, inv_scale), scale)
+    codes, scale, _, _ = fused.cast_pair(x, plan.format.name, amax, None, *settings)
     return Operand(codes, scale)
 
 
-def format_name(*casts: Cast | None) -> str | None:
-    """The float8 format of a matrix, which all its casts share; None if all are in high precision."""
-    for cast in casts:
-        if cast is not None and cast.format is not None:
-            return cast.format.name
-    return None
-
-
-def _high_precision(x: Tensor, rows: Cast | None, cols: Cast | None) -> Both:
+def _in_bfloat16(x: Tensor, plan: CastPlan) -> Both:
+    rows, cols = plan.in_bfloat16
     return (
-        Operand(x.to(torch.bfloat16), None) if rows is not None and rows.format is None else None,
-        Operand(x.t().to(torch.bfloat16), None) if cols is not None and cols.format is None else None,
+        Operand(x.to(torch.bfloat16), None) if rows else None,
+        Operand(x.t().to(torch.bfloat16), None) if cols else None,
     )
 
 
@@ -277,5 +263,5 @@ def _with_float8(operands: Both, wanted: tuple[bool, bool], codes: Sequence[Tens
     return row, Operand(codes[1], scales[1]) if wanted[1] else col
 
 
-def _granularity(cast: Cast | None) -> Granularity | None:
-    return None if cast is None or cast.format is None else cast.granularity
+def _wanted(kinds: Kinds) -> tuple[bool, bool]:
+    return kinds[0] is not None, kinds[1] is not None

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.recipe import Cast, Recipe
-from f8emu.spec.scaling import BLOCK, Granularity
+from f8emu.spec.recipe import Recipe
+from f8emu.spec.scaling import BLOCK
 from f8emu.torch.casts.sharded import Layout, Shards, Tokens
 from f8emu.torch.torch_internals import is_dtensor
 
@@ -217,10 +217,10 @@ def _layout(
 
 def require_gatherable(call: str, recipe: Recipe) -> None:
     """Raise UnsupportedError for a recipe whose activations and gradients cannot be gathered as float8."""
-    casts = (recipe.output.a, recipe.grad_weight.b, recipe.grad_input.a, recipe.grad_weight.a)
-    if any(cast.format is None for cast in casts):
+    plans = [recipe.cast_plans[tensor].both for tensor in ("input", "grad_output")]
+    if any([True in plan.in_bfloat16 for plan in plans]):
         reason = "has operands in high precision, which would be gathered as such"
-    elif any(_spans_blocks(cast) for cast in casts):
+    elif any([plan.has_blocks for plan in plans]):
         reason = "has scales of blocks of tokens, which may lie on several ranks"
     else:
         return
@@ -232,8 +232,7 @@ def require_gatherable(call: str, recipe: Recipe) -> None:
 
 def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, kinds: Sequence[Kind]) -> None:
     """Raise UnsupportedError if a block with one scale lies on several ranks."""
-    casts = (recipe.output.a, recipe.output.b, recipe.grad_weight.b, recipe.grad_weight.a)
-    if not any(_spans_blocks(cast) for cast in casts):
+    if not any([plans.both.has_blocks for plans in recipe.cast_plans.values()]):
         return
     for i, kind in enumerate(kinds):
         ranks = weight.device_mesh.size(i)
@@ -251,9 +250,3 @@ def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, ki
                 f"{call}: under recipe {recipe.label} {BLOCK} neighbouring {name} share a scale, so each rank must "
                 f"have a multiple of {BLOCK}; got {run} of {ranks} ranks; choose such sizes, or another recipe"
             )
-
-
-def _spans_blocks(cast: Cast) -> bool:
-    # By identity: Dynamo 2.11 cannot trace Enum methods.
-    kind = None if cast.format is None else cast.granularity
-    return kind is Granularity.BLOCKWISE_1X128 or kind is Granularity.BLOCKWISE_128X128

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from f8emu.spec.recipe import Cast
-from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.spec.cast_plan import CastPlan, CastPlans
+from f8emu.spec.scaling import Granularity
 from f8emu.torch.casts.operand import (
+    Both,
     Delayed,
     Operand,
     ScaleSource,
     cast_both,
     cast_cols_in_rows,
     cast_delayed,
+    cast_rows_first,
     find_source,
-    format_name,
 )
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import UNSET, note_cast
@@ -142,104 +143,89 @@ def _gather_rows(x: Tensor, tokens: Tokens) -> Tensor:
     return found.reshape(tokens.rows, width).contiguous().view(x.dtype)
 
 
-def find_sharded_source(
-    x: Tensor, rows: Cast | None, cols: Cast | None, shards: Shards, *, is_stored: bool = False
-) -> ScaleSource:
+def find_sharded_source(x: Tensor, plan: CastPlan, shards: Shards, *, is_stored: bool = False) -> ScaleSource:
     """`find_source` for the whole matrix, of which `x` is this rank's part."""
-    source = find_source(x, rows, cols, is_stored=is_stored)
+    source = find_source(x, plan, is_stored=is_stored)
     # An amax of the tensor spans both dimensions, one of a row the ranks that share the row's columns. Both operands
     # share the amax of the tensor, and its reduction.
     of_tensor = None
-    found: list[Tensor | None] = []
-    for cast, amax, across in ((rows, source.rows, shards.cols), (cols, source.cols, shards.rows)):
-        if cast is None or amax is None:
-            found.append(None)
-        elif cast.granularity is Granularity.ROWWISE:
-            found.append(reduce_amax(amax, across))
+    amaxes: list[Tensor | None] = []
+    for kind, amax, across in zip(plan.by_amax, source[:2], (shards.cols, shards.rows), strict=True):
+        if kind is None or amax is None:
+            amaxes.append(None)
+        elif kind is Granularity.ROWWISE:
+            amaxes.append(reduce_amax(amax, across))
         else:
             if of_tensor is None:
                 of_tensor = reduce_amax(amax.max().reshape(1, 1), (*shards.rows, *shards.cols))
-            found.append(of_tensor)
-    return ScaleSource(rows=found[0], cols=found[1])
+            amaxes.append(of_tensor)
+    return ScaleSource(rows=amaxes[0], cols=amaxes[1])
 
 
-def global_delayed(x: Tensor, cast: Cast | None, rule: ScaleRule, delayed: Delayed, shards: Shards) -> Delayed:
+def global_delayed(x: Tensor, plan: CastPlan, delayed: Delayed, shards: Shards) -> Delayed:
     """The state whose inv_scale is set: where it was not, by the amax of the whole matrix."""
-    name = format_name(cast)
     every = (*shards.rows, *shards.cols)
-    if shards.is_set or name is None or not every:
+    if shards.is_set or plan.format is None or not every:
         return delayed
     # The inv_scale below is another tensor, of which no owner is known: the state's own is told of the cast here.
     note_cast(delayed.amax, delayed.inv_scale)
-    amax = reduce_amax(fused.tensor_amax(x), every)
-    own, _ = fused.scales(amax, name, rule.power_of_two, rule.amax_floor, delayed.margin)
-    return delayed._replace(inv_scale=torch.where(delayed.inv_scale > UNSET, delayed.inv_scale, own))
+    settings = plan.format.name, plan.rule.power_of_two, plan.rule.amax_floor, delayed.margin
+    inv_scale, _ = fused.scales(reduce_amax(fused.tensor_amax(x), every), *settings)
+    return delayed._replace(inv_scale=torch.where(delayed.inv_scale > UNSET, delayed.inv_scale, inv_scale))
 
 
 def cast_sharded(
-    x: Tensor,
-    rows: Cast | None,
-    cols: Cast | None,
-    rule: ScaleRule,
-    delayed: Delayed | None,
-    shards: Shards,
-    *,
-    recompute: bool = False,
-) -> tuple[Operand | None, Operand | None]:
+    x: Tensor, plan: CastPlan, delayed: Delayed | None, shards: Shards, *, recompute: bool = False
+) -> Both:
     """Both operands of a matrix of which `x` is this rank's part, under the scales of the whole; gathered on request.
 
     Exactness: codes and scales are those of the whole matrix, or slices of them.
     """
     x, source = arrived(x), ScaleSource()
     if delayed is None:
-        source = find_sharded_source(x, rows, cols, shards)
+        source = find_sharded_source(x, plan, shards)
     else:
-        delayed = global_delayed(x, rows or cols, rule, delayed, shards)
+        delayed = global_delayed(x, plan, delayed, shards)
     if shards.gather is not None:
-        return _cast_and_gather(x, rows, cols, rule, source if delayed is None else delayed, shards.gather)
+        return _cast_and_gather(x, plan, source if delayed is None else delayed, shards.gather)
     if delayed is None:
-        return cast_both(x, rows, cols, source, rule, recompute=recompute)
-    row, col, _ = cast_delayed(x, rows, cols, delayed, rule)
-    return row, col
+        return cast_both(x, plan, source, recompute=recompute)
+    return cast_delayed(x, plan, delayed)[:2]
 
 
-def _cast_and_gather(
-    x: Tensor, rows: Cast | None, cols: Cast | None, rule: ScaleRule, scales: ScaleSource | Delayed, tokens: Tokens
-) -> tuple[Operand | None, Operand | None]:
+def _cast_and_gather(x: Tensor, plan: CastPlan, scales: ScaleSource | Delayed, tokens: Tokens) -> Both:
     # 1. Casts of this rank's tokens, gathered: one for both operands, if they have the same scale.
-    row_kind, col_kind = (None if cast is None else cast.granularity for cast in (rows, cols))
+    row_kind, col_kind = plan.by_amax
+    row = col = None
     if isinstance(scales, Delayed):
-        own, _, _ = cast_delayed(x, rows or cols, None, scales, rule)
-        assert own is not None, "it was requested"
-        row = col = Operand(_gather_rows(own.codes, tokens), own.scale)
+        one = plan._replace(by_amax=(row_kind if row_kind is not None else col_kind, None))
+        mine, _, _ = cast_delayed(x, one, scales)
+        assert mine is not None, "it was requested"
+        row = col = Operand(_gather_rows(mine.codes, tokens), mine.scale)
     else:
-        row = col = None
-        own, _ = cast_both(x, rows, None, scales, rule)
-        if own is not None:
-            assert own.scale is not None, "high precision is not gathered"
-            scale = _gather_rows(own.scale, tokens) if row_kind is Granularity.ROWWISE else own.scale
-            row = col = Operand(_gather_rows(own.codes, tokens), scale)
-        if cols is not None and (col_kind is Granularity.ROWWISE or col_kind is not row_kind):
+        mine, _ = cast_both(x, plan._replace(by_amax=(row_kind, None)), scales)
+        if mine is not None:
+            assert mine.scale is not None, "high precision is not gathered"
+            scale = _gather_rows(mine.scale, tokens) if row_kind is Granularity.ROWWISE else mine.scale
+            row = col = Operand(_gather_rows(mine.codes, tokens), scale)
+        if col_kind is not None and (col_kind is Granularity.ROWWISE or col_kind is not row_kind):
             assert scales.cols is not None, "it was requested"
-            own = cast_cols_in_rows(x, cols, scales.cols, rule)
-            col = Operand(_gather_rows(own.codes, tokens), own.scale)  # a scale of all tokens is on every rank
+            mine = cast_cols_in_rows(x, plan, scales.cols)
+            col = Operand(_gather_rows(mine.codes, tokens), mine.scale)  # a scale of all tokens is on every rank
     # 2. The GEMM reads the transpose of all tokens; with one scale, its codes are those of `x`.
-    if cols is not None:
+    if col_kind is not None:
         assert col is not None, "it was requested"
         col = Operand(fused.transpose_codes(col.codes, col.codes), col.scale)
-    return row if rows is not None else None, col if cols is not None else None
+    return row if row_kind is not None else None, col if col_kind is not None else None
 
 
 def cast_sharded_weight(
-    weight: Tensor, rows: Cast, cols: Cast, rule: ScaleRule, delayed: Delayed | None, shards: Shards
+    weight: Tensor, plans: CastPlans, delayed: Delayed | None, shards: Shards
 ) -> tuple[Operand, ScaleSource]:
-    """The operand `rows` of a weight of which this is the rank's part, and the source for casting `cols` later."""
-    if delayed is None:
-        source = find_sharded_source(weight, rows, cols, shards, is_stored=True)
-        operand, _ = cast_both(weight, rows, None, source, rule)
-        source = ScaleSource(cols=source.cols)
-    else:
-        delayed = global_delayed(weight, rows, rule, delayed, shards)
-        operand, _, source = cast_delayed(weight, rows, None, delayed, rule)
+    """`cast_rows_first` of a weight of which this is the rank's part."""
+    if delayed is not None:
+        return cast_rows_first(weight, plans, global_delayed(weight, plans.rows, delayed, shards))
+    source = find_sharded_source(weight, plans.both, shards, is_stored=True)
+    operand, _ = cast_both(weight, plans.rows, source)
     assert operand is not None, "it was requested"
-    return operand, source
+    return operand, ScaleSource(cols=source.cols)

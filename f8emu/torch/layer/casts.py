@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from f8emu.spec.recipe import Cast, Recipe
+from f8emu.spec.cast_plan import CastPlan
+from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Scales
 from f8emu.torch.casts.operand import (
     Both,
@@ -17,10 +18,8 @@ from f8emu.torch.casts.operand import (
     Operand,
     ScaleSource,
     cast_both,
-    cast_delayed,
     cast_matrix,
     cast_rows_first,
-    format_name,
     weight_to_cast,
 )
 from f8emu.torch.casts.sharded import Gathered, Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
@@ -38,9 +37,8 @@ class LayerPlan(NamedTuple):
     recipe: Recipe
     engine: str
     keeps_input: bool  # for `grad_weight`; if not, the input is cast only for `output` and nothing is saved
-    recompute_casts: bool = (
-        False  # compiled code may cast the input again in the backward pass: its codes are not saved
-    )
+    # Compiled code may cast the input again in the backward pass: its codes are not saved.
+    recompute_casts: bool = False
     layout: Layout | None = None  # how the matrices are sharded under tensor parallelism; None for whole matrices
 
 
@@ -66,12 +64,10 @@ def cast_input(
     if shared is not None and (operands := shared.find(input, key)) is not None:
         return operands
     # 2. Both casts. A gathered input gets its own place in the autograd graph.
-    recipe, layout = plan.recipe, plan.layout
-    cols = recipe.grad_weight.b if plan.keeps_input else None
-    shards = None if layout is None else layout.input
+    plans, shards = plan.recipe.cast_plans["input"], None if plan.layout is None else plan.layout.input
+    cast_plan = plans.both if plan.keeps_input else plans.rows
     with torch.no_grad():
-        casts = recipe.output.a, cols
-        output, grad_weight = _cast_matrix(x.detach(), *casts, recipe, delayed, shards, plan.recompute_casts)
+        output, grad_weight = _cast(x.detach(), cast_plan, delayed, shards, plan.recompute_casts)
     assert output is not None, "it was requested"
     gathered = None if shards is None or shards.gather is None else Gathered.apply(x, shards.gather)
     operands = InputOperands(output, grad_weight, gathered)
@@ -84,14 +80,11 @@ def cast_grad_output(
     grad_output: Tensor, plan: LayerPlan, state: Delayed | None, wants_input: bool, wants_weight: bool
 ) -> Both:
     """The operands of `grad_input` and `grad_weight` that a layer casts from its grad_output [M, N], where wanted."""
-    recipe = plan.recipe
-    rows = recipe.grad_input.a if wants_input else None
-    cols = recipe.grad_weight.a if wants_weight else None
-    delayed = None if recipe.delayed_scaling_of("grad_output") is None else state
-    if state is not None and (delayed is None or format_name(rows, cols) is None):
+    cast_plan = plan.recipe.cast_plans["grad_output"].wanted(rows=wants_input, cols=wants_weight)
+    delayed = None if plan.recipe.delayed_scaling_of("grad_output") is None else state
+    if state is not None and (delayed is None or cast_plan.format is None):
         note_cast(state.amax, state.inv_scale)  # no cast of the gradient tells that the pass has come here
-    shards = None if plan.layout is None else plan.layout.grad_output
-    return _cast_matrix(grad_output, rows, cols, recipe, delayed, shards)
+    return _cast(grad_output, cast_plan, delayed, None if plan.layout is None else plan.layout.grad_output)
 
 
 def cast_weight(weight: Tensor, plan: LayerPlan, delayed: Delayed | None) -> tuple[Operand, WeightSource]:
@@ -106,24 +99,20 @@ def cast_weight(weight: Tensor, plan: LayerPlan, delayed: Delayed | None) -> tup
     if isinstance(weight, CodedWeight):
         codes, scale = weight.of_grad_input()
         return weight.of_output(), WeightSource(scale=scale, codes=codes)
-    rows, cols, rule = plan.recipe.output.b, plan.recipe.grad_input.b, plan.recipe.rule_of(plan.recipe.output.b)
-    weight = weight_to_cast(weight, plan.recipe)
-    if plan.layout is not None:
-        operand, source = cast_sharded_weight(weight, rows, cols, rule, delayed, plan.layout.weight)
-    elif delayed is not None:
-        operand, _, source = cast_delayed(weight, rows, None, delayed, rule)
+    plans, weight = plan.recipe.cast_plans["weight"], weight_to_cast(weight, plan.recipe)
+    if plan.layout is None:
+        operand, source = cast_rows_first(weight, plans, delayed)
     else:
-        operand, source = cast_rows_first(weight, rows, cols, rule)
-    assert operand is not None, "it was requested"
-    given: Any = (None, None) if source.given is None else source.given
-    return operand, WeightSource(source.cols, *given)
+        operand, source = cast_sharded_weight(weight, plans, delayed, plan.layout.weight)
+    used: Any = (None, None) if source.used is None else source.used
+    return operand, WeightSource(source.cols, *used)
 
 
 def cast_weight_again(
     weight: Tensor | None, source: WeightSource, plan: LayerPlan, delayed: Delayed | None, like: Tensor
 ) -> Operand:
     """The operand of `grad_input`; `like` is a tensor of the backward pass."""
-    cols, rule = plan.recipe.grad_input.b, plan.recipe.rule_of(plan.recipe.grad_input.b)
+    cols = plan.recipe.cast_plans["weight"].cols
     if source.codes is not None:
         require_gathered(source.codes)
         return Operand(transpose_codes(source.codes, like), source.scale)
@@ -131,31 +120,18 @@ def cast_weight_again(
     weight = weight_to_cast(weight, plan.recipe)
     if delayed is not None and source.scale is None:  # its first cast: that of `output` is in high precision
         if plan.layout is not None:
-            delayed = global_delayed(weight, cols, rule, delayed, plan.layout.weight)
-        _, operand, _ = cast_delayed(weight, None, cols, delayed, rule)
+            delayed = global_delayed(weight, cols, delayed, plan.layout.weight)
+        _, operand = cast_matrix(weight, cols, delayed)
     elif source.amax is None and source.scale is None:
-        _, operand = cast_matrix(weight, None, cols, rule)
+        _, operand = cast_matrix(weight, cols)
     else:
-        has_scales = source.inv_scale is not None and source.scale is not None
-        given = Scales(source.inv_scale, source.scale) if has_scales else None
-        _, operand = cast_both(weight, None, cols, ScaleSource(cols=source.amax, given=given), rule)
+        used = None if source.scale is None else Scales(source.inv_scale, source.scale)
+        _, operand = cast_both(weight, cols, ScaleSource(cols=source.amax, used=used))
     assert operand is not None, "it was requested"
     return operand
 
 
-def _cast_matrix(
-    x: Tensor,
-    rows: Cast | None,
-    cols: Cast | None,
-    recipe: Recipe,
-    delayed: Delayed | None,
-    shards: Shards | None,
-    recompute: bool = False,
-) -> Both:
-    rule = recipe.rule_of(rows, cols)
-    if shards is not None:
-        return cast_sharded(x, rows, cols, rule, delayed, shards, recompute=recompute)
-    if delayed is not None:
-        row_operand, col_operand, _ = cast_delayed(x, rows, cols, delayed, rule)
-        return row_operand, col_operand
-    return cast_matrix(x, rows, cols, rule, recompute=recompute)
+def _cast(x: Tensor, plan: CastPlan, delayed: Delayed | None, shards: Shards | None, recompute: bool = False) -> Both:
+    if shards is None:
+        return cast_matrix(x, plan, delayed, recompute=recompute)
+    return cast_sharded(x, plan, delayed, shards, recompute=recompute)

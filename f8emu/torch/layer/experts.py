@@ -167,9 +167,8 @@ def can_fuse(input: Tensor, recipe: Recipe) -> bool:
     """Whether SiLU and product are computed in the casts: in bfloat16, with scales of one kind in all GEMMs."""
     if input.dtype is not torch.bfloat16:
         return False
-    kind, gemms = recipe.output.a.granularity, (recipe.output, recipe.grad_input, recipe.grad_weight)
-    casts = [gemm.a for gemm in gemms] + [gemm.b for gemm in gemms]
-    return all([cast.format is not None and cast.granularity is kind for cast in casts])
+    kinds = [kind for plans in recipe.cast_plans.values() for kind in plans.both.granularities]
+    return kinds[0] is not None and all([kind is kinds[0] for kind in kinds])
 
 
 class FusedExperts(Function):
@@ -190,8 +189,8 @@ class FusedExperts(Function):
             x = None
             for i, (weight, state) in enumerate(zip(ups, of_ups, strict=True)):
                 if x is None or states is not None:
-                    cols = recipe.grad_weight.b if settings.keeps_input else None
-                    x, x_transposed = cast_tokens(input.detach(), groups, recipe.output.a, cols, rule, state[0])
+                    cast_plan = recipe.cast_plans["input"].wanted(rows=True, cols=settings.keeps_input)
+                    x, x_transposed = cast_tokens(input.detach(), groups, cast_plan, state[0])
                     kept.append(x_transposed)
                 assert x is not None, "it was requested"
                 if known is None:
@@ -243,9 +242,9 @@ class FusedExperts(Function):
             ctx, grads, tuple([state[2] for state in (*of_ups, of_down)])
         )
         # 2. The gradient of hidden.
-        cols = recipe.grad_weight.a if needs_down else None
+        cast_plan = recipe.cast_plans["grad_output"].wanted(rows=True, cols=needs_down)
         rule, fmt = recipe.scale_rule, _name(recipe.grad_input.a)
-        g, g_transposed = cast_tokens(grads[0].contiguous(), groups, recipe.grad_input.a, cols, rule, of_grads[-1])
+        g, g_transposed = cast_tokens(grads[0].contiguous(), groups, cast_plan, of_grads[-1])
         assert g is not None, "it was requested"
         operand = cast_weight_again(down, w_down, recipe, g.codes)
         grad_hidden = multiply_rows(g, operand, recipe.grad_input, groups, settings, dtype)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.errors import OperandError
-from f8emu.spec.recipe import TENSORS, TENSORWISE, Cast, Recipe
+from f8emu.spec.recipe import TENSORS, TENSORWISE, Recipe
 from f8emu.spec.scaling import Scales
 from f8emu.torch.casts.operand import (
     Delayed,
@@ -22,7 +23,6 @@ from f8emu.torch.casts.operand import (
     ScaleSource,
     cast_both,
     cast_delayed,
-    format_name,
     weight_to_cast,
 )
 from f8emu.torch.chip import require_values
@@ -216,9 +216,9 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, w1: Float8Linear, w2: Float8Line
         # 3. The operands of output.
         state, rule = of_inputs[1], recipe.scale_rule
         of_rule = rule.power_of_two, rule.amax_floor, state.margin
-        name = format_name(recipe.output.a)
+        name = _format(recipe, "input")
         codes, inv_scale, scale = fused.hidden_delayed(gate, up, name, state.inv_scale, state.amax, *of_rule)
-        b2, _, of_w2 = _cast(weight_to_cast(weights[1], recipe), recipe.output.b, None, of_weights[1], recipe)
+        b2, _, of_w2 = _cast(weight_to_cast(weights[1], recipe), recipe.cast_plans["weight"].rows, of_weights[1])
         for i, tap in enumerate(taps):
             if tap is not None:
                 if i == 1:
@@ -256,8 +256,8 @@ class _FeedForwardBackward(Function):
         recipe = settings.recipe
         wants1, wants3, wants_w1, wants_w2, wants_w3 = asked[:5]
         # 1. grad_hidden, and the operands of all other products.
-        cols = recipe.grad_weight.a if wants_w2 else None
-        g, g_transposed, _ = _cast(grads[0], recipe.grad_input.a, cols, settings.of_gradients[1], recipe)
+        cast_plan = recipe.cast_plans["grad_output"].wanted(rows=True, cols=wants_w2)
+        g, g_transposed, _ = _cast(grads[0], cast_plan, settings.of_gradients[1])
         grad_hidden = _grad_input(g, w2, of_w2, settings, 1)
         wanted = (wants1 or wants3, wants_w1, wants_w3, wants_w2)
         g1, g1_transposed, g3, g3_transposed, hidden = _cast_gradients(
@@ -282,17 +282,21 @@ def _product(
 ) -> tuple[Tensor, Operand | None, Scales]:
     # `output` of w1 or w3, the operand of their grad_weight, and the scales of the weight.
     recipe = settings.recipe
-    a, kept, _ = _cast(x, recipe.output.a, recipe.grad_weight.b if weight.requires_grad else None, of_input, recipe)
-    b, _, used = _cast(weight_to_cast(weight, recipe), recipe.output.b, None, of_weight, recipe)
+    a, kept, _ = _cast(x, recipe.cast_plans["input"].wanted(rows=True, cols=weight.requires_grad), of_input)
+    b, _, used = _cast(weight_to_cast(weight, recipe), recipe.cast_plans["weight"].rows, of_weight)
     return _gemm("output", a, b, settings, layer), kept, used
 
 
-def _cast(
-    x: Tensor, rows: Cast, cols: Cast | None, state: Delayed, recipe: Recipe
-) -> tuple[Operand, Operand | None, Scales]:
-    row, col, source = cast_delayed(x, rows, cols, state, recipe.scale_rule)
-    assert row is not None and source.given is not None, "rows were requested"
-    return row, col, source.given
+def _cast(x: Tensor, plan: CastPlan, state: Delayed) -> tuple[Operand, Operand | None, Scales]:
+    row, col, source = cast_delayed(x, plan, state)
+    assert row is not None and source.used is not None, "rows were requested"
+    return row, col, source.used
+
+
+def _format(recipe: Recipe, tensor: str) -> str:
+    format = recipe.cast_plans[tensor].both.format
+    assert format is not None, "every operand is float8"
+    return format.name
 
 
 def _cast_gradients(
@@ -305,7 +309,7 @@ def _cast_gradients(
 ) -> list[Operand]:
     # grad_gate, grad_gate^T, grad_up, grad_up^T, hidden^T; those not `wanted` hold nothing of use.
     recipe, (of_gate, _, of_up) = settings.recipe, settings.of_gradients
-    fmts, rule = (format_name(recipe.grad_weight.a), format_name(recipe.grad_weight.b)), recipe.scale_rule
+    fmts, rule = (_format(recipe, "grad_output"), _format(recipe, "input")), recipe.scale_rule
     inv_scales = (of_gate.inv_scale, of_up.inv_scale, of_hidden.inv_scale)
     of_rule = (rule.power_of_two, rule.amax_floor, of_gate.margin)
     *codes, gate_scale, up_scale = fused.gradients_delayed(
@@ -316,8 +320,8 @@ def _cast_gradients(
 
 def _grad_input(a: Operand, weight: Tensor, scales: tuple[Tensor, Tensor], settings: _Settings, layer: int) -> Tensor:
     recipe = settings.recipe
-    source = ScaleSource(given=Scales(*scales))
-    _, b = cast_both(weight_to_cast(weight, recipe), None, recipe.grad_input.b, source, recipe.scale_rule)
+    source = ScaleSource(used=Scales(*scales))
+    _, b = cast_both(weight_to_cast(weight, recipe), recipe.cast_plans["weight"].cols, source)
     assert b is not None, "it was requested"
     return _gemm("grad_input", a, b, settings, layer)
 

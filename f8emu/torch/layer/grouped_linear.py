@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.recipe import ROWWISE, Cast, Gemm, Recipe, recipe_by_name
-from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.torch.casts.operand import Both, Delayed, Operand, format_name, weight_to_cast
+from f8emu.spec.recipe import ROWWISE, Gemm, Recipe, recipe_by_name
+from f8emu.spec.scaling import Granularity
+from f8emu.torch.casts.operand import Both, Delayed, Operand, weight_to_cast
 from f8emu.torch.chip import CHIP, require_values
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
@@ -183,14 +184,12 @@ def check_grouped(call: str, input: Tensor, weight: Tensor, offs: Tensor) -> Non
         )
 
 
-# 1. Operands. A matrix of groups is cast as `operands.cast_both` casts a matrix.
+# 1. Operands. A matrix of groups is cast as `casts.operand.cast_both` casts a matrix.
 
 
-def cast_tokens(
-    x: Tensor, groups: Groups, rows: Cast | None, cols: Cast | None, rule: ScaleRule, state: Delayed | None = None
-) -> Both:
-    """`x` [T, K] under the cast `rows` and, group by group, `x^T` under `cols`; None leaves an operand out."""
-    return _cast(x, groups.tiles, groups.number, rows, cols, rule, state)
+def cast_tokens(x: Tensor, groups: Groups, plan: CastPlan, state: Delayed | None = None) -> Both:
+    """`x` [T, K] and, group by group, `x^T` as operands."""
+    return _cast(x, groups.tiles, groups.number, plan, state)
 
 
 def cast_weight(weight: Tensor, recipe: Recipe, wants_input: bool, state: Delayed | None = None) -> WeightOperands:
@@ -201,18 +200,21 @@ def cast_weight(weight: Tensor, recipe: Recipe, wants_input: bool, state: Delaye
     """
     if isinstance(weight, CodedWeight):
         return WeightOperands(Operand(weight.rows.flatten(0, 1), weight.row_scale))
-    rows, cols, rule = recipe.output.b, recipe.grad_input.b if wants_input else None, recipe.scale_rule
+    plans = recipe.cast_plans["weight"]
+    plan = plans.wanted(rows=True, cols=wants_input)._replace(in_bfloat16=plans.rows.in_bfloat16)
     weight = weight_to_cast(weight, recipe)
     number, matrix = weight.shape[0], weight.flatten(0, 1)
-    if rows.format is not None and rows.granularity is Granularity.ROWWISE:
-        if _kind(cols) is Granularity.ROWWISE:
-            codes, scale, of_cols = grouped.cast_rows_of_groups(matrix, number, rows.format.name, rule.amax_floor)
+    row_kind, col_kind = plan.by_amax
+    if row_kind is Granularity.ROWWISE and plan.format is not None:
+        if col_kind is Granularity.ROWWISE:
+            name, floor = plan.format.name, plan.rule.amax_floor
+            codes, scale, of_cols = grouped.cast_rows_of_groups(matrix, number, name, floor)
             return WeightOperands(Operand(codes, scale), source=Source(cols=of_cols))
-        operand, _ = _cast(matrix, None, number, rows, None, rule, None)
-        source = Source() if _kind(cols) is None else _source(matrix, None, number, None, cols, rule, None)
+        operand, _ = _cast(matrix, None, number, plans.rows, None)
+        source = Source() if col_kind is None else _source(matrix, None, number, plans.cols, None)
         assert operand is not None, "it was requested"
         return WeightOperands(operand, source=source)
-    both = _cast(matrix, None, number, rows, None if _kind(cols) is None else cols, rule, state)
+    both = _cast(matrix, None, number, plan, state)
     assert both[0] is not None, "it was requested"
     return WeightOperands(both[0], _stacked(both[1]))
 
@@ -227,11 +229,11 @@ def cast_weight_again(weight: Tensor, operands: WeightOperands, recipe: Recipe, 
         if weight.cols is None or torch.compiler.is_compiling():  # a view of them could move to the forward pass
             codes = copied_experts(codes, after, weight.cols is None)
         return Operand(codes.flatten(0, 1), scale)
-    cast, number = recipe.grad_input.b, weight.shape[0]
-    if cast.format is None:
+    plan, number = recipe.cast_plans["weight"].cols, weight.shape[0]
+    if plan.format is None:
         return Operand(weight.mT.to(torch.bfloat16).flatten(0, 1), None)
-    matrix, rule = weight_to_cast(weight, recipe).flatten(0, 1), recipe.scale_rule
-    operand = _stacked(_by_source(matrix, None, number, None, cast, operands.source, rule, None)[1])
+    matrix = weight_to_cast(weight, recipe).flatten(0, 1)
+    operand = _stacked(_by_source(matrix, None, number, plan, operands.source, None)[1])
     assert operand is not None, "it was requested"
     return operand
 
@@ -283,61 +285,43 @@ def _stacked(operand: Operand | None) -> Operand | None:
     return None if operand is None else Operand(operand.codes.flatten(0, 1), operand.scale)
 
 
-def _cast(
-    x: Tensor, tiles: Tensor | None, number: int, rows: Cast | None, cols: Cast | None, rule: ScaleRule, state: Any
-) -> Both:
-    high = tuple(
-        Operand(x.to(torch.bfloat16), None) if c is not None and c.format is None else None for c in (rows, cols)
-    )
-    if format_name(rows, cols) is None:
+def _cast(x: Tensor, tiles: Tensor | None, number: int, plan: CastPlan, state: Delayed | None) -> Both:
+    high = tuple([Operand(x.to(torch.bfloat16), None) if is_high else None for is_high in plan.in_bfloat16])
+    if plan.format is None:
         return high[0], high[1]
-    if _kind(rows) is Granularity.ROWWISE and _kind(cols) is None:  # amax, scale and codes from one reading
-        assert rows is not None
-        codes, scale, _ = fused.cast_rows(x, format_name(rows) or "", rule.power_of_two, rule.amax_floor)
+    if plan.is_one_pass:
+        codes, scale, _ = fused.cast_rows(x, plan.format.name, plan.rule.power_of_two, plan.rule.amax_floor)
         return Operand(codes, scale), high[1]
-    source = _source(x, tiles, number, rows, cols, rule, state)
-    amax = None if state is None else state.amax
-    row, col = _by_source(x, tiles, number, rows, cols, source, rule, amax)
+    source = _source(x, tiles, number, plan, state)
+    row, col = _by_source(x, tiles, number, plan, source, None if state is None else state.amax)
     return high[0] or row, high[1] or col
 
 
-def _source(
-    x: Tensor, tiles: Tensor | None, number: int, rows: Cast | None, cols: Cast | None, rule: ScaleRule, state: Any
-) -> Source:
-    if Granularity.ROWWISE in (_kind(rows), _kind(cols)):
+def _source(x: Tensor, tiles: Tensor | None, number: int, plan: CastPlan, state: Delayed | None) -> Source:
+    if plan.by_amax[0] is Granularity.ROWWISE or plan.by_amax[1] is Granularity.ROWWISE:
         amaxes, m = grouped.amaxes_of_groups(x, tiles, number, False), x.shape[0]
         return Source(rows=amaxes[:m].unsqueeze(1), cols=amaxes[m:].unsqueeze(1))
-    name, settings = format_name(rows, cols) or "", (rule.power_of_two, rule.amax_floor)
+    assert plan.format is not None, "an operand has a scale"
+    settings = plan.format.name, plan.rule.power_of_two, plan.rule.amax_floor
     if state is not None:
-        found = grouped.scales_by_state([x], "matrix", tiles, number, state.inv_scale, name, *settings, *state[2:])
-        return Source(None, None, *found)
-    return Source(None, None, *fused.scales(grouped.amaxes_of_groups(x, tiles, number, True), name, *settings, 0))
+        scales = grouped.scales_by_state([x], "matrix", tiles, number, state.inv_scale, *settings, *state[2:])
+    else:
+        scales = fused.scales(grouped.amaxes_of_groups(x, tiles, number, True), *settings, 0)
+    return Source(None, None, *scales)
 
 
 def _by_source(
-    x: Tensor,
-    tiles: Tensor | None,
-    number: int,
-    rows: Cast | None,
-    cols: Cast | None,
-    source: Source,
-    rule: ScaleRule,
-    amax: Tensor | None,
+    x: Tensor, tiles: Tensor | None, number: int, plan: CastPlan, source: Source, amax: Tensor | None
 ) -> Both:
-    name, by_group = format_name(rows, cols), source.inv_scale is not None
-    if name is None:
-        return None, None
-    wanted = [_kind(cast) is not None for cast in (rows, cols)]
+    assert plan.format is not None, "an operand has codes"
+    by_group = source.inv_scale is not None
+    wanted = [kind is not None for kind in plan.by_amax]
     row, col = (source.inv_scale, source.inv_scale) if by_group else (source.rows, source.cols)
     sides = row if wanted[0] else None, col if wanted[1] else None
-    found = grouped.cast_groups(x, tiles, number, name, *sides, by_group, rule.amax_floor, amax)
-    scales = (source.scale, source.scale) if by_group else (found[1], found[3])
-    operands = Operand(found[0], scales[0]), Operand(found[2], scales[1])
+    results = grouped.cast_groups(x, tiles, number, plan.format.name, *sides, by_group, plan.rule.amax_floor, amax)
+    scales = (source.scale, source.scale) if by_group else (results[1], results[3])
+    operands = Operand(results[0], scales[0]), Operand(results[2], scales[1])
     return operands[0] if wanted[0] else None, operands[1] if wanted[1] else None
-
-
-def _kind(cast: Cast | None) -> Granularity | None:
-    return None if cast is None or cast.format is None else cast.granularity
 
 
 # 2. GEMMs.
@@ -388,8 +372,8 @@ class GroupedLinear(Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, tiles: Tensor, plan: GroupedPlan) -> Tensor:
         groups, recipe = Groups(tiles, weight.shape[0]), plan.recipe
         with torch.no_grad():
-            cols = recipe.grad_weight.b if plan.keeps_input else None
-            x, kept = cast_tokens(input.detach(), groups, recipe.output.a, cols, recipe.scale_rule)
+            cast_plan = recipe.cast_plans["input"].wanted(rows=True, cols=plan.keeps_input)
+            x, kept = cast_tokens(input.detach(), groups, cast_plan)
             w = cast_weight(weight.detach(), recipe, ctx.needs_input_grad[0])
             assert x is not None, "it was requested"
             product = multiply_rows(x, w.output, recipe.output, groups, plan, input.dtype)
@@ -404,9 +388,8 @@ class GroupedLinear(Function):
         weight, w = weight_of_saved(of_weight)
         plan, recipe, groups = ctx.plan, ctx.plan.recipe, Groups(tiles, weight.shape[0])
         (for_input, for_weight, *_), _ = part_of_backward(ctx, grads, ())
-        rows = recipe.grad_input.a if for_input else None
-        cols = recipe.grad_weight.a if for_weight and kept is not None else None
-        g, g_transposed = cast_tokens(grads[0].contiguous(), groups, rows, cols, recipe.scale_rule)
+        cast_plan = recipe.cast_plans["grad_output"].wanted(rows=for_input, cols=for_weight and kept is not None)
+        g, g_transposed = cast_tokens(grads[0].contiguous(), groups, cast_plan)
         d_input = d_weight = None
         if g is not None:
             operand = cast_weight_again(weight, w, recipe, g.codes)

@@ -21,7 +21,7 @@ from f8emu.environment import CHECK_PATH, open_regular, read_regular
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import BLOCK, Granularity
-from f8emu.torch.casts.operand import cast_rows_first, weight_to_cast
+from f8emu.torch.casts.operand import cast_matrix, weight_to_cast
 from f8emu.torch.layer.float8_layer import shortened
 from f8emu.torch.parallel.checkpoints import require_safetensors
 from f8emu.torch.serving.formats import quantization_config, scale_name
@@ -87,9 +87,10 @@ class Export:
         if name not in self.coded:
             return self._store(name, value)
         value = weight_to_cast(value.contiguous(), self.recipe)
-        (codes, scale), _ = cast_rows_first(value, self.cast, None, self.recipe.rule_of(self.cast))
-        assert scale is not None, "a float8 operand has one"
-        self._store(name, codes)
+        operand, _ = cast_matrix(value, self.recipe.cast_plans["weight"].rows)
+        assert operand is not None and operand.scale is not None, "a float8 operand was requested"
+        self._store(name, operand.codes)
+        scale = operand.scale
         scale = scale.reshape(1) if self.cast.granularity is Granularity.TENSORWISE else scale
         self._store(f"{name.removesuffix('weight')}{self.scale_name}", scale)
 

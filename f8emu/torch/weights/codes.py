@@ -276,8 +276,8 @@ def _cast_experts(x: Tensor, recipe: Recipe, amax: Tensor, inv_scale: Tensor, ow
 
 def cast_rows_delayed(x: Tensor, recipe: Recipe, delayed: Delayed, groups: Shards) -> tuple[Tensor, Tensor]:
     """The codes of `x` for `output` under the state of delayed scaling, and their scale; `groups` have other rows."""
-    x, cast, rule = weight_to_cast(x, recipe), recipe.output.b, recipe.scale_rule
-    operand, _, _ = cast_delayed(x, cast, None, global_delayed(x, cast, rule, delayed, groups), rule)
+    x, plan = weight_to_cast(x, recipe), recipe.cast_plans["weight"].rows
+    operand, _, _ = cast_delayed(x, plan, global_delayed(x, plan, delayed, groups))
     assert operand is not None and operand.scale is not None, "it was requested"
     return operand.codes, operand.scale
 
