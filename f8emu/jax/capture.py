@@ -24,7 +24,7 @@ from f8emu.capture.writer import Stored
 from f8emu.jax.gemm.call import layer_split_k
 from f8emu.jax.gemm.engine import engine_of
 from f8emu.jax.layer.dot_general import DelayedDotGeneral, DotGeneral
-from f8emu.jax.layer.matmul import LAYOUTS, Plan
+from f8emu.jax.layer.matmul import LAYOUTS, LayerCall
 from f8emu.jax.layer.operands import Operand
 from f8emu.jax.layer.sharding import Divided
 from f8emu.spec.chips import CHIPS
@@ -99,20 +99,20 @@ class _Layer:
         if self.capturing._with_tensors or self.capturing._session.is_ring:
             jax.debug.callback(functools.partial(self.capturing._keep_tensor, self.name, tensor), value)
 
-    def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: Plan) -> None:
+    def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, layer: LayerCall) -> None:
         """A GEMM and its product."""
-        spec, chip = plan.recipe.gemms[gemm], plan.recipe.chip
+        spec, chip = layer.recipe.gemms[gemm], layer.recipe.chip
         sizes = product.shape[0], product.shape[1], a.codes.shape[1]
         dtypes = product.dtype.name, a.codes.dtype.name, b.codes.dtype.name
         split = layer_split_k(spec, sizes, LAYOUTS[gemm], dtypes, chip=CHIPS[chip])
         options: dict[str, Any] = {
             **facts_of(a, b, product, spec),
-            "engine": "emulated" if engine_of(engine=plan.engine).startswith("emulated") else "hardware",
+            "engine": "emulated" if engine_of(engine=layer.engine).startswith("emulated") else "hardware",
             "chip": chip,
             "split_k": split.split_k,
             "split_k_source": split.source.value,
-            "recipe": plan.recipe.content_hash,
-            "is_sharded": plan.divided != Divided(),
+            "recipe": layer.recipe.content_hash,
+            "is_sharded": layer.divided != Divided(),
         }
         keep = functools.partial(self.capturing._keep_gemm, self.name, gemm, options=options)
         jax.debug.callback(keep, arrays_of(a, b, product))

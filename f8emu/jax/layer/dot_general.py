@@ -18,7 +18,7 @@ from jax import lax
 from f8emu.jax.bits import format_of, output_format, require_known_sizes
 from f8emu.jax.gemm.call import SUM, check_sharded_k
 from f8emu.jax.gemm.engine import check_engine
-from f8emu.jax.layer.matmul import Plan, Tap, float8_matmul
+from f8emu.jax.layer.matmul import LayerCall, Tap, float8_matmul
 from f8emu.jax.layer.sharding import (
     Specs,
     check_specs,
@@ -198,7 +198,7 @@ def _dot_general(
     w, weight_is_t = _as_matrices(rhs, rhs_b, rhs_free, rhs_k)
     shape = [*(lhs_shape[i] for i in (*lhs_b, *lhs_free)), *(rhs_shape[i] for i in rhs_free)]
     # 3. The product.
-    plan = Plan(
+    layer = LayerCall(
         recipe=function.recipe,
         engine=function.engine,
         out_dtype=out_dtype,
@@ -216,14 +216,14 @@ def _dot_general(
         # What is empty gets zeros, so that a state has its gradient: without amaxes, which leaves the scale as it is.
         if 0 in (*x.shape, *w.shape):
             x, w = (jnp.pad(matrix, [(0, int(n == 0)) for n in matrix.shape]) for matrix in (x, w))
-        product = float8_matmul(plan, x, w, state)
+        product = float8_matmul(layer, x, w, state)
         product = product.reshape(-1)[:0] if 0 in shape else product
     elif 0 in (*lhs_shape, *rhs_shape):
         product = jnp.zeros(shape, out_dtype.name)  # of no layer: there is nothing to cast
     elif lhs_b:
-        product: jax.Array = jax.vmap(functools.partial(float8_matmul, plan), in_axes=(0, 0, None))(x, w, None)
+        product: jax.Array = jax.vmap(functools.partial(float8_matmul, layer), in_axes=(0, 0, None))(x, w, None)
     else:
-        product = float8_matmul(plan, x, w, None)
+        product = float8_matmul(layer, x, w, None)
     product = product.reshape(shape)
     return product if out_sharding is None else jax.sharding.reshard(product, out_sharding)
 

@@ -59,11 +59,11 @@ class Tap(Protocol):
     def tensor(self, tensor: str, value: jax.Array) -> None:
         """A matrix before its casts: input [M, K], weight [N, K] or grad_output [M, N]."""
 
-    def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: "Plan") -> None:
+    def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, layer: "LayerCall") -> None:
         """A GEMM: operands [rows, summed dimension], product [rows of a, rows of b]."""
 
 
-class Plan(NamedTuple):
+class LayerCall(NamedTuple):
     """The settings of a call, which do not depend on the values of its arrays; most are those of its layer."""
 
     recipe: Recipe
@@ -100,50 +100,50 @@ class Kept(NamedTuple):
     """If its gradient is asked for: along which axes of `jax.shard_map` it varies, so does that."""
 
 
-def float8_matmul(plan: Plan, input: jax.Array, weight: jax.Array, state: Float8State | None) -> jax.Array:
+def float8_matmul(layer: LayerCall, input: jax.Array, weight: jax.Array, state: Float8State | None) -> jax.Array:
     """`input @ weight^T` under a recipe.
 
     Shapes:
-        input [M, K], or [K, M] if the plan says so, weight [N, K] or [K, N] -> [M, N] in `plan.out_dtype`.
+        input [M, K], or [K, M] if the layer says so, weight [N, K] or [K, N] -> [M, N] in `layer.out_dtype`.
 
     Exactness: every code, scale and product equals that of `f8ref.numpy.linear`, on Hopper and emulated.
     """
-    return reverse_mode(_matmul(plan, reverse_mode(input), reverse_mode(weight), state))
+    return reverse_mode(_matmul(layer, reverse_mode(input), reverse_mode(weight), state))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(plan: Plan, input: jax.Array, weight: jax.Array, state: Float8State | None) -> jax.Array:
-    return _forward(plan, input, weight, state, (False, False, False))[0]
+def _matmul(layer: LayerCall, input: jax.Array, weight: jax.Array, state: Float8State | None) -> jax.Array:
+    return _forward(layer, input, weight, state, (False, False, False))[0]
 
 
 def _forward(
-    plan: Plan, input: jax.Array, weight: jax.Array, state: Float8State | None, wanted: tuple[bool, bool, bool]
+    layer: LayerCall, input: jax.Array, weight: jax.Array, state: Float8State | None, wanted: tuple[bool, bool, bool]
 ) -> tuple[jax.Array, Kept]:
     """The output, and what the gradients of input, weight and state need."""
-    recipe = plan.recipe
+    recipe = layer.recipe
     wants_input, wants_weight, wants_state = wanted
     of_input, of_weight, of_grad_output = (None, None, None) if state is None else state
     # 1. Both operands of input and of weight.
     x_plan = recipe.cast_plans["input"].wanted(rows=True, cols=wants_weight)
     w_plan = recipe.cast_plans["weight"].wanted(rows=True, cols=wants_input)
-    axes, x_is_t, w_is_t = plan.divided, plan.is_input_transposed, plan.is_weight_transposed
+    axes, x_is_t, w_is_t = layer.divided, layer.is_input_transposed, layer.is_weight_transposed
     if recipe.cast_weight_from is recipes.CastFrom.BFLOAT16:  # XLA may drop a conversion there and back
         weight = lax.reduce_precision(weight.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
-    if plan.tap is not None:
-        plan.tap.tensor("input", input.T if x_is_t else input)
-        plan.tap.tensor("weight", weight.T if w_is_t else weight)
-    of_x = {"is_transposed": x_is_t, "keeps_cols": True, "defers_cols": keeps_input(plan, input, weight)}
-    of_w = {"is_transposed": w_is_t, "keeps_cols": True, "defers_cols": plan.recompute_casts}
+    if layer.tap is not None:
+        layer.tap.tensor("input", input.T if x_is_t else input)
+        layer.tap.tensor("weight", weight.T if w_is_t else weight)
+    of_x = {"is_transposed": x_is_t, "keeps_cols": True, "defers_cols": keeps_input(layer, input, weight)}
+    of_w = {"is_transposed": w_is_t, "keeps_cols": True, "defers_cols": layer.recompute_casts}
     x, x_kept, x_amax = cast_matrix(input, x_plan, of_input, axes.input, **of_x)
     w, w_kept, w_amax = cast_matrix(weight, w_plan, of_weight, axes.weight, **of_w)
     # 2. The product.
     w = _gathered(w, recipe.output.b.granularity, (axes.gathered_n, axes.gathered_k))
-    output = _product("output", recipe.output, x, w, plan.out_dtype, plan)
+    output = _product("output", recipe.output, x, w, layer.out_dtype, layer)
     amaxes = (x_amax, w_amax) if wants_state else None
     return output, Kept(x_kept, w_kept, of_grad_output, amaxes, state if wants_state else None)
 
 
-def _forward_rule(plan: Plan, input: Any, weight: Any, state: Any) -> tuple[jax.Array, Kept]:
+def _forward_rule(layer: LayerCall, input: Any, weight: Any, state: Any) -> tuple[jax.Array, Kept]:
     wanted = (input.perturbed, weight.perturbed, any(leaf.perturbed for leaf in jax.tree.leaves(state)))
     values = input.value, weight.value, jax.tree.map(lambda leaf: leaf.value, state)
     x, w, s = differentiable_no_more(values, TWICE)
@@ -151,36 +151,36 @@ def _forward_rule(plan: Plan, input: Any, weight: Any, state: Any) -> tuple[jax.
         s = _mapped_with(s, x, w)
     elif any(wanted) and any(t is not None and t.initialized is not None for t in state or ()):
         raise UnsupportedError(_LEFT_OUT)
-    return _forward(plan, x, w, s, wanted)
+    return _forward(layer, x, w, s, wanted)
 
 
-def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, Any]:
-    recipe = plan.recipe
+def _backward_rule(layer: LayerCall, kept: Kept, grad_output: Any) -> tuple[Any, Any, Any]:
+    recipe = layer.recipe
     if isinstance(grad_output, SymbolicZero):
         return None, None, None
     grad_output = differentiable_no_more(grad_output, TWICE)
-    if plan.tap is not None:
-        plan.tap.tensor("grad_output", grad_output)
+    if layer.tap is not None:
+        layer.tap.tensor("grad_output", grad_output)
     # 1. Both operands of grad_output.
-    axes, plans = plan.divided, recipe.cast_plans
+    axes, plans = layer.divided, recipe.cast_plans
     g_plan = plans["grad_output"].wanted(rows=kept.weight is not None, cols=kept.input is not None)
     g, g_transposed, amax = cast_matrix(grad_output, g_plan, kept.grad_output, axes.grad_output)
     # 2. The products, in the layouts of input and weight.
     d_input = d_weight = d_state = None
-    input_is_t, weight_is_t = plan.is_input_transposed, plan.is_weight_transposed
+    input_is_t, weight_is_t = layer.is_input_transposed, layer.is_weight_transposed
     if g is not None:
         w = _taken(kept.weight, plans["weight"].cols, weight_is_t, after=grad_output)
         w = _gathered(w, recipe.grad_input.b.granularity, (axes.gathered_k, axes.gathered_n))
-        d_input = _product("grad_input", recipe.grad_input, g, w, plan.input_dtype, plan, input_is_t)
+        d_input = _product("grad_input", recipe.grad_input, g, w, layer.input_dtype, layer, input_is_t)
     if g_transposed is not None:
         x = _taken(kept.input, plans["input"].cols, input_is_t, after=grad_output)
-        d_weight = _product("grad_weight", recipe.grad_weight, g_transposed, x, plan.input_dtype, plan, weight_is_t)
+        d_weight = _product("grad_weight", recipe.grad_weight, g_transposed, x, layer.input_dtype, layer, weight_is_t)
         n, k = axes.gathered_n, axes.gathered_k
-        d_weight = scattered_sum(d_weight, (k, n) if weight_is_t else (n, k)).astype(plan.weight_dtype.name)
+        d_weight = scattered_sum(d_weight, (k, n) if weight_is_t else (n, k)).astype(layer.weight_dtype.name)
     # 3. The amaxes, as the gradient of the state.
     if kept.amaxes is not None:
         assert kept.state is not None, "it is kept with the amaxes"
-        d_state = _cotangent(plan, (*kept.amaxes, amax), kept.state)
+        d_state = _cotangent(layer, (*kept.amaxes, amax), kept.state)
     return d_input, d_weight, d_state
 
 
@@ -195,21 +195,21 @@ def _mapped_with(state: Float8State, *operands: jax.Array) -> Float8State:
     return Float8State(*(of_tensor if of_tensor is None else checked(of_tensor) for of_tensor in state))
 
 
-def keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
+def keeps_input(layer: LayerCall, input: jax.Array, weight: jax.Array) -> bool:
     """Whether the input itself is kept, and cast again: where it takes less memory than codes of grad_output.
 
     A block's memory is at its peak when such a layer's grad_output comes. XLA then has room for an array of the input's
     size, where a gradient of that size will be, and lays codes, which are smaller, beside it. A cast by blocks is left
     as it is: it finds scales and codes of both operands in one pass.
     """
-    has_amax = plan.recipe.cast_plans["input"].cols.by_amax[1] is not None
-    rows = input.shape[1 if plan.is_input_transposed else 0]
-    features = weight.shape[1 if plan.is_weight_transposed else 0]
+    has_amax = layer.recipe.cast_plans["input"].cols.by_amax[1] is not None
+    rows = input.shape[1 if layer.is_input_transposed else 0]
+    features = weight.shape[1 if layer.is_weight_transposed else 0]
     return input.nbytes < rows * features and has_amax
 
 
 def _product(
-    name: str, spec: recipes.Gemm, a: Side, b: Side, out_dtype: Format, plan: Plan, transposed: bool = False
+    name: str, spec: recipes.Gemm, a: Side, b: Side, out_dtype: Format, layer: LayerCall, transposed: bool = False
 ) -> jax.Array:
     """`a @ b^T` as one GEMM of the recipe, or its transpose."""
     assert isinstance(a, Operand) and isinstance(b, Operand), "they were cast for it"
@@ -221,19 +221,19 @@ def _product(
     call = Gemm(
         "scaled_mm" if scales else "mm",
         out_dtype,
-        CHIPS[plan.recipe.chip],
+        CHIPS[layer.recipe.chip],
         granularities,
         spec.use_fast_accum,
-        engine=plan.engine,
+        engine=layer.engine,
         is_transposed=transposed,
         layout=LAYOUTS[name],
-        sharded_k=plan.sharded_k,
-        powers_of_two=_has_safe_powers_of_two(plan.recipe, spec),
-        emulated_split_k=dict(plan.split_k).get(name) if spec.split_k else 1,
+        sharded_k=layer.sharded_k,
+        powers_of_two=_has_safe_powers_of_two(layer.recipe, spec),
+        emulated_split_k=dict(layer.split_k).get(name) if spec.split_k else 1,
     )
     product = multiply(call, (a.codes, b.codes.T, *scales))
-    if plan.tap is not None:
-        plan.tap.gemm(name, a, b, product.T if transposed else product, plan)
+    if layer.tap is not None:
+        layer.tap.gemm(name, a, b, product.T if transposed else product, layer)
     return product
 
 
@@ -269,16 +269,16 @@ def _gathered(operand: Side, granularity: Granularity, axes: tuple[Axes, Axes]) 
     return Operand(codes, scale)
 
 
-def _cotangent(plan: Plan, amaxes: tuple[jax.Array | None, ...], state: Float8State) -> Float8State:
+def _cotangent(layer: LayerCall, amaxes: tuple[jax.Array | None, ...], state: Float8State) -> Float8State:
     # The encoding is that of `layer.delayed`.
-    delayed, settled = plan.recipe.delayed, plan.settled
+    delayed, settled = layer.recipe.delayed, layer.settled
     assert delayed is not None and settled is not None, "only such a recipe has a state"
 
     def of_tensor(amax: jax.Array | None, is_settled: bool, of_state: DelayedState | None) -> DelayedState | None:
         if amax is None:
             return None
         assert of_state is not None, "the amax is of a cast with a state"
-        amax = as_gradient(amax, varying(of_state.amax_history), plan.divided)
+        amax = as_gradient(amax, varying(of_state.amax_history), layer.divided)
         uses, zero = (as_gradient(jnp.full((), n, jnp.float32), varying(of_state.inv_scale)) for n in (1, 0))
         history = jnp.concatenate([amax.reshape(1), jnp.zeros(delayed.history_length - 1, jnp.float32)])
         return DelayedState(amax_history=history, inv_scale=uses, initialized=None if is_settled else zero)

@@ -22,14 +22,14 @@ from f8emu.jax.bits import format_of, output_format, require_known_sizes
 from f8emu.jax.compiling import differentiable_no_more, jit, reverse_mode
 from f8emu.jax.gemm.call import GATHER, layer_split_k
 from f8emu.jax.layer.dot_general import checked_settings, refuse_precision
-from f8emu.jax.layer.matmul import LAYOUTS, TWICE, Plan, float8_matmul
+from f8emu.jax.layer.matmul import LAYOUTS, TWICE, LayerCall, float8_matmul
 from f8emu.jax.layer.sharding import explicit_mesh, vary_alike
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, E4M3FN
 from f8emu.spec.recipe import Recipe, recipe_by_name
 
-_Case = tuple[int, Plan]
+_Case = tuple[int, LayerCall]
 """The rows of a group with padding, and how it is computed."""
 _LEAST_ROWS = 64
 """The smallest extent of a group with padding, where T allows it."""
@@ -112,36 +112,36 @@ def ragged_dot(
         return jnp.zeros((rows, n), out_dtype.name)
     # 3. The products.
     layout: dict[str, Any] = {"is_input_transposed": False, "is_weight_transposed": True, "sharded_k": GATHER}
-    plan = Plan(settings["recipe"], engine, out_dtype, input_dtype, weight_dtype, **layout)
+    layer = LayerCall(settings["recipe"], engine, out_dtype, input_dtype, weight_dtype, **layout)
     lhs, rhs = reverse_mode(jnp.asarray(lhs)), reverse_mode(jnp.asarray(rhs))
-    product: Any = reverse_mode(_ragged_dot(plan, *vary_alike(lhs, rhs, ends)))
+    product: Any = reverse_mode(_ragged_dot(layer, *vary_alike(lhs, rhs, ends)))
     return product if out_sharding is None else jax.sharding.reshard(product, out_sharding)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged_dot(plan: Plan, lhs: jax.Array, rhs: jax.Array, ends: jax.Array) -> jax.Array:
-    return _output(plan, lhs, rhs, ends)
+def _ragged_dot(layer: LayerCall, lhs: jax.Array, rhs: jax.Array, ends: jax.Array) -> jax.Array:
+    return _output(layer, lhs, rhs, ends)
 
 
-def _forward_rule(plan: Plan, lhs: Any, rhs: Any, ends: Any) -> tuple[jax.Array, Any]:
+def _forward_rule(layer: LayerCall, lhs: Any, rhs: Any, ends: Any) -> tuple[jax.Array, Any]:
     x, w = differentiable_no_more((lhs.value, rhs.value), TWICE)
     wanted = tuple(() if operand.perturbed else None for operand in (lhs, rhs))  # a tree without leaves is static
-    return _output(plan, x, w, ends.value), (wanted, x, w, ends.value)
+    return _output(layer, x, w, ends.value), (wanted, x, w, ends.value)
 
 
-def _backward_rule(plan: Plan, kept: Any, grad_output: Any) -> tuple[Any, Any, None]:
+def _backward_rule(layer: LayerCall, kept: Any, grad_output: Any) -> tuple[Any, Any, None]:
     if isinstance(grad_output, SymbolicZero):
         return None, None, None
     wanted, *operands = kept
     grad_output = differentiable_no_more(grad_output, TWICE)
-    return *_gradients(plan, tuple(w is not None for w in wanted), *operands, grad_output), None
+    return *_gradients(layer, tuple(w is not None for w in wanted), *operands, grad_output), None
 
 
 _ragged_dot.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 @functools.partial(jit, static_argnums=0)
-def _output(plan: Plan, *operands: jax.Array) -> jax.Array:
+def _output(layer: LayerCall, *operands: jax.Array) -> jax.Array:
     """The output; an eager call is one program."""
 
     @sequential_vmap
@@ -150,14 +150,14 @@ def _output(plan: Plan, *operands: jax.Array) -> jax.Array:
             product: Any = float8_matmul(case[1], _group(lhs, case, start, size), weight, None)
             return _placed(total, product, start, size), None
 
-        total = _space(lhs, rhs.shape[2], plan.out_dtype.name)
-        return _for_groups(plan, one, lambda total: (total, None), total, len(lhs), rhs, ends)[0][: len(lhs)]
+        total = _space(lhs, rhs.shape[2], layer.out_dtype.name)
+        return _for_groups(layer, one, lambda total: (total, None), total, len(lhs), rhs, ends)[0][: len(lhs)]
 
     return of_groups(*operands)
 
 
 @functools.partial(jit, static_argnums=(0, 1))
-def _gradients(plan: Plan, wanted: tuple[bool, bool], *operands: jax.Array) -> Any:
+def _gradients(layer: LayerCall, wanted: tuple[bool, bool], *operands: jax.Array) -> Any:
     """The gradients of lhs and rhs, None of one that is not wanted."""
 
     @sequential_vmap
@@ -172,17 +172,17 @@ def _gradients(plan: Plan, wanted: tuple[bool, bool], *operands: jax.Array) -> A
             return total, vary_alike(jnp.zeros(rhs.shape[1:], rhs.dtype), rhs)[0] if wanted[1] else None
 
         total = _space(lhs, lhs.shape[1], lhs.dtype) if wanted[0] else None
-        d_lhs, d_rhs = _for_groups(plan, one, none, total, len(lhs), rhs, ends)
+        d_lhs, d_rhs = _for_groups(layer, one, none, total, len(lhs), rhs, ends)
         return None if d_lhs is None else d_lhs[: len(lhs)], d_rhs
 
     return of_groups(*operands)
 
 
 def _for_groups(
-    plan: Plan, one: Callable[..., Any], none: Callable[[Any], Any], total: Any, rows: int, rhs: Any, ends: Any
+    layer: LayerCall, one: Callable[..., Any], none: Callable[[Any], Any], total: Any, rows: int, rhs: Any, ends: Any
 ) -> Any:
     """A scan of `one(case, total, weight, start, size)` over the groups, or of `none(total)` where one is empty."""
-    cases, case_of = _cases(plan, rows, *rhs.shape)
+    cases, case_of = _cases(layer, rows, *rhs.shape)
     branches = [lambda total, *_: none(total), *(functools.partial(one, case) for case in cases)]
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     groups = rhs, starts, jnp.maximum(ends - starts, 0)
@@ -190,7 +190,7 @@ def _for_groups(
 
 
 @functools.lru_cache(maxsize=256)
-def _cases(plan: Plan, rows: int, groups: int, k: int, n: int) -> tuple[list[_Case], np.ndarray]:
+def _cases(layer: LayerCall, rows: int, groups: int, k: int, n: int) -> tuple[list[_Case], np.ndarray]:
     """The cases that groups of at most so many rows may be, and for every size the number of its case: 0 is an empty
     group, 1 the first.
     """
@@ -202,25 +202,25 @@ def _cases(plan: Plan, rows: int, groups: int, k: int, n: int) -> tuple[list[_Ca
     found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for size in range(1, rows + 1):
         sizes = {"output": (size, n, k), "grad_input": (size, k, n), "grad_weight": (n, k, size)}
-        split_k = tuple(_split_k(plan, name, *sizes[name]) for name in LAYOUTS)
+        split_k = tuple(_split_k(layer, name, *sizes[name]) for name in LAYOUTS)
         found.setdefault((extents[bisect.bisect_left(extents, size)], split_k), []).append(size)
     case_of, cases = np.zeros(rows + 1, np.int32), list[_Case]()
     for (extent, split_k), members in sorted(found.items()):
-        cases.append((extent, plan._replace(split_k=tuple(zip(LAYOUTS, split_k, strict=True)))))
+        cases.append((extent, layer._replace(split_k=tuple(zip(LAYOUTS, split_k, strict=True)))))
         case_of[members] = len(cases)
     return cases, case_of
 
 
-def _split_k(plan: Plan, name: str, m: int, n: int, k: int) -> int:
+def _split_k(layer: LayerCall, name: str, m: int, n: int, k: int) -> int:
     """[CHAIN-3] S of a group's GEMM: one that a grouped GEMM would take is not split."""
-    spec, dtype = plan.recipe.gemms[name], plan.out_dtype if name == "output" else plan.input_dtype
+    spec, dtype = layer.recipe.gemms[name], layer.out_dtype if name == "output" else layer.input_dtype
     is_grouped = spec.a.format == spec.b.format and spec.a.format in (E4M3FN, None) and dtype == BFLOAT16
     # [PLAN-2], [PLAN-4] Others are not asked for, of which there may be one a size.
     is_never = spec.a.format is not None and (k <= 5_120 or m * n >= 131_072)
     if is_grouped or is_never:
         return 1
     dtypes = dtype.name, (spec.a.format or BFLOAT16).name, (spec.b.format or BFLOAT16).name
-    return layer_split_k(spec, (m, n, k), LAYOUTS[name], dtypes, chip=CHIPS[plan.recipe.chip]).split_k
+    return layer_split_k(spec, (m, n, k), LAYOUTS[name], dtypes, chip=CHIPS[layer.recipe.chip]).split_k
 
 
 def _group(x: jax.Array, case: _Case, start: jax.Array, size: jax.Array) -> jax.Array:

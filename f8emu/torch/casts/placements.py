@@ -1,6 +1,6 @@
 """A layer's call with DTensors: the tensors of this rank, how they are sharded, and where the output lies.
 
-Every dimension of the mesh splits the layer in one way, as the placements of input [..., K] and weight [N, K] say:
+Every dimension of the mesh divides the layer in one way, as the placements of input [..., K] and weight [N, K] say:
 
 | input | weight | output | |
 |---|---|---|---|
@@ -20,12 +20,12 @@ from torch import Tensor
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import BLOCK
-from f8emu.torch.casts.sharded import Layout, Shards, Tokens
+from f8emu.torch.casts.sharded import LayerShards, Shards, Tokens
 from f8emu.torch.torch_internals import is_dtensor
 
 
-class Kind(NamedTuple):
-    """How one dimension of the mesh splits a layer: of which dimensions its ranks hold a part."""
+class Way(NamedTuple):
+    """The way in which one dimension of the mesh divides a layer: the dimensions of which its ranks hold a part."""
 
     name: str
     input_rows: bool = False
@@ -34,14 +34,14 @@ class Kind(NamedTuple):
     output_rows: bool = False
 
 
-_REPLICATED = Kind("replicated")
-_TOKENS = Kind("tokens", input_rows=True, output_rows=True)
-_COLUMNS = Kind("columns", n=True)
-_GATHERED = Kind("gathered", input_rows=True, n=True)
+_REPLICATED = Way("replicated")
+_TOKENS = Way("tokens", input_rows=True, output_rows=True)
+_COLUMNS = Way("columns", n=True)
+_GATHERED = Way("gathered", input_rows=True, n=True)
 # Ranks with a part of K have partial products, which are left, added on every rank, or added where their tokens go.
-_PARTIAL = Kind("partial", k=True)
-_SUMMED = Kind("summed", k=True)
-_SCATTERED = Kind("scattered", k=True, output_rows=True)
+_PARTIAL = Way("partial", k=True)
+_SUMMED = Way("summed", k=True)
+_SCATTERED = Way("scattered", k=True, output_rows=True)
 
 
 class LocalCall(NamedTuple):
@@ -50,7 +50,7 @@ class LocalCall(NamedTuple):
     input: Tensor
     weight: Tensor
     bias: Tensor | None
-    layout: Layout
+    shards: LayerShards
     lead: tuple[int, ...]  # the leading dimensions of this rank's output
     shape: tuple[int, ...]  # of the whole output
     mesh: Any
@@ -91,17 +91,17 @@ def local_call(
     wanted = [Shard(last) if isinstance(x, Replicate) and w.is_shard(1) else x for x, w in pairs]
     if wanted != list(input.placements):
         input = input.redistribute(placements=wanted)
-    # 2. How each dimension of the mesh splits the layer.
-    kinds = [_kind(call, x, w, last) for x, w in zip(input.placements, weight.placements, strict=True)]
+    # 2. The way in which each dimension of the mesh divides the layer.
+    ways = [_way(call, x, w, last) for x, w in zip(input.placements, weight.placements, strict=True)]
     to = [None] * mesh.ndim if reduce_to is None else list(reduce_to)
     if reduce_to is not None or bias is not None:
         sums = [_SCATTERED if place is not None and place.is_shard() else _SUMMED for place in to]
-        kinds = [own if kind == _PARTIAL else kind for kind, own in zip(kinds, sums, strict=True)]
-    layout = _layout(call, recipe, input, mesh, kinds, to, is_set)
-    _require_whole_blocks(call, recipe, input, weight, kinds)
+        ways = [own if way == _PARTIAL else way for way, own in zip(ways, sums, strict=True)]
+    shards = _shards(call, recipe, input, mesh, ways, to, is_set)
+    _require_whole_blocks(call, recipe, input, weight, ways)
     # 3. The tensors of this rank; the placements of their gradients are what this rank will compute.
-    x_grads = [Partial() if kind == _COLUMNS else own for kind, own in zip(kinds, input.placements, strict=True)]
-    w_grads = [Partial() if kind == _TOKENS else own for kind, own in zip(kinds, weight.placements, strict=True)]
+    x_grads = [Partial() if way == _COLUMNS else own for way, own in zip(ways, input.placements, strict=True)]
+    w_grads = [Partial() if way == _TOKENS else own for way, own in zip(ways, weight.placements, strict=True)]
     x, w = input.to_local(grad_placements=x_grads), weight.to_local(grad_placements=w_grads)
     b = None
     if x.shape[-1] != w.shape[1]:
@@ -110,25 +110,25 @@ def local_call(
             f"this rank; got shape {list(x.shape)} on this rank"
         )
     if bias is not None:
-        whole = [Shard(0) if kind.n else Replicate() for kind in kinds]
-        b_grads = [Partial() if kind.output_rows else own for kind, own in zip(kinds, whole, strict=True)]
+        whole = [Shard(0) if way.n else Replicate() for way in ways]
+        b_grads = [Partial() if way.output_rows else own for way, own in zip(ways, whole, strict=True)]
         bias = bias if list(bias.placements) == whole else bias.redistribute(placements=whole)
         b = bias.to_local(grad_placements=b_grads)
     # 4. The output.
     lead = list(x.shape[:-1])
     output: list[Any] = []  # Dynamo cannot trace list[Any]()
-    for kind, own, place in zip(kinds, input.placements, to, strict=True):
-        if kind == _GATHERED:
+    for way, own, place in zip(ways, input.placements, to, strict=True):
+        if way == _GATHERED:
             lead[own.dim] = input.shape[own.dim]
-        if kind == _SCATTERED and layout.scatter is not None:
-            lead[place.dim % input.ndim] = layout.scatter.mine
+        if way == _SCATTERED and shards.scatter is not None:
+            lead[place.dim % input.ndim] = shards.scatter.mine
             output.append(Shard(place.dim % input.ndim))
-        elif kind.n:
+        elif way.n:
             output.append(Shard(last))
         else:
-            output.append(own if kind == _TOKENS else Partial() if kind == _PARTIAL else Replicate())
+            output.append(own if way == _TOKENS else Partial() if way == _PARTIAL else Replicate())
     shape = (*input.shape[:-1], weight.shape[0])
-    return LocalCall(x, w, b, layout, tuple(lead), shape, mesh, tuple(output))
+    return LocalCall(x, w, b, shards, tuple(lead), shape, mesh, tuple(output))
 
 
 def own_experts(call: str, weight: Any) -> Tensor:
@@ -164,7 +164,7 @@ def _require_one_mesh(call: str, input: Any, weight: Any) -> None:
         )
 
 
-def _kind(call: str, x: Any, w: Any, last: int) -> Kind:
+def _way(call: str, x: Any, w: Any, last: int) -> Way:
     if x.is_replicate() and w.is_replicate():
         return _REPLICATED
     if x.is_replicate() and w.is_shard(0):
@@ -180,37 +180,37 @@ def _kind(call: str, x: Any, w: Any, last: int) -> Kind:
     )
 
 
-def _layout(
+def _shards(
     call: str,
     recipe: Recipe,
     input: Any,
     mesh: Any,
-    kinds: Sequence[Kind],
+    ways: Sequence[Way],
     to: Sequence[Any],
     is_set: tuple[bool, bool, bool],
-) -> Layout:
+) -> LayerShards:
     groups = [mesh.get_group(i).group_name for i in range(mesh.ndim)]
     gather = scatter = None
-    for i, kind in enumerate(kinds):
-        if kind not in (_GATHERED, _SCATTERED):
+    for i, way in enumerate(ways):
+        if way not in (_GATHERED, _SCATTERED):
             continue
         if gather is not None or scatter is not None:
             raise UnsupportedError(f"{call}: tokens can be gathered along one dimension of a mesh; got {mesh}")
         require_gatherable(call, recipe)
-        place = input.placements[i] if kind == _GATHERED else to[i]
+        place = input.placements[i] if way == _GATHERED else to[i]
         tokens = Tokens.of(input.shape, place.dim % input.ndim, groups[i], mesh.size(i), mesh.get_local_rank(i))
-        gather, scatter = (tokens, None) if kind == _GATHERED else (None, tokens)
+        gather, scatter = (tokens, None) if way == _GATHERED else (None, tokens)
 
     def over(of: Sequence[bool]) -> tuple[str, ...]:
         return tuple(group for group, is_spread in zip(groups, of, strict=True) if is_spread)
 
-    input_rows, output_rows = over([kind.input_rows for kind in kinds]), over([kind.output_rows for kind in kinds])
-    k, n = over([kind.k for kind in kinds]), over([kind.n for kind in kinds])
-    return Layout(
+    input_rows, output_rows = over([way.input_rows for way in ways]), over([way.output_rows for way in ways])
+    k, n = over([way.k for way in ways]), over([way.n for way in ways])
+    return LayerShards(
         Shards(input_rows, k, gather, is_set[0]),
         Shards(n, k, None, is_set[1]),
         Shards(output_rows, n, scatter, is_set[2]),
-        over([kind == _SUMMED for kind in kinds]),
+        over([way == _SUMMED for way in ways]),
         scatter,
     )
 
@@ -230,18 +230,18 @@ def require_gatherable(call: str, recipe: Recipe) -> None:
     )
 
 
-def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, kinds: Sequence[Kind]) -> None:
+def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, ways: Sequence[Way]) -> None:
     """Raise UnsupportedError if a block with one scale lies on several ranks."""
     if not any([plans.both.has_blocks for plans in recipe.cast_plans.values()]):
         return
-    for i, kind in enumerate(kinds):
+    for i, way in enumerate(ways):
         ranks = weight.device_mesh.size(i)
-        if kind == _TOKENS:
+        if way == _TOKENS:
             tokens = Tokens.of(input.shape, input.placements[i].dim, "", ranks, 0)
             name, run = "tokens", tokens.per_rank * tokens.after if tokens.before == 1 else 1
-        elif kind == _COLUMNS:
+        elif way == _COLUMNS:
             name, run = "out_features", -(-weight.shape[0] // ranks)
-        elif kind in (_PARTIAL, _SUMMED):
+        elif way in (_PARTIAL, _SUMMED):
             name, run = "in_features", -(-weight.shape[1] // ranks)
         else:
             continue

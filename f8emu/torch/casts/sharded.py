@@ -68,7 +68,7 @@ class Shards(NamedTuple):
     is_set: bool = True  # whether the scale of delayed scaling is known to be set; if not, the first cast needs an amax
 
 
-class Layout(NamedTuple):
+class LayerShards(NamedTuple):
     """How the matrices of one call of a layer are sharded."""
 
     input: Shards = Shards()
@@ -88,11 +88,11 @@ def arrived(x: Tensor) -> Tensor:
     return x if wait is None or torch.compiler.is_compiling() else wait()
 
 
-def sum_products(product: Tensor, layout: Layout) -> Tensor:
+def sum_products(product: Tensor, shards: LayerShards) -> Tensor:
     """The sum of the ranks' partial outputs, in their dtype: all of it, or the rows of this rank's tokens."""
-    for group in layout.sum_over:
+    for group in shards.sum_over:
         product = collective("all_reduce", product, "sum", group)
-    return product if layout.scatter is None else scatter_sum(product, layout.scatter)
+    return product if shards.scatter is None else scatter_sum(product, shards.scatter)
 
 
 def scatter_sum(x: Tensor, tokens: Tokens) -> Tensor:

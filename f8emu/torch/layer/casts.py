@@ -22,7 +22,7 @@ from f8emu.torch.casts.operand import (
     cast_rows_first,
     weight_to_cast,
 )
-from f8emu.torch.casts.sharded import Gathered, Layout, Shards, cast_sharded, cast_sharded_weight, global_delayed
+from f8emu.torch.casts.sharded import Gathered, LayerShards, Shards, cast_sharded, cast_sharded_weight, global_delayed
 from f8emu.torch.casts.shared_input import LAST_INPUT, InputOperands, TracedInput
 from f8emu.torch.fused.delayed import note_cast
 from f8emu.torch.fused.operators import transpose_codes
@@ -39,7 +39,7 @@ class LayerPlan(NamedTuple):
     keeps_input: bool  # for `grad_weight`; if not, the input is cast only for `output` and nothing is saved
     # Compiled code may cast the input again in the backward pass: its codes are not saved.
     recompute_casts: bool = False
-    layout: Layout | None = None  # how the matrices are sharded under tensor parallelism; None for whole matrices
+    shards: LayerShards | None = None  # how the matrices are sharded under tensor parallelism; None for whole matrices
 
 
 class WeightSource(NamedTuple):
@@ -64,7 +64,7 @@ def cast_input(
     if shared is not None and (operands := shared.find(input, key)) is not None:
         return operands
     # 2. Both casts. A gathered input gets its own place in the autograd graph.
-    plans, shards = plan.recipe.cast_plans["input"], None if plan.layout is None else plan.layout.input
+    plans, shards = plan.recipe.cast_plans["input"], None if plan.shards is None else plan.shards.input
     cast_plan = plans.both if plan.keeps_input else plans.rows
     with torch.no_grad():
         output, grad_weight = _cast(x.detach(), cast_plan, delayed, shards, plan.recompute_casts)
@@ -84,14 +84,14 @@ def cast_grad_output(
     delayed = None if plan.recipe.delayed_scaling_of("grad_output") is None else state
     if state is not None and (delayed is None or cast_plan.format is None):
         note_cast(state.amax, state.inv_scale)  # no cast of the gradient tells that the pass has come here
-    return _cast(grad_output, cast_plan, delayed, None if plan.layout is None else plan.layout.grad_output)
+    return _cast(grad_output, cast_plan, delayed, None if plan.shards is None else plan.shards.grad_output)
 
 
 def cast_weight(weight: Tensor, plan: LayerPlan, delayed: Delayed | None) -> tuple[Operand, WeightSource]:
     """The operand of `output` that a layer casts from its weight [N, K], and the source of the other."""
     # At rest, where no FSDP2 gathers it. Compiled code casts the master, to the same codes.
-    if plan.layout is not None and isinstance(weight, ShardedWeight) and not torch.compiler.is_compiling():
-        groups = plan.layout.weight
+    if plan.shards is not None and isinstance(weight, ShardedWeight) and not torch.compiler.is_compiling():
+        groups = plan.shards.weight
         others = tuple((group, dim) for dim, of in enumerate((groups.rows, groups.cols)) for group in of)
         if (held := weight.codes_at_rest(OwnRows(n=weight.shape[0], others=others))) is not None:
             coded = weight = CodedWeight(held, weight.dtype)
@@ -100,10 +100,10 @@ def cast_weight(weight: Tensor, plan: LayerPlan, delayed: Delayed | None) -> tup
         codes, scale = weight.of_grad_input()
         return weight.of_output(), WeightSource(scale=scale, codes=codes)
     plans, weight = plan.recipe.cast_plans["weight"], weight_to_cast(weight, plan.recipe)
-    if plan.layout is None:
+    if plan.shards is None:
         operand, source = cast_rows_first(weight, plans, delayed)
     else:
-        operand, source = cast_sharded_weight(weight, plans, delayed, plan.layout.weight)
+        operand, source = cast_sharded_weight(weight, plans, delayed, plan.shards.weight)
     used: Any = (None, None) if source.used is None else source.used
     return operand, WeightSource(source.cols, *used)
 
@@ -119,8 +119,8 @@ def cast_weight_again(
     assert weight is not None, "it was saved"
     weight = weight_to_cast(weight, plan.recipe)
     if delayed is not None and source.scale is None:  # its first cast: that of `output` is in high precision
-        if plan.layout is not None:
-            delayed = global_delayed(weight, cols, delayed, plan.layout.weight)
+        if plan.shards is not None:
+            delayed = global_delayed(weight, cols, delayed, plan.shards.weight)
         _, operand = cast_matrix(weight, cols, delayed)
     elif source.amax is None and source.scale is None:
         _, operand = cast_matrix(weight, cols)

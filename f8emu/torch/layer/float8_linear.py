@@ -180,8 +180,8 @@ class Float8Linear(Float8Layer):
         elif x.ndim != 2:
             x = x.flatten(0, -2)  # not reshape(-1, K), which an empty shard of K leaves undefined
         keeps_input = torch.is_grad_enabled() and weight.requires_grad
-        layout = None if parts is None else parts.layout
-        plan = LayerPlan(self.recipe, self.engine, keeps_input, self.recompute_casts, layout)
+        shards = None if parts is None else parts.shards
+        plan = LayerPlan(self.recipe, self.engine, keeps_input, self.recompute_casts, shards)
         return _Call(input, x, weight, bias, plan, delayed, parts)
 
     def _multiplied(self, call: "_Call") -> Tensor:

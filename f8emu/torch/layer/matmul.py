@@ -203,7 +203,7 @@ def _product(x: Operand, w: Operand, plan: LayerPlan, dtype: torch.dtype, tap: T
     product = gemm(x, w, plan.recipe.output, dtype, plan.engine, plan.recipe.chip)
     if tap is not None:
         show_gemm(tap, "output", x, w, product)
-    return product if plan.layout is None else sum_products(product, plan.layout)
+    return product if plan.shards is None else sum_products(product, plan.shards)
 
 
 class Output(Function):
@@ -252,7 +252,7 @@ class Float8Backward(Function):
         ctx.weight_dtype, ctx.tap = weight.dtype, tap
         if product is not None:
             return product.detach()  # not a view, so it can be modified in place
-        m = input.shape[0] if plan.layout is None else plan.layout.output_rows(input.shape[0])
+        m = input.shape[0] if plan.shards is None else plan.shards.output_rows(input.shape[0])
         return input.new_empty(1, 1).expand(m, weight.shape[0])
 
     @staticmethod
