@@ -47,7 +47,7 @@ def casts(x: Tensor) -> dict[str, Pair]:
         return eager.cast_by(x, E4M3FN, inv_scale), eager.cast_by(x.t(), E4M3FN, inv_scale)
 
     def blocks(x: Tensor, granularity: Granularity) -> Results:
-        return eager.cast_blocks(x, E4M3FN, granularity, _RULE)
+        return eager.cast_by_own(x, E4M3FN, granularity, _RULE)[:2]
 
     vectors, squares = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
     return {
@@ -68,7 +68,8 @@ def casts(x: Tensor) -> dict[str, Pair]:
             lambda: fused.cast_pair(x, _NAME, rows, cols, *_SETTINGS), lambda x: both(x, rows, cols)
         ),
         "rowwise, amax and cast of rows": Pair(
-            lambda: fused.cast_rows(x, _NAME, *_SETTINGS), lambda x: eager.cast_rows(x, E4M3FN, _RULE)
+            lambda: fused.cast_rows(x, _NAME, *_SETTINGS),
+            lambda x: eager.cast_by_own(x, E4M3FN, Granularity.ROWWISE, _RULE),
         ),
         "1x128, both ways": Pair(
             lambda: fused.cast_blocks(x, _NAME, False, True, True, *_SETTINGS),

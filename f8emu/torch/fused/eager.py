@@ -40,13 +40,14 @@ def raise_amax(amax: Tensor, x: Tensor) -> None:
     amax.copy_(torch.maximum(amax.view(torch.int32), found).view(torch.float32))
 
 
-def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales [M, 1] and amaxes [M, 1] of the rows, each scaled by its own amax."""
+def cast_by_own(x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and amaxes of `x`, scaled by its own amaxes; 1x128 scales are column-major."""
     if cpu_casts.takes(x):
-        return cpu_casts.cast(x, Granularity.ROWWISE, fmt, rule)
-    largest = row_amax(x)
+        return cpu_casts.cast(x, granularity, fmt, rule)
+    largest = amax(x, granularity)
     inv_scale, scale = scale_from_amax(largest, fmt, rule)
-    return _row_major(quantize(x, inv_scale, fmt, Granularity.ROWWISE)), scale, largest
+    scale = _row_major(scale.t()).t() if granularity is Granularity.BLOCKWISE_1X128 else scale
+    return _row_major(quantize(x, inv_scale, fmt, granularity)), scale, largest
 
 
 def cast_rows_by(x: Tensor, fmt: Format, amax: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
@@ -76,15 +77,6 @@ def cast_sides_by(x: Tensor, fmt: Format, inv_scale: Tensor, rows: bool, cols: b
     """The codes of `x` if `rows`, and of `x^T` if `cols`, under one inv_scale."""
     row = cast_by(x, fmt, inv_scale) if rows else nothing(x, fmt)[0]
     return row, cast_by(x.t(), fmt, inv_scale) if cols else nothing(x, fmt)[0]
-
-
-def cast_blocks(x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    """Codes and scales by block; 1x128 scales are column-major."""
-    if cpu_casts.takes(x):
-        return cpu_casts.cast(x, granularity, fmt, rule)[:2]
-    inv_scale, scale = scale_from_amax(amax(x, granularity), fmt, rule)
-    codes = _row_major(quantize(x, inv_scale, fmt, granularity))
-    return codes, _row_major(scale.t()).t() if granularity is Granularity.BLOCKWISE_1X128 else scale
 
 
 def nothing(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:

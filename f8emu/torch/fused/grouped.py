@@ -19,6 +19,7 @@ from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import E4M3FN
+from f8emu.spec.scaling import Granularity
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.availability import kernels_for
 from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set, tell_owner
@@ -218,7 +219,8 @@ def cast_rows_of_groups(x: Tensor, groups: int, fmt: str, amax_floor: float) -> 
     Returns:
         (codes [G * N, K], scale [G * N, 1], col_amax [G * K, 1]); scales are powers of two.
     """
-    codes, scale, _ = eager.cast_rows(x, *named_rule("cast_rows_of_groups", fmt, True, amax_floor))
+    format, rule = named_rule("cast_rows_of_groups", fmt, True, amax_floor)
+    codes, scale, _ = eager.cast_by_own(x, format, Granularity.ROWWISE, rule)
     return codes, scale, torch.cat([eager.row_amax(x[rows].t()) for rows, _ in group_slices(x, None, groups)])
 
 

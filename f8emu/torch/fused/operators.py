@@ -330,7 +330,8 @@ def _rows_outputs(x: Tensor, *rule: Any) -> tuple[Output, ...]:
 )
 def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Rowwise amax, scale and codes of `x` [M, N], read once: (codes [M, N], scale [M, 1], amax [M, 1])."""
-    return eager.cast_rows(x, *named_rule("cast_rows", fmt, power_of_two, amax_floor))
+    format, rule = named_rule("cast_rows", fmt, power_of_two, amax_floor)
+    return eager.cast_by_own(x, format, Granularity.ROWWISE, rule)
 
 
 def _granularity(square: bool) -> Granularity:
@@ -370,7 +371,7 @@ def cast_blocks(
     """
     format, rule = named_rule("cast_blocks", fmt, power_of_two, amax_floor)
     row, col = (
-        eager.cast_blocks(side, format, _granularity(square), rule) if is_wanted else eager.nothing(side, format)
+        eager.cast_by_own(side, format, _granularity(square), rule)[:2] if is_wanted else eager.nothing(side, format)
         for side, is_wanted in ((x, rows), (x.t(), cols))
     )
     return *row, *col
