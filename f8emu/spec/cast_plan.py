@@ -34,7 +34,7 @@ class CastPlan(NamedTuple):
     by_blocks: Kinds
     by_amax: Kinds
     granularities: Kinds
-    """Those of `by_blocks` and `by_amax`."""
+    """`by_blocks` and `by_amax` in one."""
     is_one_pass: bool
     """Whether `by_amax` is of rows alone: amaxes, scales and codes then come from one pass."""
     margin: int

@@ -1,4 +1,4 @@
-"""What a chip multiplies and how it adds, as data: the shape of a profile. `f8emu.spec.chips` holds the profiles.
+"""The shape of a chip's profile: what it multiplies and how it adds, as data. `f8emu.spec.chips` holds the profiles.
 
 `reference/NUMERICS.md` states the rules by id. No algorithm names a chip: another chip is another instance.
 """

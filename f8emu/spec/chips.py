@@ -165,8 +165,8 @@ def chip_by_name(call: str, chip: Chip | str) -> Chip:
     Raises:
         SpecError: a name that is not in `CHIPS`; the message lists them.
     """
-    found = CHIPS.get(chip.name if isinstance(chip, Chip) else chip)
-    if found is None or (isinstance(chip, Chip) and found is not chip and found != chip):
+    profile = CHIPS.get(chip.name if isinstance(chip, Chip) else chip)
+    if profile is None or (isinstance(chip, Chip) and profile is not chip and profile != chip):
         known = ", ".join(map(repr, CHIPS))
         raise SpecError(f"{call}: chip must be one of {known}, or such a profile of f8emu.spec.CHIPS; got {chip!r}")
-    return found
+    return profile

@@ -24,7 +24,7 @@ class Specials(Enum):
 
 
 class Overflow(Enum):
-    """What a cast does with a magnitude that rounds beyond the largest finite value of the format."""
+    """How a cast treats a magnitude that rounds beyond the largest finite value of the format."""
 
     SATURATE = "saturate"
     """`+-max`, for infinite inputs too (OFP8 "saturating"); NaN stays NaN."""
@@ -191,11 +191,11 @@ def float8_format(call: str, format: Format | str) -> Format:
     Raises:
         SpecError: an unknown format, or one that is not in FLOAT8.
     """
-    found = format_by_name(format) if isinstance(format, str) else format
-    if found not in FLOAT8:
-        why = "; it holds scales: it has no sign and no zero" if found == E8M0FNU else ""
-        raise SpecError(f"{call}: format must be one of {', '.join(map(str, FLOAT8))}; got {found}{why}")
-    return found
+    chosen = format_by_name(format) if isinstance(format, str) else format
+    if chosen not in FLOAT8:
+        why = "; it holds scales: it has no sign and no zero" if chosen == E8M0FNU else ""
+        raise SpecError(f"{call}: format must be one of {', '.join(map(str, FLOAT8))}; got {chosen}{why}")
+    return chosen
 
 
 def output_format(call: str, out_dtype: Format | str) -> Format:
@@ -205,11 +205,11 @@ def output_format(call: str, out_dtype: Format | str) -> Format:
         SpecError: an unknown format.
         UnsupportedError: a format that no GEMM returns.
     """
-    found = format_by_name(out_dtype) if isinstance(out_dtype, str) else out_dtype
-    if found not in HIGH_PRECISION:
+    chosen = format_by_name(out_dtype) if isinstance(out_dtype, str) else out_dtype
+    if chosen not in HIGH_PRECISION:
         known = ", ".join(map(str, HIGH_PRECISION))
-        raise UnsupportedError(f"{call}: out_dtype must be one of {known}; got {found}; quantize the output instead")
-    return found
+        raise UnsupportedError(f"{call}: out_dtype must be one of {known}; got {chosen}; quantize the output instead")
+    return chosen
 
 
 def changed_fields(data: Any) -> str:

@@ -68,8 +68,8 @@ class Cast:
 
     def to_dict(self) -> dict[str, object]:
         scale = {} if self.format is None else {"granularity": self.granularity.value}
-        own = {} if self.scale_rule is None else {"scale_rule": asdict(self.scale_rule)}
-        return {"format": str(self.format or self), **scale, **own}
+        rule = {} if self.scale_rule is None else {"scale_rule": asdict(self.scale_rule)}
+        return {"format": str(self.format or self), **scale, **rule}
 
     def __repr__(self) -> str:
         return f"Cast({self})" if self.scale_rule is None else f"Cast({self}, {self.scale_rule})"

@@ -19,7 +19,7 @@ from f8emu.spec.scaling import Granularity
 
 
 class Shaped(NamedTuple):
-    """What a check reads of an array."""
+    """The shape and dtype of an array: all that the checks need."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,7 +38,7 @@ class _Dims(NamedTuple):
 
 
 class GroupKind(Enum):
-    """What has groups in a `scaled_grouped_mm`: the dimensions of a and b tell."""
+    """Which dimension of a `scaled_grouped_mm` has groups, which the dimensions of a and b tell."""
 
     ROWS = _Dims(("M", "K"), ("G", "K", "N"), ("M",), ("G", "N"), ("M", "N"), "M")
     COLUMNS = _Dims(("G", "M", "K"), ("K", "N"), ("G", "M"), ("N",), ("M", "N"), "N")
@@ -46,8 +46,8 @@ class GroupKind(Enum):
     BATCH = _Dims(("G", "M", "K"), ("G", "K", "N"), ("G", "M"), ("G", "N"), ("G", "M", "N"), None)
 
     @property
-    def told(self) -> str:
-        """For messages."""
+    def description(self) -> str:
+        """The kind in words, for messages."""
         return "every group has its own a and b" if self.value.divided is None else f"offs divides {self.value.divided}"
 
 
@@ -68,12 +68,12 @@ class GemmCall:
     """The slices of K [CHAIN-3]; None: as the library or its plan says."""
     chip: Chip = HOPPER
     groups: int = 0
-    """The groups of a grouped GEMM [EPI-6]; 0: it is none."""
+    """Number of groups [EPI-6]; 0 for an ordinary GEMM."""
     group_kind: GroupKind | None = None
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Of the output."""
+        """Shape of the output."""
         sizes = dict(zip("MNKG", (*self.sizes, self.groups), strict=True))
         return self.sizes[:2] if self.group_kind is None else tuple([sizes[dim] for dim in self.group_kind.value.out])
 
@@ -148,29 +148,26 @@ def scaled_grouped_mm_call(
     use_fast_accum: bool = False,
     chip: Chip = HOPPER,
 ) -> GemmCall:
-    """A `scaled_grouped_mm` [EPI-6]; `group_parts` checks the values of `offs`.
-
-    It raises as `scaled_mm_call`.
-    """
+    """A `scaled_grouped_mm` [EPI-6]; `group_parts` checks the values of `offs`."""
     # 1. Dtypes.
     call, pair = "scaled_grouped_mm", (Granularity.ROWWISE, Granularity.ROWWISE)
     formats = _format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats)
     _check_scales(call, scale_a, scale_b)
     # 2. Shapes, which depend on each other: one message names all.
-    given = (a, b, scale_a, scale_b) if offs is None else (a, b, scale_a, scale_b, offs)
-    found = [list(x.shape) for x in given]
+    operands = (a, b, scale_a, scale_b) if offs is None else (a, b, scale_a, scale_b, offs)
+    shapes = [list(x.shape) for x in operands]
     known = {(len(kind.value.a), len(kind.value.b)): kind for kind in GroupKind}
     kind = known.get((len(a.shape), len(b.shape)), GroupKind.ROWS)
     sizes = dict(zip((*kind.value.a, *kind.value.b), (*a.shape, *b.shape), strict=False))
     sizes["G"] = sizes.get("G", offs.shape[0] if offs is not None and offs.shape else -1)
-    expected = [[math.prod(sizes.get(one, -1) for one in dim.split("*")) for dim in dims] for dims in kind.value[:4]]
+    expected = [[math.prod(sizes.get(size, -1) for size in dim.split("*")) for dim in dims] for dims in kind.value[:4]]
     expected += [] if offs is None else [[sizes["G"]]]
-    if found != expected or (offs is None) != (kind is GroupKind.BATCH):
-        shapes = ", ".join(f"[{', '.join(dims)}]" for dims in kind.value[:4])
+    if shapes != expected or (offs is None) != (kind is GroupKind.BATCH):
+        wanted = ", ".join(f"[{', '.join(dims)}]" for dims in kind.value[:4])
+        ends = "absent" if kind is GroupKind.BATCH else "[G]"
         raise OperandError(
-            f"{call}: a, b, scale_a, scale_b and offs must be {shapes} and "
-            f"{'absent' if kind is GroupKind.BATCH else '[G]'} where {kind.told}; got {', '.join(map(str, found))}"
-            f"{' and no offs' if offs is None else ''}; without groups it is scaled_mm"
+            f"{call}: a, b, scale_a, scale_b and offs must be {wanted} and {ends} where {kind.description}; got "
+            f"{', '.join(map(str, shapes))}{' and no offs' if offs is None else ''}; without groups it is scaled_mm"
         )
     if not sizes["G"]:
         raise OperandError(f"{call}: there are no groups, and nothing to compute; skip the call")
@@ -203,7 +200,7 @@ def mm_call(
     split_k: int | None = None,
     chip: Chip = HOPPER,
 ) -> GemmCall:
-    """The bfloat16 `mm` [BF16-1]; it raises as `scaled_mm_call`."""
+    """The bfloat16 `mm` [BF16-1]."""
     formats = _format("mm", "a", a, (BFLOAT16,)), _format("mm", "b", b, (BFLOAT16,))
     sizes = _sizes("mm", a, b)
     _check_split_k("mm", split_k)
@@ -212,13 +209,13 @@ def mm_call(
 
 
 def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
-    """What the GPU's library refuses besides: sizes that are not padded, most biases, most formats of grouped GEMMs."""
+    """Raise for what the GPU's library refuses besides: unpadded sizes, most biases, most formats of grouped GEMMs."""
     call, chip, (m, n, k) = gemm.call, gemm.chip, gemm.sizes
     # 1. Groups.
     if gemm.groups:
-        for name, found, format in zip("ab", gemm.formats, chip.format_pairs[0], strict=True):
-            if found != format:
-                raise OperandError(f"{call}: {name} must be {format}; got {found}; quantize or cast it first")
+        for name, format, expected in zip("ab", gemm.formats, chip.format_pairs[0], strict=True):
+            if format != expected:
+                raise OperandError(f"{call}: {name} must be {expected}; got {format}; quantize or cast it first")
         if gemm.out != BFLOAT16:
             raise UnsupportedError(f"{call}: out_dtype must be bfloat16; got {gemm.out}; convert the result")
     # 2. Sizes, which hold for every GEMM.
@@ -271,22 +268,23 @@ def group_parts(gemm: GemmCall, ends: Sequence[int] | None) -> list[GroupPart]:
     # 2. An index for each dimension: the group's number, its run, or all. Scales of a divided K follow one another.
     whole, parts = slice(None), list[GroupPart]()
     for group, run in enumerate(runs):
-        own = {"G": group, divided: run}
-        sizes = [run.stop - run.start if one == divided else size for one, size in zip("MNK", gemm.sizes, strict=True)]
+        places = {"G": group, divided: run}
+        extent = run.stop - run.start
+        sizes = [extent if dim == divided else size for dim, size in zip("MNK", gemm.sizes, strict=True)]
         m, n, _ = sizes
-        own |= {"G*M": slice(group * m, (group + 1) * m), "G*N": slice(group * n, (group + 1) * n)}
-        indices = [tuple([own.get(dim, whole) for dim in dims]) for dims in kind.value[:5]]
+        places |= {"G*M": slice(group * m, (group + 1) * m), "G*N": slice(group * n, (group + 1) * n)}
+        indices = [tuple([places.get(dim, whole) for dim in dims]) for dims in kind.value[:5]]
         parts.append(GroupPart(replace(gemm, sizes=tuple(sizes)), *indices))
     return parts
 
 
 def _format(call: str, name: str, x: Shaped, allowed: tuple[Format, ...]) -> Format:
-    found = FORMATS.get(x.dtype)
-    if found is None or found not in allowed:
+    format = FORMATS.get(x.dtype)
+    if format is None or format not in allowed:
         known = " or ".join(format.name for format in allowed)
         remedy = "quantize or cast it first" if name in "ab" else "convert it first"
         raise OperandError(f"{call}: {name} must be {known}; got {x.dtype}; {remedy}")
-    return found
+    return format
 
 
 def _check_scales(call: str, scale_a: Shaped, scale_b: Shaped) -> None:

@@ -37,9 +37,9 @@ class CastFrom(Enum):
     """Which values of a weight its casts read."""
 
     PARAMETER = "parameter"
-    """Those of the parameter, in its own dtype: of a float32 master, float32."""
+    """The parameter's, in its own dtype: float32 of a float32 master."""
     BFLOAT16 = "bfloat16"
-    """Those of a bfloat16 copy of it, which a server gets that quantizes a bfloat16 checkpoint."""
+    """The values of a bfloat16 copy, which a server gets that quantizes a bfloat16 checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +204,8 @@ class Recipe:
                 f"margin {delayed.margin} (format max * 2^-{delayed.margin}){some}"
             )
         lines.append(f"        inv_scale = {_inv_scale(self.scale_rule)}")
-        own = {tensor: self.rule_of(*(cast for _, _, cast in self.casts(tensor))) for tensor in TENSORS}
-        lines += [f"        of {t}: {_inv_scale(rule)}" for t, rule in own.items() if rule != self.scale_rule]
+        rules = {tensor: self.rule_of(*(cast for _, _, cast in self.casts(tensor))) for tensor in TENSORS}
+        lines += [f"        of {t}: {_inv_scale(rule)}" for t, rule in rules.items() if rule != self.scale_rule]
         if self.cast_weight_from is CastFrom.BFLOAT16:
             lines.append("weight: rounded to bfloat16 before its casts")
         for name, gemm in self.gemms.items():

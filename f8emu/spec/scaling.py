@@ -77,7 +77,7 @@ def granularity_by_name(call: str, granularity: Granularity | str) -> Granularit
     try:
         return Granularity(granularity)
     except ValueError:
-        known = ", ".join(one.value for one in Granularity)
+        known = ", ".join(member.value for member in Granularity)
         raise SpecError(f"{call}: granularity must be one of {known}; got {granularity!r}") from None
 
 

@@ -94,8 +94,8 @@ def _table(kind: Any, data: object, place: str, *others: str) -> dict[str, Any]:
     missing = [field.name for field in parts if field.default is MISSING and field.name not in table]
     unknown = [key for key in table if key not in known]
     if missing or unknown:
-        found = f"missing {missing}" if missing else f"unknown {unknown}"
-        raise SpecError(f"recipe: {place} has keys {known}; {found}")
+        fault = f"missing {missing}" if missing else f"unknown {unknown}"
+        raise SpecError(f"recipe: {place} has keys {known}; {fault}")
     return table
 
 

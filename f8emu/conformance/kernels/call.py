@@ -154,7 +154,7 @@ class _Called:
         elif kind is not None:
             multiple = kernel.group_multiples.get(kind)
             if multiple is None:
-                yield f"{kernel.name} has no groups where {kind.told}"
+                yield f"{kernel.name} has no groups where {kind.description}"
             elif offs is not None and (np.diff(offs, prepend=0) % multiple).any():
                 yield f"{kernel.name} takes groups whose sizes are multiples of {multiple}"
         if case.placement is not None and self.framework.name == "jax":

@@ -124,7 +124,9 @@ def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:
     (m, n), kind = gemm.full_size, gemm.group_kind
     scales = {
         Mode.BF16: "none",
-        Mode.GROUPED_ROWWISE: "grouped rowwise" if kind in (None, GroupKind.ROWS) else f"grouped rowwise, {kind.told}",
+        Mode.GROUPED_ROWWISE: "grouped rowwise"
+        if kind in (None, GroupKind.ROWS)
+        else f"grouped rowwise, {kind.description}",
         Mode.BLOCKWISE: f"{gemm.granularity_a.value} x {gemm.granularity_b.value}",
     }
     tail = f"whole steps (a multiple of {_STEP})" if gemm.k % _STEP == 0 else "a part of a step"

@@ -113,7 +113,7 @@ class Subject:
             if case.verb not in self.offers:
                 raise NotOffered(f"{self.name} has no {case.verb}")
             if case.group_kind not in (None, *self.group_kinds):
-                raise NotOffered(f"{self.name} has no grouped GEMM where {case.group_kind.told}")
+                raise NotOffered(f"{self.name} has no grouped GEMM where {case.group_kind.description}")
         if self.calls is not None:
             return [*self.calls(cases)]
         once = {id(case): case for case in cases}  # asked again, an implementation of f8emu gives the same

@@ -178,10 +178,10 @@ def _largest_of(stacked: Any) -> Any:
     """The largest amaxes of gradients that are stacked."""
 
     def largest(_: str, of_tensor: DelayedState) -> DelayedState:
-        found = jax.tree.map(lambda leaf: bits.float32_of(jnp.max(bits.bits_of(leaf), axis=0)), of_tensor)
+        largest_leaves = jax.tree.map(lambda leaf: bits.float32_of(jnp.max(bits.bits_of(leaf), axis=0)), of_tensor)
         flag = of_tensor.initialized
         # Next states are no amaxes: added flags show it.
-        return found if flag is None else found._replace(initialized=flag.sum(0))
+        return largest_leaves if flag is None else largest_leaves._replace(initialized=flag.sum(0))
 
     return _each(largest, stacked)
 
@@ -226,8 +226,8 @@ _overwritten.defvjp(
 
 
 def _is_scale(inv_scale: jax.Array) -> jax.Array:
-    found = bits.bits_of(inv_scale)
-    return (found > 0) & (found <= bits.INFINITY)
+    pattern = bits.bits_of(inv_scale)
+    return (pattern > 0) & (pattern <= bits.INFINITY)
 
 
 def _is_broken(state: DelayedState) -> jax.Array:

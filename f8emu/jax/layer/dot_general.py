@@ -281,8 +281,8 @@ def _require_equal(call: str, shapes: tuple[tuple[int, ...], ...], contracting: 
 
 def refuse_precision(call: str, precision: Any) -> None:
     """Raise UnsupportedError for a precision that is not the default."""
-    given = precision if isinstance(precision, tuple) else (precision,)
-    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in given):
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in precisions):
         raise UnsupportedError(
             f"{call}: the recipe decides how a float8 GEMM accumulates, so precision must be None; got {precision}; "
             "set use_fast_accum of the recipe's GEMMs, or keep this layer in jax.lax.dot_general"

@@ -54,7 +54,7 @@ _LEFT_OUT = (
 
 
 class Tap(Protocol):
-    """Is shown what a layer casts and multiplies, by callbacks in the program where it is traced."""
+    """An observer of what a layer casts and multiplies, called back by the program that the layer is traced into."""
 
     def tensor(self, tensor: str, value: jax.Array) -> None:
         """A matrix before its casts: input [M, K], weight [N, K] or grad_output [M, N]."""
@@ -77,7 +77,7 @@ class LayerCall(NamedTuple):
     is_weight_transposed: bool
     """Whether `weight` is given as [K, N]."""
     sharded_k: str
-    """What is done where XLA divides both operands of a GEMM along K (`gemm.call`)."""
+    """The way to multiply where XLA divides both operands of a GEMM along K (`gemm.call`)."""
     divided: Divided = Divided()
     """The mesh axes along which the matrices are divided in `jax.shard_map`."""
     settled: tuple[bool, ...] | None = None
@@ -89,7 +89,7 @@ class LayerCall(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the backward pass needs."""
+    """The arrays that the backward pass needs."""
 
     input: Side
     weight: Side

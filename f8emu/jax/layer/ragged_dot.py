@@ -199,13 +199,13 @@ def _cases(layer: LayerCall, rows: int, groups: int, k: int, n: int) -> tuple[li
     while extents[0] > least:
         extents.insert(0, math.ceil(extents[0] / 32) * 16)
     # 2. The sizes that are computed alike.
-    found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    sizes_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for size in range(1, rows + 1):
         sizes = {"output": (size, n, k), "grad_input": (size, k, n), "grad_weight": (n, k, size)}
         split_k = tuple(_split_k(layer, name, *sizes[name]) for name in LAYOUTS)
-        found.setdefault((extents[bisect.bisect_left(extents, size)], split_k), []).append(size)
+        sizes_of.setdefault((extents[bisect.bisect_left(extents, size)], split_k), []).append(size)
     case_of, cases = np.zeros(rows + 1, np.int32), list[_Case]()
-    for (extent, split_k), members in sorted(found.items()):
+    for (extent, split_k), members in sorted(sizes_of.items()):
         cases.append((extent, layer._replace(split_k=tuple(zip(LAYOUTS, split_k, strict=True)))))
         case_of[members] = len(cases)
     return cases, case_of

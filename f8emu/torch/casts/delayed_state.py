@@ -23,7 +23,7 @@ class DelayedScalingError(F8Error, RuntimeError):
 
 
 class HostNotes:
-    """What the host knows of one layer. Not a module, because attributes of modules are slow."""
+    """The host's knowledge of one layer. Not a module, because attributes of modules are slow."""
 
     def __init__(self) -> None:
         self.name = ""  # the layer's in its model; empty if it is not known
@@ -95,9 +95,9 @@ class DelayedBuffers(nn.Module):
             setattr(inv_scale, fused.OWNER, (owner, tensor == "grad_output"))
 
     def of_tensors(self) -> DelayedStates:
-        """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales.
+        """The states that the casts of input, weight and grad_output read and update; None with dynamic scales.
 
-        That of grad_output is never None: by it an update learns of a backward pass.
+        The state of grad_output is never None: it tells an update of a backward pass.
         """
         assert self.recipe.delayed is not None, "as in __init__"
         margin, tensors = self.recipe.delayed.margin, self.recipe.delayed.tensors
@@ -137,15 +137,15 @@ class DelayedBuffers(nn.Module):
         """
         if not torch.compiler.is_compiling() and False in self.notes.are_set and not self.amax_input.is_meta:
             if not (self.amax_input.is_cuda and torch.cuda.is_current_stream_capturing()):
-                found = zip(TENSORS, to_list(torch.cat(self.inv_scales, dim=1).amin(dim=0)), strict=True)
+                values = zip(TENSORS, to_list(torch.cat(self.inv_scales, dim=1).amin(dim=0)), strict=True)
                 x, w, g = [
-                    value > fused.UNSET or self.recipe.delayed_scaling_of(tensor) is None for tensor, value in found
+                    value > fused.UNSET or self.recipe.delayed_scaling_of(tensor) is None for tensor, value in values
                 ]
                 self.notes.are_set = x, w, g
         return self.notes.are_set
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the `DelayedState` of each of TENSORS, stacked, counts, and the step's amaxes."""
+        """The entries of a checkpoint: the `DelayedState` of each of TENSORS, stacked, counts, the step's amaxes."""
         return stacked(self.tensors())
 
     def parts(self) -> list[Tensor]:
@@ -167,9 +167,9 @@ class DelayedBuffers(nn.Module):
     def load(self, call: str, state: Mapping[str, Tensor]) -> None:
         """Load what `state` returned; OperandError for the state of another recipe, or a missing or malformed entry."""
         for name, mine in self.state().items():
-            found = state.get(name)
-            if found is None or found.shape != mine.shape or found.dtype is not mine.dtype:
-                got = "nothing" if found is None else f"{found.dtype} of shape {list(found.shape)}"
+            tensor = state.get(name)
+            if tensor is None or tensor.shape != mine.shape or tensor.dtype is not mine.dtype:
+                got = "nothing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
                 raise OperandError(
                     f"{call}: delayed state {name!r} must be {mine.dtype} of shape {list(mine.shape)} under recipe "
                     f"{self.recipe.name!r}; got {got}; load a checkpoint of the same recipe, or one without its state"
@@ -237,7 +237,7 @@ def _formats(recipe: Recipe) -> str:
 
 
 class Report:
-    """What the device tells the host of layers that are updated together: which scales are set, which amaxes were bad.
+    """The device's messages on layers that are updated together: which scales are set, which amaxes were bad.
 
     The kernel of a GPU writes to its memory, which is the host's. Each number is written at once and only grows, so an
     update reads what has arrived, without waiting. A layer that is reset or loaded begins a new report.

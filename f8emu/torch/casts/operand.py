@@ -41,7 +41,7 @@ Both = tuple[Operand | None, Operand | None]  # of rows and columns; None: not r
 
 
 class ScaleSource(NamedTuple):
-    """Where the scales of both operands of a matrix come from.
+    """The source of the scales of both operands of a matrix.
 
     None for operands that are high-precision, not requested, or blockwise (amax found in the cast).
     """
@@ -77,7 +77,7 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def weight_to_cast(weight: Tensor, recipe: Recipe) -> Tensor:
-    """What every cast of a weight reads: the weight, or what a bfloat16 copy of it holds, as the recipe says.
+    """The values that every cast of a weight reads: the weight's, or those of a bfloat16 copy, as the recipe says.
 
     The copy takes 2 bytes an element until it is cast; gradients have the dtype of the weight. `no_grad` must be on.
     """

@@ -45,7 +45,7 @@ _SCATTERED = Way("scattered", k=True, output_rows=True)
 
 
 class LocalCall(NamedTuple):
-    """What this rank computes with, and where its output lies."""
+    """The tensors with which this rank computes, and where its output lies."""
 
     input: Tensor
     weight: Tensor
@@ -96,12 +96,12 @@ def local_call(
     to = [None] * mesh.ndim if reduce_to is None else list(reduce_to)
     if reduce_to is not None or bias is not None:
         sums = [_SCATTERED if place is not None and place.is_shard() else _SUMMED for place in to]
-        ways = [own if way == _PARTIAL else way for way, own in zip(ways, sums, strict=True)]
+        ways = [total if way == _PARTIAL else way for way, total in zip(ways, sums, strict=True)]
     shards = _shards(call, recipe, input, mesh, ways, to, is_set)
     _require_whole_blocks(call, recipe, input, weight, ways)
     # 3. The tensors of this rank; the placements of their gradients are what this rank will compute.
-    x_grads = [Partial() if way == _COLUMNS else own for way, own in zip(ways, input.placements, strict=True)]
-    w_grads = [Partial() if way == _TOKENS else own for way, own in zip(ways, weight.placements, strict=True)]
+    x_grads = [Partial() if way == _COLUMNS else place for way, place in zip(ways, input.placements, strict=True)]
+    w_grads = [Partial() if way == _TOKENS else place for way, place in zip(ways, weight.placements, strict=True)]
     x, w = input.to_local(grad_placements=x_grads), weight.to_local(grad_placements=w_grads)
     b = None
     if x.shape[-1] != w.shape[1]:
@@ -111,22 +111,22 @@ def local_call(
         )
     if bias is not None:
         whole = [Shard(0) if way.n else Replicate() for way in ways]
-        b_grads = [Partial() if way.output_rows else own for way, own in zip(ways, whole, strict=True)]
+        b_grads = [Partial() if way.output_rows else place for way, place in zip(ways, whole, strict=True)]
         bias = bias if list(bias.placements) == whole else bias.redistribute(placements=whole)
         b = bias.to_local(grad_placements=b_grads)
     # 4. The output.
     lead = list(x.shape[:-1])
     output: list[Any] = []  # Dynamo cannot trace list[Any]()
-    for way, own, place in zip(ways, input.placements, to, strict=True):
+    for way, place, target in zip(ways, input.placements, to, strict=True):
         if way == _GATHERED:
-            lead[own.dim] = input.shape[own.dim]
+            lead[place.dim] = input.shape[place.dim]
         if way == _SCATTERED and shards.scatter is not None:
-            lead[place.dim % input.ndim] = shards.scatter.mine
-            output.append(Shard(place.dim % input.ndim))
+            lead[target.dim % input.ndim] = shards.scatter.mine
+            output.append(Shard(target.dim % input.ndim))
         elif way.n:
             output.append(Shard(last))
         else:
-            output.append(own if way == _TOKENS else Partial() if way == _PARTIAL else Replicate())
+            output.append(place if way == _TOKENS else Partial() if way == _PARTIAL else Replicate())
     shape = (*input.shape[:-1], weight.shape[0])
     return LocalCall(x, w, b, shards, tuple(lead), shape, mesh, tuple(output))
 

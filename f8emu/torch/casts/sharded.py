@@ -131,16 +131,16 @@ def _gather_rows(x: Tensor, tokens: Tokens) -> Tensor:
     """The rows [tokens.rows, C] of all ranks from those of each, in the order of the tokens."""
     # 1. As bytes, since gloo has no float8, padded to the rows of the first rank.
     width = x.shape[1] * x.element_size()
-    own = x.view(torch.uint8).reshape(tokens.before, tokens.mine, tokens.after * width)
+    mine = x.view(torch.uint8).reshape(tokens.before, tokens.mine, tokens.after * width)
     missing = tokens.per_rank - tokens.mine
-    own = pad(own, (0, 0, 0, missing)) if missing else own
-    found = collective("all_gather_into_tensor", own, tokens.ranks, tokens.group)
+    mine = pad(mine, (0, 0, 0, missing)) if missing else mine
+    gathered = collective("all_gather_into_tensor", mine, tokens.ranks, tokens.group)
     # 2. From rank-major to the order of the tokens; with one leading index these are the same.
-    found = found.reshape(tokens.ranks, tokens.before, tokens.per_rank, tokens.after * width)
+    gathered = gathered.reshape(tokens.ranks, tokens.before, tokens.per_rank, tokens.after * width)
     if tokens.before > 1:
-        found = found.transpose(0, 1).contiguous()
-    found = found.reshape(tokens.before, tokens.ranks * tokens.per_rank, tokens.after * width)[:, : tokens.size]
-    return found.reshape(tokens.rows, width).contiguous().view(x.dtype)
+        gathered = gathered.transpose(0, 1).contiguous()
+    gathered = gathered.reshape(tokens.before, tokens.ranks * tokens.per_rank, tokens.after * width)[:, : tokens.size]
+    return gathered.reshape(tokens.rows, width).contiguous().view(x.dtype)
 
 
 def find_sharded_source(x: Tensor, plan: CastPlan, shards: Shards, *, is_stored: bool = False) -> ScaleSource:
