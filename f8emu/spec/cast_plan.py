@@ -35,10 +35,13 @@ class CastPlan(NamedTuple):
     by_amax: Kinds
     granularities: Kinds
     """`by_blocks` and `by_amax` in one."""
-    is_one_pass: bool
-    """Whether `by_amax` is of rows alone: amaxes, scales and codes then come from one pass."""
     margin: int
     """The margin of delayed scales; 0 under dynamic scaling."""
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether `by_amax` is of rows alone: amaxes, scales and codes then come from one pass."""
+        return self.by_amax[0] is Granularity.ROWWISE and self.by_amax[1] is None
 
     @property
     def has_blocks(self) -> bool:
@@ -51,7 +54,6 @@ class CastPlan(NamedTuple):
             by_blocks=self.by_blocks[::-1],
             by_amax=self.by_amax[::-1],
             granularities=self.granularities[::-1],
-            is_one_pass=self.by_amax == (None, Granularity.ROWWISE),
         )
 
 
@@ -89,6 +91,5 @@ def _plan(rows: Cast | None, cols: Cast | None, rule: ScaleRule, margin: int) ->
         by_blocks=(by_blocks[0], by_blocks[1]),
         by_amax=(by_amax[0], by_amax[1]),
         granularities=(kinds[0], kinds[1]),
-        is_one_pass=by_amax == [Granularity.ROWWISE, None],
         margin=margin,
     )

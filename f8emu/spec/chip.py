@@ -161,11 +161,7 @@ class Chip:
         return replace(self.block_scaled, split_k_multiple=self.square_split_k_multiple)
 
     def instruction(self, call: str, formats: tuple[Format, Format], out: Format) -> Instruction:
-        """The instruction for operands (a, b) and an accumulator of format `out`.
-
-        Raises:
-            UnsupportedError: the profile has no such instruction.
-        """
+        """The instruction for operands (a, b) and an accumulator of format `out`."""
         for instruction in self.instructions:
             if formats in instruction.format_pairs and out == instruction.out:
                 return instruction
@@ -214,11 +210,6 @@ class Chip:
         """The granularities of a scaled GEMM of M, N, K: the first pair that fits the shapes of its scales.
 
         The scales of b are those of its transpose [N, K], transposed. `given` is what the caller gives; None: any.
-
-        Raises:
-            OperandError: no pair fits.
-            SpecError: an unknown granularity.
-            UnsupportedError: the chip does not take the given pair.
         """
         # The pairs in the chip's order: the first whose shapes fit holds, as in `torch._scaled_mm`.
         m, n, k = sizes

@@ -176,7 +176,7 @@ def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
         for i, row, col in zip(members, amaxes[::2], amaxes[1::2], strict=True):
             _reduce_over_others(weights[i].own, row, col)
         # 3. Their scales.
-        rule = recipe.rule_of(recipe.output.b)
+        rule = recipe.cast_plans["weight"].both.rule
         both = fused.scales(flat, format_of(recipe), rule.power_of_two, rule.amax_floor, 0)
         inv_scales, scales = (_split(x, parts) for x in both)
         for at, i in enumerate(members):
@@ -244,7 +244,7 @@ def cast_rows(x: Tensor, recipe: Recipe, scales: WeightScales, own: slice = slic
     x = weight_to_cast(x, recipe)
     if x.ndim == 3:
         return _cast_experts(x, recipe, scales.row_amax, scales.row_inv_scale, own, cols=False)
-    fmt, rule = format_of(recipe), recipe.rule_of(recipe.output.b)
+    fmt, rule = format_of(recipe), recipe.cast_plans["weight"].rows.rule
     if scales.row_amax.numel() == 1:
         return fused.cast_pair_given(x, fmt, scales.row_inv_scale, True, False)[0]
     return fused.cast_pair(x, fmt, scales.row_amax[own], None, rule.power_of_two, rule.amax_floor)[0]
