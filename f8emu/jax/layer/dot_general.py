@@ -81,8 +81,6 @@ class _Layer:
     sharded_k: str = SUM
     tap: Tap | None = None
     """The tap of a capture; `f8emu.jax.Capture.named` sets it."""
-    recompute_casts: bool = True
-    """Whether the weight is cast again for the backward pass, so that its codes need not be kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,9 +206,7 @@ def _dot_general(
         is_weight_transposed=weight_is_t,
         sharded_k=function.sharded_k,
         divided=along,
-        settled=None if state is None else tuple(t is not None and t.initialized is None for t in state),
         tap=function.tap,
-        recompute_casts=function.recompute_casts,
     )
     if state is not None:
         # What is empty gets zeros, so that a state has its gradient: without amaxes, which leaves the scale as it is.

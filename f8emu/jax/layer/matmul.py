@@ -80,10 +80,7 @@ class LayerCall(NamedTuple):
     """The way to multiply where XLA divides both operands of a GEMM along K (`gemm.call`)."""
     divided: Divided = Divided()
     """The mesh axes along which the matrices are divided in `jax.shard_map`."""
-    settled: tuple[bool, ...] | None = None
-    """Which of the states have no `initialized`."""
     tap: Tap | None = None
-    recompute_casts: bool = True
     split_k: tuple[tuple[str, int], ...] = ()
     """The number of slices of K of some GEMMs, by name, where they are emulated."""
 
@@ -133,7 +130,7 @@ def _forward(
         layer.tap.tensor("input", input.T if x_is_t else input)
         layer.tap.tensor("weight", weight.T if w_is_t else weight)
     of_x = {"is_transposed": x_is_t, "keeps_cols": True, "defers_cols": keeps_input(layer, input, weight)}
-    of_w = {"is_transposed": w_is_t, "keeps_cols": True, "defers_cols": layer.recompute_casts}
+    of_w = {"is_transposed": w_is_t, "keeps_cols": True, "defers_cols": True}
     x, x_kept, x_amax = cast_matrix(input, x_plan, of_input, axes.input, **of_x)
     w, w_kept, w_amax = cast_matrix(weight, w_plan, of_weight, axes.weight, **of_w)
     # 2. The product.
@@ -271,16 +268,17 @@ def _gathered(operand: Side, granularity: Granularity, axes: tuple[Axes, Axes]) 
 
 def _cotangent(layer: LayerCall, amaxes: tuple[jax.Array | None, ...], state: Float8State) -> Float8State:
     # The encoding is that of `layer.delayed`.
-    delayed, settled = layer.recipe.delayed, layer.settled
-    assert delayed is not None and settled is not None, "only such a recipe has a state"
+    delayed = layer.recipe.delayed
+    assert delayed is not None, "only such a recipe has a state"
 
-    def of_tensor(amax: jax.Array | None, is_settled: bool, of_state: DelayedState | None) -> DelayedState | None:
+    def of_tensor(amax: jax.Array | None, of_state: DelayedState | None) -> DelayedState | None:
         if amax is None:
             return None
         assert of_state is not None, "the amax is of a cast with a state"
         amax = as_gradient(amax, varying(of_state.amax_history), layer.divided)
         uses, zero = (as_gradient(jnp.full((), n, jnp.float32), varying(of_state.inv_scale)) for n in (1, 0))
         history = jnp.concatenate([amax.reshape(1), jnp.zeros(delayed.history_length - 1, jnp.float32)])
-        return DelayedState(amax_history=history, inv_scale=uses, initialized=None if is_settled else zero)
+        initialized = None if of_state.initialized is None else zero
+        return DelayedState(amax_history=history, inv_scale=uses, initialized=initialized)
 
-    return Float8State(*map(of_tensor, amaxes, settled, state))
+    return Float8State(*map(of_tensor, amaxes, state))
