@@ -3,7 +3,9 @@
 Each alteration changes outputs and is undone. The layers have few rows and a long K, which cuBLAS cuts.
 """
 
+import ast
 import json
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.proofs import mutants
 from benchmarks.proofs.evidence import ALTERATIONS, altered, changed, recordings
 from benchmarks.proofs.recorded_layers import differences, layers
 from benchmarks.proofs.split_k import KINDS, OUTPUTS, compare
@@ -142,3 +145,19 @@ def test_attributes_are_as_long_as_the_library_s() -> None:
     blocks = PlannedGemm(m=8, n=16, k=128, gemm="blockwise_1x128_128x128", out_dtype="float32")
     lengths = {name: cublaslt._BYTES[name] for name, _ in question(blocks).attributes}
     assert lengths == {3: 4, 4: 4, 17: 8, 18: 8, 25: 1, 31: 4, 32: 4}
+
+
+# Mutants
+
+
+def test_a_mutant_changes_one_line_that_still_parses() -> None:
+    for place in random.Random(0).sample(mutants.all_places(), 40):
+        before, after = (mutants.ROOT / place.mutant.path).read_text(), place.source(mutants.ROOT)
+        different = [lines for lines in zip(before.split("\n"), after.split("\n"), strict=True) if lines[0] != lines[1]]
+        assert len(different) == 1 and ast.dump(ast.parse(before)) != ast.dump(ast.parse(after)), place
+
+
+def test_the_quickest_tests_within_the_budget_are_chosen() -> None:
+    tests = [(0.1, f"a[{i}]") for i in range(9)] + [(0.2, "b"), (9.0, "c"), (30.0, "d")]
+    assert mutants.chosen(tests, 10.0) == ["a[0]", "a[1]", "a[2]", "b", "c"]
+    assert mutants.chosen(tests[-1:], 10.0) == ["d"]

@@ -1,15 +1,16 @@
 """Seeded one-line mutants of f8emu: which of them the tests find.
 
     python -m benchmarks.proofs.mutants --json benchmarks/results/mutants.json
-    python -m benchmarks.proofs.mutants --like benchmarks/results/mutants.json      the same mutants, of changed code
+    python -m benchmarks.proofs.mutants --like benchmarks/results/mutants.json    those mutants in changed code
 
 1. Draw: one expression of a function changes (`<` to `<=`, `and` to `or`, 3 to 4, `not x` to `x`). Kernels that a GPU
    alone runs are left out: their tests are the GPU's.
 2. Map: the suite runs once. `sys.monitoring` (Python 3.12) notes which tests reach the line of a mutant.
 3. Kill: each mutant gets a copy of the checkout and the quickest tests that reach it, for at most `--budget` seconds.
 
-A mutant is *killed* if one of its tests fails, *survives* if none does, and is *unreached* if no test ran its line in
-the process of the test. `--like` looks its mutants up by function and text of the line, wherever the code is today.
+A mutant is *killed* if one of its tests fails that passes without it, *survives* if none does, and is *unreached* if no
+test ran its line in the process of the test. `--like` looks the mutants of a result up by function and text of the
+line, wherever the code is today, draws others for those that are gone, and tells which were killed and are not.
 """
 
 import argparse
@@ -170,7 +171,7 @@ class Monitor:
         self.lines = {path: {int(row): mutants for row, mutants in rows.items()} for path, rows in lines.items()}
         self.reached: set[int] = set()
         self.tests: dict[str, tuple[float, list[int]]] = {}
-        monitoring = sys.monitoring
+        monitoring = self.monitoring = vars(sys)["monitoring"]  # of Python 3.12
         monitoring.use_tool_id(monitoring.COVERAGE_ID, "mutants")
         monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.LINE, self.note)
         monitoring.set_events(monitoring.COVERAGE_ID, monitoring.events.LINE)
@@ -178,7 +179,7 @@ class Monitor:
     def note(self, code: Any, row: int) -> Any:
         mutants = self.lines.get(code.co_filename, {}).get(row)
         if mutants is None:
-            return sys.monitoring.DISABLE
+            return self.monitoring.DISABLE
         self.reached.update(mutants)
         return None
 
@@ -218,13 +219,15 @@ def reached_by(places: Sequence[Place], jobs: int, seconds: float, pytest_argume
         except subprocess.TimeoutExpired as error:
             raise SystemExit(f"the suite did not end within {seconds:.0f} s") from error
         print(run.stdout[-300:].strip(), flush=True)
+        if run.returncode not in (0, 1):  # 1: tests fail, whose mutants others may find
+            raise SystemExit(f"the suite did not run, status {run.returncode}: {run.stderr[-2000:]}")
         broken = {line.split(" ")[1] for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))}
         tests: dict[int, list[tuple[float, str]]] = defaultdict(list)
         for path in folder.glob("tests-*.json"):
             for test, (duration, mutants) in json.loads(path.read_text()).items():
                 for mutant in mutants if test not in broken else []:
                     tests[mutant].append((duration, test))
-    return {mutant: sorted(found) for mutant, found in tests.items()}
+    return {mutant: sorted(durations) for mutant, durations in tests.items()}
 
 
 def chosen(tests: Sequence[tuple[float, str]], budget: float) -> list[str]:
@@ -261,10 +264,19 @@ def copy_of_checkout(folder: Path) -> Path:
     return folder
 
 
-def is_killed(place: Place, tests: Sequence[str], checkout: Path) -> bool:
+def judged_one(place: Place, tests: Sequence[str], checkout: Path) -> str:
+    """A verdict: "killed", "survives", or "fails alone" where the tests fail without the mutant, too."""
     target = checkout / place.mutant.path
     original = target.read_text()
     target.write_text(place.source(ROOT))
+    try:
+        passes = do_pass(tests, checkout)
+    finally:
+        target.write_text(original)
+    return "survives" if passes else "killed" if do_pass(tests, checkout) else "fails alone"
+
+
+def do_pass(tests: Sequence[str], checkout: Path) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
     paths = os.pathsep.join(map(str, (checkout, checkout / "reference")))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
@@ -273,14 +285,12 @@ def is_killed(place: Place, tests: Sequence[str], checkout: Path) -> bool:
             command, cwd=checkout, env=environment, capture_output=True, timeout=MOST_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return True
-    finally:
-        target.write_text(original)
-    return run.returncode != 0
+        return False
+    return run.returncode == 0
 
 
 def judged(places: Sequence[Place], tests: Mapping[int, Any], jobs: int, budget: float) -> list[str]:
-    """For each mutant: "killed", "survives" or "unreached"."""
+    """A verdict for each mutant."""
     verdicts = ["unreached"] * len(places)
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
         free: SimpleQueue[Path] = SimpleQueue()
@@ -292,11 +302,10 @@ def judged(places: Sequence[Place], tests: Mapping[int, Any], jobs: int, budget:
                 return
             checkout = free.get()
             try:
-                killed = is_killed(places[index], chosen(tests[index], budget), checkout)
+                verdicts[index] = judged_one(places[index], chosen(tests[index], budget), checkout)
             finally:
                 free.put(checkout)
-            verdicts[index] = "killed" if killed else "survives"
-            print(f"{index:4} {verdicts[index]:9} {places[index].mutant.path}", flush=True)
+            print(f"{index:4} {verdicts[index]:11} {places[index].mutant.path}", flush=True)
 
         list(pool.map(judge, range(len(places))))
     return verdicts
@@ -321,13 +330,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("tests", nargs="*", default=["tests"], help="arguments of pytest for the suite")
     arguments = parser.parse_args()
-    places = all_places()
     recorded: list[Any] = json.loads(arguments.like.read_text())["mutants"] if arguments.like else []
-    if arguments.like:
-        today = {place.mutant.key: place for place in places}
-        places = [today[key] for entry in recorded if (key := tuple(entry["key"])) in today]
-    else:
-        places = random.Random(arguments.seed).sample(places, arguments.count)
+    today = {place.mutant.key: place for place in all_places()}
+    places = [today.pop(key) for entry in recorded if (key := tuple(entry["key"])) in today]
+    print(f"{len(places)} of {len(recorded)} recorded mutants are there", flush=True)
+    places += random.Random(arguments.seed).sample(list(today.values()), max(0, arguments.count - len(places)))
     tests = reached_by(places, arguments.jobs, arguments.map_seconds, arguments.tests)
     verdicts = judged(places, tests, arguments.jobs, arguments.budget)
     counts = Counter(verdicts)
@@ -340,7 +347,8 @@ def main() -> int:
             for p, verdict in zip(places, verdicts, strict=True)
         ]
         head = {"command": " ".join(sys.argv), "machine": platform.machine(), "versions": versions(), "counts": counts}
-        arguments.json.write_text(json.dumps({**head, "mutants": entries}, indent=0) + "\n")
+        rows = ",\n".join(map(json.dumps, entries))
+        arguments.json.write_text(json.dumps(head, indent=0)[:-2] + f',\n"mutants": [\n{rows}\n]\n}}\n')
     return 1 if missing else 0
 
 
