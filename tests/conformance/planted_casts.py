@@ -1,5 +1,6 @@
 """Casts and quantizers, right and wrong, that are put to the suite by their names."""
 
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -84,12 +85,8 @@ def on_grid(x: Array, rounded: Any) -> Array:
     return np.where(np.isnan(values), np.nan, whole).astype(F32).astype(E4M3)
 
 
-def ties_away(x: Array) -> Array:
-    return on_grid(x, lambda units: np.floor(units + 0.5))
-
-
-def truncated(x: Array) -> Array:
-    return on_grid(x, np.floor)
+ties_away = partial(on_grid, rounded=lambda units: np.floor(units + 0.5))
+truncated = partial(on_grid, rounded=np.floor)
 
 
 def flushed(x: Array) -> Array:
@@ -160,8 +157,10 @@ def up(scale: Array) -> Array:
     return np.where(np.isfinite(scale), np.ldexp(F32(1), exponent - (mantissa == 0.5)).astype(F32), scale)
 
 
-def right_rows(x: Array) -> Pair:
-    return made(x)
+right_rows = made
+floor_1e4, to_416 = partial(made, floor=1e-4), partial(made, largest=416)
+late_power, narrow_scale = partial(made, late=up), partial(made, late=lambda s: s.astype(BF16))
+reciprocal = partial(made, late=lambda s: F32(1) / s)
 
 
 def own_5(x: Array) -> Pair:
@@ -191,26 +190,6 @@ def deepseek_ue8m0(x: Array) -> Pair:
     codes = np.where(np.isnan(amax), 255, exponent).astype(np.uint8)
     scale = codes.view(ml_dtypes.float8_e8m0fnu).astype(F32)
     return clipped((blocks * (F32(1) / scale)).reshape(x.shape)), codes[:, 0, :, 0]
-
-
-def floor_1e4(x: Array) -> Pair:
-    return made(x, floor=1e-4)
-
-
-def to_416(x: Array) -> Pair:
-    return made(x, largest=416)
-
-
-def late_power(x: Array) -> Pair:
-    return made(x, late=up)
-
-
-def narrow_scale(x: Array) -> Pair:
-    return made(x, late=lambda s: s.astype(BF16))
-
-
-def reciprocal(x: Array) -> Pair:
-    return made(x, late=lambda s: F32(1) / s)
 
 
 def quotient(x: Array) -> Pair:

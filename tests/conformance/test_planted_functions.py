@@ -5,8 +5,9 @@ Each is right but for its kind, and only the cases in which its kind can show ar
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
-from itertools import count
+from functools import cache, partial
+from itertools import cycle
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -59,33 +60,19 @@ def address(array: Array) -> int:
     return array.ctypes.data
 
 
-def random_slices() -> Function:
-    drawn = np.random.default_rng(0)
+def with_slices(new_slices: Callable[[], Callable[[], int]]) -> Callable[[], Function]:
+    """A long K is cut into as many slices as each call draws."""
 
-    def kernel(a: Array, *rest: Any, **options: Any) -> Array:
-        slices = int(drawn.integers(1, 3)) if a.shape[1] >= 2048 else 1
-        return right(a, *rest, **options, split_k=slices)
+    def new() -> Function:
+        slices = new_slices()
 
-    return kernel
+        def kernel(a: Array, *rest: Any, **options: Any) -> Array:
+            drawn = slices()
+            return right(a, *rest, **options, split_k=drawn if a.shape[1] >= 2048 else 1)
 
+        return kernel
 
-def slices_of_a_call() -> Function:
-    """2 in every third call."""
-    calls = count()
-
-    def kernel(a: Array, *rest: Any, **options: Any) -> Array:
-        return right(a, *rest, **options, split_k=2 if next(calls) % 3 == 0 and a.shape[1] >= 2048 else 1)
-
-    return kernel
-
-
-def own_slices() -> Function:
-    """Right: 2 slices of a long K, each time."""
-
-    def kernel(a: Array, *rest: Any, **options: Any) -> Array:
-        return right(a, *rest, **options, split_k=2 if a.shape[1] >= 2048 else 1)
-
-    return kernel
+    return new
 
 
 def no_rows_raise() -> Function:
@@ -127,12 +114,12 @@ WRONG: dict[str, tuple[str, Callable[[], Function]]] = {
     "scale_a read once for each object": (TURNS, remembering(id, 2)),
     "scale_b read once for each address": (TURNS, remembering(address, 3)),
     "both scales read once for each object": (TURNS, remembering(id, 2, 3)),
-    "S of 1 or 2 at random": (LONG, random_slices),
-    "S of 2 in every third call": (LONG, slices_of_a_call),
+    "S of 1 or 2 at random": (LONG, with_slices(lambda: partial(Random(0).randint, 1, 2))),
+    "S of 2 in every third call": (LONG, with_slices(lambda: cycle((2, 1, 1)).__next__)),
     "no rows raise": (FEW_ROWS, no_rows_raise),
 }
 RIGHT: dict[str, tuple[str, Callable[[], Function]]] = {
-    "an S of its own": (LONG, own_slices),
+    "an S of its own": (LONG, with_slices(lambda: lambda: 2)),
     "no rows refused": (FEW_ROWS, no_rows_refused),
     "packed, and compared": (TURNS, aware_of_changes),
 }
