@@ -63,8 +63,8 @@ class Child:
             return self._answer((), _START_SECONDS), self.ask
         except (NotOffered, SpecError) as error:  # says what to install, or to declare
             raise SpecError(str(error)) from None
-        except KernelFault as fault:
-            raise SpecError(f"f8emu verify {self._arguments[0]}: while it was imported: {fault}") from None
+        except Exception as error:  # of the code, or a fault of its process
+            raise SpecError(f"f8emu verify {self._arguments[0]}: while it was imported: {error}") from None
 
     def ask(self, *question: Any) -> Any:
         """The code's answer; raises its exception, or a `KernelFault`."""
@@ -112,7 +112,7 @@ class Child:
             if self.worker is None:
                 worker.end()
         if isinstance(answer, _Failure):
-            kind = type(answer.kind, (KernelFault,), {}) if isinstance(answer.kind, str) else answer.kind
+            kind = type(answer.kind, (Exception,), {}) if isinstance(answer.kind, str) else answer.kind
             raise kind(answer.text)
         return answer
 
