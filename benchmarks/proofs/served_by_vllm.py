@@ -31,7 +31,7 @@ import f8emu.torch as f8
 from benchmarks.runner import Bench, draw, option, say
 from f8emu.capture.read import Arrays, read_capture
 from f8emu.capture.record import ForeignRecord
-from f8emu.conformance.compare import bits
+from f8emu.conformance.cases.distributions import codes_of
 from f8emu.dialects import quantize
 from f8emu.dialects.arithmetic import decode
 from f8emu.dialects.stacks import FUSED
@@ -190,7 +190,7 @@ def exported(stored: Mapping[str, Tensor], layer: str) -> np.ndarray:
 def count(a: np.ndarray, b: np.ndarray) -> int:
     """How many elements have other bits."""
     assert a.shape == b.shape and a.dtype == b.dtype, f"{a.shape} {a.dtype}, {b.shape} {b.dtype}"
-    return int(np.count_nonzero(bits(a) != bits(b)))
+    return int(np.count_nonzero(codes_of(a) != codes_of(b)))
 
 
 def difference(folder: Path) -> str:

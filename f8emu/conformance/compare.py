@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from f8emu.conformance.cases.distributions import codes_of
+
 Describe = Callable[[tuple[int, ...]], str]
 """Index of an output -> the inputs that lead to it, as hex."""
 
@@ -51,12 +53,6 @@ class Mismatch:
         return f"{head}{place}{inputs} => {self.observed}  expected: {self.expected}{share}"
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    """Bit patterns as unsigned integers of the same width."""
-    array = np.asarray(array)
-    return array.view(f"u{array.dtype.itemsize}")
-
-
 def shape_fault(observed: object, expected: np.ndarray) -> str:
     """Empty where `observed` can be compared with `expected`, else what is wrong with its type, dtype or shape."""
     wanted = f"{expected.dtype.name}{list(expected.shape)}"
@@ -68,7 +64,7 @@ def shape_fault(observed: object, expected: np.ndarray) -> str:
 
 def different(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Which outputs differ, [same shape] bool: unequal bits, unless both are NaN."""
-    unequal = bits(observed) != bits(expected)
+    unequal = codes_of(observed) != codes_of(expected)
     if expected.dtype.kind in "biu" or not unequal.any():
         return unequal
     with np.errstate(invalid="ignore"):  # of signalling NaN
@@ -98,12 +94,12 @@ def show(scalar: np.ndarray | np.generic) -> str:
 def hexadecimal(scalar: np.ndarray | np.generic) -> str:
     """The bit pattern, as wide as the dtype."""
     scalar = np.asarray(scalar)
-    return f"0x{int(bits(scalar)[()]):0{2 * scalar.dtype.itemsize}x}"
+    return f"0x{int(codes_of(scalar)[()]):0{2 * scalar.dtype.itemsize}x}"
 
 
 def abbreviated(array: np.ndarray, name: str, *, shown: int = 8) -> str:
     """The codes of a vector, `a=<38 c0 7e .. 7c>(512)`: the first, the last, how many."""
-    codes = bits(np.asarray(array)).ravel()
+    codes = codes_of(array).ravel()
     if codes.size == 1:
         return f"{name}={hexadecimal(codes[0])}"
     words = [hexadecimal(code)[2:] for code in codes[:shown]]
@@ -170,7 +166,7 @@ def distances(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _places(array: np.ndarray) -> np.ndarray:
-    codes = bits(array)
+    codes = codes_of(array)
     if array.dtype.name == "float8_e8m0fnu":  # it has no sign
         return codes.astype(np.int64)
     magnitudes = (1 << (8 * array.dtype.itemsize - 1)) - 1

@@ -28,8 +28,9 @@ def dtype_of(fmt: Format) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, fmt.name, fmt.name))
 
 
-def codes_of(array: np.ndarray) -> np.ndarray:
+def codes_of(array: np.ndarray | np.generic) -> np.ndarray:
     """The bit patterns of an array, as unsigned integers."""
+    array = np.asarray(array)
     return array.view(f"u{array.dtype.itemsize}")
 
 

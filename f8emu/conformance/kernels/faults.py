@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
-from f8emu.conformance.compare import bits, hexadecimal
+from f8emu.conformance.cases.distributions import codes_of
+from f8emu.conformance.compare import hexadecimal
 from f8emu.conformance.kernels.kernel import Laid
 
 # A kernel that forgets a mask reads or writes the rest of its tile behind its arrays, 128 rows of it at the most.
@@ -70,7 +71,7 @@ class Guarded:
         least, boundary = _GUARD_BYTES // itemsize, _ALIGNMENT // itemsize
         before, behind = max(pitch, least), max(_GUARD_ROWS * pitch, least)
         self._poison = 0 if contents.dtype.kind in "iu" else _POISON[itemsize]
-        codes = np.full(before + 2 * boundary + rows * pitch + behind, self._poison, bits(lying).dtype)
+        codes = np.full(before + 2 * boundary + rows * pitch + behind, self._poison, codes_of(lying).dtype)
         self._memory = framework.load(codes.view(contents.dtype))
         # 2. Where it begins is known once the framework has its memory.
         begin = before + (-(framework.address(self._memory) // itemsize + before)) % boundary + offset // itemsize
@@ -111,7 +112,7 @@ class Guarded:
         """Raises WroteOutOfBounds where a guard zone was changed."""
         if self._memory is None:
             return
-        codes = bits(np.asarray(self._framework.store(self._memory)))
+        codes = codes_of(np.asarray(self._framework.store(self._memory)))
         written = np.flatnonzero((codes != self._poison) & ~self._inside)
         before, behind = written[written < self._begin], written[written >= self._end]
         places: list[str] = []
@@ -128,7 +129,7 @@ class Guarded:
         """Raises ChangedInput, which names the first element that has other bits than before."""
         before = self._contents
         after = np.asarray(self._framework.store(self.array)).reshape(before.shape)
-        changed = np.argwhere(bits(after) != bits(before))
+        changed = np.argwhere(codes_of(after) != codes_of(before))
         if changed.size:
             index = tuple(changed[0])
             raise ChangedInput(
@@ -138,7 +139,7 @@ class Guarded:
 
 
 def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
-    return first.dtype == second.dtype and np.array_equal(bits(first), bits(second))
+    return first.dtype == second.dtype and np.array_equal(codes_of(first), codes_of(second))
 
 
 def unwritten(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -148,7 +149,7 @@ def unwritten(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def check_written(output: np.ndarray) -> None:
     """Raises LeftUnwritten where an output still has its poison."""
-    left = np.argwhere(bits(output) == _POISON[output.dtype.itemsize])
+    left = np.argwhere(codes_of(output) == _POISON[output.dtype.itemsize])
     if left.size:
         raise LeftUnwritten(
             f"{len(left)} of {output.size} outputs were never written, the first at {left[0].tolist()}; "

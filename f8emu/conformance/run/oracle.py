@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.conformance.compare import bits, different
+from f8emu.conformance.compare import different
 from f8emu.conformance.run.check import Slicing
 from f8emu.conformance.run.subject import NotOffered, Subject, load_subject
 from f8emu.native import library
@@ -121,7 +121,7 @@ def exact_subject() -> Subject:
         return _each(lambda code: exact.cast(code, source, format, overflow), format, x)
 
     def amax(x: np.ndarray, granularity: Granularity = _TENSORWISE) -> np.ndarray:
-        source, codes = _format(x), bits(x)
+        source, codes = _format(x), codes_of(x)
         rows, columns = _extents(granularity, x.shape)
         shape = granularity.scale_shape(*x.shape)
         corners = [(r * rows, c * columns) for r, c in product(*map(range, shape))]
@@ -168,7 +168,7 @@ def _format(array: np.ndarray) -> Format:
 
 
 def _codes(array: np.ndarray) -> list[int]:
-    return bits(array).ravel().tolist()
+    return codes_of(array).ravel().tolist()
 
 
 def _typed(codes: Iterable[int], fmt: Format, shape: tuple[int, ...]) -> np.ndarray:
