@@ -30,7 +30,7 @@ from f8emu.split_k.plan import CHIP, LIBRARY, PlannedGemm, Source, plan_from_jso
 KERNELS = (("nvjet_sm90_qqtst_64x8_128x16_1x4_h_bz_TNT", (4, 1, 1)), ("second", (2, 1, 1)))
 
 
-class FakeLauncher:
+class FakeLauncher(CudaLauncher):
     """f8ref.numpy in the place of a GPU; refuses what Hopper's library refuses. Its outputs may be spoilt."""
 
     def __init__(self, spoil: Callable[[np.ndarray], object] = lambda out: None) -> None:
@@ -238,7 +238,7 @@ def slice_k(gemm: PlannedGemm, slices: int) -> int:
     return -(-gemm.k // (slices * multiple)) * multiple
 
 
-class Library:
+class Library(CudaLauncher):
     """Cuts K as told, and says that it is the one of the shipped plan unless told otherwise."""
 
     def __init__(self, slices: Callable[[PlannedGemm], int], device: str = CHIP) -> None:

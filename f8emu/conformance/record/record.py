@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -41,14 +41,6 @@ _T = TypeVar("_T")
 
 # The seed of the operands. Another seed records other operands, and other distributions for each shape.
 SEED = 20261122
-
-
-class Launcher(Protocol):
-    """Runs a GEMM; `CudaLauncher` unless a test takes its place."""
-
-    def metadata(self) -> dict[str, str]: ...
-
-    def __call__(self, gemm: GemmCase) -> Launched | Refused: ...
 
 
 class GoldenRecording(NamedTuple):
@@ -85,7 +77,7 @@ def record(
     seed: int = SEED,
     only: str | None = None,
     verify: bool = False,
-    launcher: Launcher | None = None,
+    launcher: CudaLauncher | None = None,
     cases: Sequence[PlannedCase] | None = None,
 ) -> GoldenRecording:
     """Runs every planned GEMM on this machine's GPU, or those of the section `only`, and writes a golden file.
@@ -162,16 +154,6 @@ _MAX_SLICES = 64
 _PLAN_SEED = 20261121
 
 
-class PlanRunner(Protocol):
-    """Runs a planned GEMM; `CudaLauncher` unless a test takes its place."""
-
-    def metadata(self) -> dict[str, str]: ...
-
-    def planned(self, gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray) -> np.ndarray | Refused:
-        """One row of `a @ b^T`, [C]: every row of a is `a_K`, and the columns are those of `b_CK` in turn."""
-        ...
-
-
 class PlanRecording(NamedTuple):
     """The outcome for the shapes that were requested."""
 
@@ -191,7 +173,7 @@ class PlanRecording(NamedTuple):
         return lines
 
 
-def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRunner | None = None) -> PlanRecording:
+def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: CudaLauncher | None = None) -> PlanRecording:
     """Finds S of each GEMM on this machine's GPU and writes a plan file; one that is there already is added to."""
     # 1. The plan of this library and chip, with what an earlier run recorded.
     path = writable(path, SpecError)
@@ -227,7 +209,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
     return PlanRecording(path, known, count, len(guesses), sum(guesses), not_found)
 
 
-def _split_k(gemm: PlannedGemm, run: PlanRunner, guess: int) -> int | Refused:
+def _split_k(gemm: PlannedGemm, run: CudaLauncher, guess: int) -> int | Refused:
     # One row is compared, which does not depend on M, N and the layout: a list of many shapes has few of them.
     kind = replace(gemm, m=1, n=COLUMNS, layout="tn")
     out = run.planned(gemm, *revealing_operands(kind))
