@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -218,7 +219,9 @@ def reached_by(places: Sequence[Place], jobs: int, seconds: float, pytest_argume
             )
         except subprocess.TimeoutExpired as error:
             raise SystemExit(f"the suite did not end within {seconds:.0f} s") from error
-        print(run.stdout[-300:].strip(), flush=True)
+        print(
+            "\n".join(line for line in run.stdout.splitlines() if re.match("FAILED|ERROR|.* passed", line)), flush=True
+        )
         if run.returncode not in (0, 1):  # 1: tests fail, whose mutants others may find
             raise SystemExit(f"the suite did not run, status {run.returncode}: {run.stderr[-2000:]}")
         broken = {line.split(" ")[1] for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))}
