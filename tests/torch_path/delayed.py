@@ -1,4 +1,4 @@
-"""What tests of delayed scaling share: models, data, and two runs of which one is updated tensor by tensor."""
+"""Shared by tests of delayed scaling: models, data, and two runs of which one is updated tensor by tensor."""
 
 import itertools
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def loss_of(model: Callable[[Tensor], Tensor], step: int) -> Tensor:
 
 
 def no_update(model: nn.Module) -> None:
-    """What a user writes."""
+    """A user writes no update."""
 
 
 def plain(model: Model, update: Update, optimizer: Optimizer | None = None, passes: int = 1, run: Any = None) -> None:
@@ -123,6 +123,6 @@ def two_runs(way: Way, build: Callable[[], Model] = make) -> Model:
     automatic, explicit = build(), by_calls_alone(build())
     automatic = way(automatic, no_update) or automatic
     explicit = way(explicit, by_tensors) or explicit
-    found, expected = ({k: v for k, v in state_of(x).items() if "counts" not in k} for x in (automatic, explicit))
-    assert_same_state(found, expected)
+    observed, expected = ({k: v for k, v in state_of(x).items() if "counts" not in k} for x in (automatic, explicit))
+    assert_same_state(observed, expected)
     return automatic

@@ -60,7 +60,7 @@ def calls(x: Tensor, fmt: Format = E4M3FN, rule: ScaleRule = RULES[1]) -> Calls:
     (m, n), name, of_rule = x.shape, fmt.name, settings(rule)
     one = torch.full((1, 1), 0.3)
     codes = torch.randint(0, 256, x.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found: Calls = {
+    table: Calls = {
         "amax": (fused.reduce_tensor, (x,)),
         "row amaxes": (fused.row_amax, (x,)),
         "row and column amaxes": (fused.reduce_rows_and_cols, (x,)),
@@ -72,17 +72,17 @@ def calls(x: Tensor, fmt: Format = E4M3FN, rule: ScaleRule = RULES[1]) -> Calls:
         "recomputable": (fused.recomputable_cast_pair, (x, name, amaxes(1), amaxes(n), *of_rule)),
     }
     for key, pair in _pairs(x.detach(), rule).items():
-        found[f"pair by {key}"] = (fused.cast_pair, (x, name, *pair, *of_rule))
+        table[f"pair by {key}"] = (fused.cast_pair, (x, name, *pair, *of_rule))
     for key, (value, *wanted) in {"both": (0.3, 1, 1), "rows": (9.0, 1, 0), "columns": (2.0**-9, 0, 1)}.items():
         sides = map(bool, wanted)
-        found[f"given, {key}"] = (fused.cast_pair_given, (x, name, torch.full((1, 1), value), *sides))
+        table[f"given, {key}"] = (fused.cast_pair_given, (x, name, torch.full((1, 1), value), *sides))
         for square in (False, True):
             arguments = (x, name, square, *map(bool, wanted), *of_rule)
-            found[f"{'squares' if square else 'vectors'}, {key}"] = (fused.cast_blocks, arguments)
+            table[f"{'squares' if square else 'vectors'}, {key}"] = (fused.cast_blocks, arguments)
     for key, state in {"set": one, "unset": torch.full((1, 1), UNSET)}.items():
         arguments = (x, name, state, True, True, torch.zeros(1, 1), *of_rule, 2)
-        found[f"delayed, {key}"] = (cast_pair_delayed, arguments)
-    return found
+        table[f"delayed, {key}"] = (cast_pair_delayed, arguments)
+    return table
 
 
 def _pairs(x: Tensor, rule: ScaleRule) -> dict[str, tuple[Tensor | None, Tensor | None]]:

@@ -102,7 +102,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare_silu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the interpreter lacks of SiLU's arithmetic: `exp`, an approximate reciprocal, a fused multiply-add."""
+    """SiLU's arithmetic that the interpreter lacks: `exp`, an approximate reciprocal, a fused multiply-add."""
     import triton.language as tl  # pyright: ignore[reportMissingImports]
     import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
 

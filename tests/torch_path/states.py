@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: the state of a model, whether two are the same, and a file in between."""
+"""Shared by tests of checkpoints: the state of a model, its comparison, and a file in between."""
 
 import io
 from collections.abc import Mapping

@@ -45,7 +45,8 @@ class Run:
         convert_to_float8_training(self.model, config=recipe_by_name(recipe))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         # Inductor's code is none of ours here: what is traced and partitioned shows the same.
-        self.call: Any = torch.compile(self.model, backend="aot_eager", dynamic=False) if compiled else self.model
+        if compiled:
+            self.model[0].compile(backend="aot_eager", dynamic=False)
         self.spoil, self.number = spoil, 0
 
     def train(self, steps: int, passes: int = 1) -> "Run":
@@ -56,7 +57,7 @@ class Run:
                 x = torch.randn(24, 48, generator=torch.Generator().manual_seed(10 * self.number + turn))
                 if self.number == self.spoil:
                     x[3, 4] = torch.inf
-                self.call(x.bfloat16()).square().mean().backward()
+                self.model(x.bfloat16()).square().mean().backward()
             self.optimizer.step()
         return self
 
@@ -82,9 +83,9 @@ def test_captured_steps_replay_bit_by_bit(name: str, tmp_path: Path) -> None:
     first = {(LAYERS[0], "grad_input")}  # of an input without a gradient
     assert {one.key[:2] for one in gemms} == {(layer, gemm) for layer in LAYERS for gemm in GEMM_NAMES} - first
     assert {one.turn for one in gemms} == {1, 2}
-    found = {one.record.key: one for one in steps[0].records}
+    records = {record.record.key: record for record in steps[0].records}
     for tensor, turn, expected in (("input", 1, inputs[1]), ("input", 2, inputs[2]), ("weight", 1, weight)):
-        value = found["1.w2", tensor, turn].load()["value"]
+        value = records["1.w2", tensor, turn].load()["value"]
         assert value.tobytes() == expected.view(torch.int16).numpy().tobytes()
     again = replay(steps)
     assert again.is_equal and not again.not_replayed, [one.line() for one in again.findings]

@@ -25,6 +25,7 @@ from f8emu.conformance.run.subject import load_subject
 from f8emu.dialects import quantize
 from f8emu.spec import CastFrom, Recipe, SpecError, recipe_by_name, recipe_from_json
 from f8emu.torch.serving.export import export_checkpoint
+from tests.torch_path.bits import assert_all_same_bits, assert_same_bits
 from tests.torch_path.layers import draw
 
 N, K, T = 32, 48, 32
@@ -95,7 +96,7 @@ MODULES: list[tuple[Callable[[Recipe], nn.Module], str]] = [
 ]
 
 
-def test_every_module_casts_what_a_bfloat16_copy_holds(assert_same_bits: Any) -> None:
+def test_every_module_casts_what_a_bfloat16_copy_holds() -> None:
     """Outputs and float32 gradients; under autocast and without; precomputed; without the rule others."""
     for make, name in MODULES:
         torch.manual_seed(0)
@@ -105,8 +106,7 @@ def test_every_module_casts_what_a_bfloat16_copy_holds(assert_same_bits: Any) ->
             if make is experts and name == "delayed" and dtype is torch.float32:
                 continue  # refused
             wanted = trained(copy.deepcopy(right), dtype, autocast)
-            for found, expected in zip(trained(copy.deepcopy(model), dtype, autocast), wanted, strict=True):
-                assert_same_bits(found, expected)
+            assert_all_same_bits(trained(copy.deepcopy(model), dtype, autocast), wanted)
         if make is linear:
             other = copy.deepcopy(model)
             other.recipe = recipe_by_name(name)
@@ -126,9 +126,7 @@ def test_every_module_casts_what_a_bfloat16_copy_holds(assert_same_bits: Any) ->
         ("delayed", {"float8_primary_weights": True}),
     ],
 )
-def test_what_fsdp_gathers_as_float8_is_what_it_gathers_in_bfloat16(
-    name: str, options: Any, assert_same_bits: Any
-) -> None:
+def test_what_fsdp_gathers_as_float8_is_what_it_gathers_in_bfloat16(name: str, options: Any) -> None:
     """Under `param_dtype=bfloat16`: outputs and gradients of float8 all-gather are those without; not by default."""
 
     def run(**given: Any) -> list[Tensor]:
@@ -137,29 +135,28 @@ def test_what_fsdp_gathers_as_float8_is_what_it_gathers_in_bfloat16(
         f8.convert_to_float8_training(model, config=name, **given)
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         for step in range(3):
             output = model(draw(T, K, seed=step, dtype=torch.float32))
             output.float().square().mean().backward()
-            found += [output.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+            results += [output.detach(), *(p.grad.full_tensor() for p in model.parameters())]
             optimizer.step()
             optimizer.zero_grad()
             f8.precompute_float8_dynamic_scale_for_fsdp(model)
-        return found
+        return results
 
     wanted = run()
-    for found, expected in zip(run(cast_weight_from="bfloat16", **options), wanted, strict=True):
-        assert_same_bits(found, expected)
+    assert_all_same_bits(run(cast_weight_from="bfloat16", **options), wanted)
     assert not torch.equal(run(**options)[0], wanted[0])
 
 
-def test_the_rule_as_text_and_in_a_trace_of_verbs(assert_same_bits: Any) -> None:
+def test_the_rule_as_text_and_in_a_trace_of_verbs() -> None:
     recipe = recipe_of("rowwise")
     x, w, g = (draw(*s, seed=i, dtype=torch.float32).numpy() for i, s in enumerate(((T, K), (N, K), (T, N))))
     wanted = oracle.linear(recipe, x, w, g)
-    found = engine_linear(load_subject("f8ref.numpy").verbs, recipe, x, w, g)
+    observed = engine_linear(load_subject("f8ref.numpy").verbs, recipe, x, w, g)
     for gemm in ("output", "grad_input", "grad_weight"):
-        assert_same_bits(getattr(found, gemm).product, getattr(wanted, gemm).product)
+        assert_same_bits(getattr(observed, gemm).product, getattr(wanted, gemm).product)
     assert recipe_from_json(recipe.to_json()) == recipe != recipe_by_name("rowwise")
     assert recipe.content_hash != recipe_by_name("rowwise").content_hash
     assert recipe.label.endswith(" of bfloat16 weights") and "rounded to bfloat16" in recipe.explain()

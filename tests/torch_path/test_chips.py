@@ -13,6 +13,7 @@ import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import ADA, CHIPS, E4M3FNUZ, TENSORWISE, Cast, Gemm, Recipe, SpecError, UnsupportedError
 from f8emu.split_k.plan import warn_without_plan
+from tests.torch_path.bits import to_numpy
 from tests.torch_path.layers import draw
 
 
@@ -32,26 +33,26 @@ def bits(x: Any) -> np.ndarray:
     return np.asarray(x).view(np.uint32)
 
 
-def test_scaled_mm_of_another_chip(to_numpy: Any) -> None:
+def test_scaled_mm_of_another_chip() -> None:
     a, b = (draw(rows, 160, seed=rows).to(torch.float8_e4m3fn) for rows in (16, 32))
     scale = torch.tensor(0.75)
-    found = {}
+    products = {}
     for chip in ("Hopper", "Ada"):
         for fast in (False, True):
             options: dict[str, Any] = {"out_dtype": torch.float32, "use_fast_accum": fast}
-            found[chip, fast] = bits(to_numpy(f8.scaled_mm(a, b.t(), scale, scale, **options, chip=chip)))
+            products[chip, fast] = bits(to_numpy(f8.scaled_mm(a, b.t(), scale, scale, **options, chip=chip)))
             options["out_dtype"] = "float32"
             one = np.full((1, 1), 0.75, np.float32)
             expected = reference.scaled_mm(to_numpy(a), to_numpy(b).T, one, one, **options, chip=CHIPS[chip])
-            assert np.array_equal(found[chip, fast], bits(expected))
-    assert not np.array_equal(found["Hopper", True], found["Ada", True])
+            assert np.array_equal(products[chip, fast], bits(expected))
+    assert not np.array_equal(products["Hopper", True], products["Ada", True])
     x, y = draw(16, 96, seed=1, dtype=torch.bfloat16), draw(32, 96, seed=2, dtype=torch.bfloat16)
-    product = bits(to_numpy(f8.mm(x, y.t(), out_dtype=torch.float32, chip=ADA)))
-    assert np.array_equal(product, bits(reference.mm(to_numpy(x), to_numpy(y).T, out_dtype="float32", chip=ADA)))
-    assert not np.array_equal(product, bits(to_numpy(f8.mm(x, y.t(), out_dtype=torch.float32))))
+    of_ada = bits(to_numpy(f8.mm(x, y.t(), out_dtype=torch.float32, chip=ADA)))
+    assert np.array_equal(of_ada, bits(reference.mm(to_numpy(x), to_numpy(y).T, out_dtype="float32", chip=ADA)))
+    assert not np.array_equal(of_ada, bits(to_numpy(f8.mm(x, y.t(), out_dtype=torch.float32))))
 
 
-def test_a_layer_follows_the_chip_of_its_recipe(to_numpy: Any) -> None:
+def test_a_layer_follows_the_chip_of_its_recipe() -> None:
     recipe = replace(TENSORWISE, name="ada", chip="Ada")
     x, weight, grad = draw(16, 160, seed=1), draw(32, 160, seed=2), draw(16, 32, seed=3)
     expected = reference.linear(recipe, *map(to_numpy, (x, weight, grad)))

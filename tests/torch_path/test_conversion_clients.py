@@ -19,6 +19,7 @@ import f8emu.torch as f8
 from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, ScaleRule, SpecError, UnsupportedError
 from f8emu.torch import Outcome
 from f8emu.torch.weights.sharded_weight import ShardedWeight
+from tests.torch_path.bits import assert_same_bits
 from tests.torch_path.states import through_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -32,7 +33,7 @@ def entries(report: f8.ConversionReport) -> dict[str, f8.ConversionEntry]:
 
 
 class Conv1D(nn.Module):
-    """As transformers has it."""
+    """The Conv1D of transformers."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -98,8 +99,8 @@ def test_the_report_counts_parameters_and_names_what_it_did_not_look_at() -> Non
 # Subclasses of nn.Linear
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
-def test_a_subclass_that_surrounds_forward_is_converted_on_request(name: str, assert_same_bits: Any) -> None:
+def test_a_subclass_that_surrounds_forward_is_converted_on_request() -> None:
+    name = "delayed"
     torch.manual_seed(0)
     model: Any = nn.Sequential(Scaled(32, 32), Direct(32, 32))
     plain = nn.Linear(32, 32)
@@ -215,7 +216,7 @@ def test_a_torchao_configuration_without_a_name_is_the_recipe_that_does_the_same
 
 
 @pytest.mark.parametrize("name", ["rowwise", "delayed"])
-def test_the_way_back_to_nn_linear(name: str, assert_same_bits: Any) -> None:
+def test_the_way_back_to_nn_linear(name: str) -> None:
     shared = nn.Linear(32, 32)
     last = nn.Linear(32, 48, bias=False).eval()
     model: Any = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU()), "c": last})
@@ -320,9 +321,9 @@ def test_transforms_of_torch_func_and_forward_mode_are_refused_in_one_sentence()
         (lambda: torch.func.vmap(block)(x.view(2, 8, 32)), of_func),
         (lambda: forward_mode(block, "input"), of_tangents),
     ]
-    for number, (call, said) in enumerate(calls):
+    for number, (call, message) in enumerate(calls):
         kind = "Float8FeedForward" if number >= len(calls) - 2 else "Float8Linear"
-        with pytest.raises(UnsupportedError, match=f"{kind}: {said}"):
+        with pytest.raises(UnsupportedError, match=f"{kind}: {message}"):
             call()
 
 
@@ -335,9 +336,9 @@ def test_batched_gradients_and_other_layouts() -> None:
     expected = model(x)
     expected.sum().backward()
     parts = torch.nested.nested_tensor_from_jagged(x.detach().requires_grad_(), torch.tensor([0, 3, 3, 16]))
-    found = model(parts)
-    grads = torch.autograd.grad(found.values().sum(), [*model.parameters()])
-    assert torch.equal(found.values(), expected) and (found + found).shape == found.shape
+    observed = model(parts)
+    grads = torch.autograd.grad(observed.values().sum(), [*model.parameters()])
+    assert torch.equal(observed.values(), expected) and (observed + observed).shape == observed.shape
     assert all(p.grad is not None and torch.equal(g, p.grad) for g, p in zip(grads, model.parameters(), strict=True))
     with pytest.raises(OperandError, match=r"must be a dense tensor, or a nested one of layout torch\.jagged"):
         model(x.detach().to_sparse())
@@ -345,10 +346,10 @@ def test_batched_gradients_and_other_layouts() -> None:
 
 def test_torchscript_is_refused_in_one_sentence() -> None:
     layer, x = f8.convert_to_float8_training(nn.Linear(32, 32), config="delayed"), torch.randn(16, 32)
-    said = r"^Float8\w+: torch.jit.trace and torch.jit.script are not supported .* torch.export.export, .*dequantize"
+    message = r"^Float8\w+: torch.jit.trace and torch.jit.script are not supported .* torch.export.export, .*dequantize"
     for model in (layer, nn.Sequential(nn.ReLU(), layer), f8.Float8FeedForward(32, 32)):
         for call in (lambda model: torch.jit.trace(model, x), torch.jit.script):
-            with pytest.raises(UnsupportedError, match=said):
+            with pytest.raises(UnsupportedError, match=message):
                 call(model)
     with pytest.raises(UnsupportedError, match=r"^quantize: torch.jit.trace is not supported, .* torch.export.export"):
         torch.jit.trace(lambda x: f8.quantize(x, torch.ones(1, 1), "float8_e4m3fn"), x)

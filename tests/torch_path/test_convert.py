@@ -311,7 +311,7 @@ def test_the_filter_of_small_layers(in_cuda_graph: bool, monkeypatch: pytest.Mon
 
 
 def test_the_thresholds_are_those_that_were_measured() -> None:
-    """Of every recipe in the record; a recipe that was not measured yet has none."""
+    """Every recipe in the record has its thresholds; a recipe that was not measured has none."""
     recorded = json.loads((RESULTS / "sizes-h200.json").read_text())["smallest"]
     for timing, table in (
         ("back to back", filters.SMALLEST_LAYERS),

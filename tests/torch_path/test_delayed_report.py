@@ -84,7 +84,7 @@ def test_each_infinity_is_told_once_by_name_at_a_later_update(late) -> None:
 
 
 def test_a_state_that_is_loaded_begins_a_new_report(late) -> None:
-    """What the device still writes for the old state is not told of the new one, which tells its own infinities."""
+    """The device may still write for the old state: the report of the new one names its own infinities alone."""
     model = make()
     call(model)
     saved = f8.delayed_state_dict(model)
@@ -123,7 +123,7 @@ def test_the_tensors_of_a_state_keep_the_order_in_which_the_update_takes_them() 
 
 
 def test_a_warning_that_is_an_error_comes_after_the_update() -> None:
-    """Of all layers, also those of another recipe, whose update is another."""
+    """All layers are updated first, also those of another recipe, which has an update of its own."""
     other = dataclasses.replace(DELAYED, scale_rule=ScaleRule(power_of_two=True))
     model = nn.Sequential(make()[0], make(other)[0])
     with pytest.raises(RuntimeWarning, match="infinite or NaN"):

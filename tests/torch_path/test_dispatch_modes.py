@@ -1,4 +1,4 @@
-"""What others see of converted layers: selective checkpointing, flop counters, the partitioner of a compiler."""
+"""Converted layers as others see them: selective checkpointing, flop counters, the partitioner of a compiler."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,6 +16,8 @@ import f8emu.torch as f8
 from benchmarks.models import FeedForward
 from f8emu.spec import RECIPES, UnsupportedError
 from f8emu.torch.gemm import emulation
+from tests.torch_path.bits import assert_all_same_bits
+from tests.torch_path.layers import both_passes
 
 ATEN = torch.ops.aten
 BF16 = torch.bfloat16
@@ -36,11 +38,7 @@ def inputs(*shape: int) -> tuple[Tensor, Tensor]:
 
 def step(model: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
     x, grad = inputs()
-    model.zero_grad()
-    output = run(x)
-    output.backward(grad)
-    grads = [x.grad, *(p.grad for p in model.parameters())]
-    return [output.detach(), *(g.clone() for g in grads if g is not None)]
+    return both_passes(run, x, grad=grad, parameters=model.parameters())
 
 
 @pytest.fixture
@@ -95,13 +93,13 @@ def test_a_policy_that_knows_aten(name: str, backend: str | None, gemms: list[st
 
     run = region if backend is None else torch.compile(region, backend=backend, fullgraph=True)
     gemms.clear()
-    found = step(model, run)
+    observed = step(model, run)
     assert len(gemms) == 3 + 1 + 6, "one product of three is computed again"
     if backend is None:  # Dynamo makes a list of its own
         assert seen.count(ATEN.mm.default) == 3
         if name in ("tensorwise", "rowwise"):
             assert seen.count(ATEN.max.default) == 5, "two inputs and three weights"
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert_all_same_bits(observed, expected)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -115,7 +113,7 @@ def test_flops_are_those_of_bfloat16(name: str) -> None:
 
 
 class Reader(TorchDispatchMode):
-    """What people write: it looks for NaN, keeps statistics, and gives the operator copies of its arguments."""
+    """A mode as people write it: it looks for NaN, keeps statistics, and gives the operator copies of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,8 +144,7 @@ def test_a_mode_that_reads(name: str) -> None:
         output = model(x)
         assert len(reader.of_products) == 6 and max(reader.of_products) < 10, "of values, not of codes"
         output.backward(grad)
-    found = [output.detach(), x.grad, *(p.grad for p in model.parameters())]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None)
+    assert_all_same_bits([output, x.grad, *(p.grad for p in model.parameters())], expected)
 
 
 class Replacer(TorchDispatchMode):
@@ -162,7 +159,7 @@ def test_a_mode_that_replaces_operands() -> None:
     model = converted("rowwise")
     expected = step(model, model)
     with Replacer():
-        assert all(torch.equal(a, b) for a, b in zip(step(model, model), expected, strict=True))
+        assert_all_same_bits(step(model, model), expected)
         with pytest.raises(UnsupportedError, match=r"a dispatch mode gave aten\.mm\.default other tensors"):
             checkpoint(model, inputs()[0], use_reentrant=False, context_fn=partial(every_second_mm, []))
 
@@ -197,8 +194,7 @@ def test_codes_are_recomputed_if_that_is_wanted(name: str) -> None:
     compiled, without = (torch.compile(m, backend=PARTITIONED) for m in (model, plain))
     assert kept_codes(model) and kept_codes(without)
     assert not kept_codes(compiled)
-    for a, b in zip(step(model, compiled), step(plain, without), strict=True):
-        assert torch.equal(a, b)
+    assert_all_same_bits(step(model, compiled), step(plain, without))
 
 
 def test_codes_are_kept_where_that_is_less() -> None:

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 import f8emu.torch as f8
 from f8emu.spec import RECIPES
 from f8emu.spec.errors import UnsupportedError
-from tests.torch_path.layers import draw
+from tests.torch_path.bits import assert_all_same_bits
+from tests.torch_path.layers import both_passes, draw
 
 pytestmark = [
     # Dynamo itself instantiates every autograd function that it traces.
@@ -94,7 +95,7 @@ def captured(model: nn.Module, x: Tensor) -> Any:
 
 
 def joint(model: nn.Module, x: Tensor) -> Traced:
-    """As AutoParallel and torchtitan's compiler toolkit trace: one graph with the backward pass."""
+    """One graph with the backward pass, as AutoParallel and torchtitan's compiler toolkit trace it."""
     from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
 
     with ExitStack() as stack:
@@ -168,7 +169,7 @@ def test_onnx_has_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stepped_losses(forward: Any, model: nn.Module, x: Tensor, steps: int = 10) -> list[float]:
-    """Of so many steps of SGD, and the norms of what it has made of the parameters."""
+    """The losses of so many steps of SGD, and the norms of the parameters after them."""
     holder = forward if isinstance(forward, nn.Module) else model
     params, losses = {id(p): p for p in holder.parameters()}, list[float]()
     optimizer = torch.optim.SGD(params.values(), lr=0.1)
@@ -188,19 +189,13 @@ def test_compiled_layers_of_symbolic_sizes_are_compiled_once(recipe: str) -> Non
     counted = CompileCounterWithBackend("aot_eager")
     forward: Any = torch.compile(compiled, backend=counted, fullgraph=True)
 
-    def passes(call: Any, model: nn.Sequential, x: Tensor, grad: Tensor) -> list[Tensor]:
-        model.zero_grad()
-        output = call(x)
-        output.backward(grad)
-        assert x.grad is not None
-        found = [output.detach(), x.grad, *(layer.weight.grad for layer in (model[0], model[2]))]
-        return found
+    def dynamic(x: Tensor) -> Tensor:
+        for dim in range(2):
+            torch._dynamo.mark_dynamic(x, dim)
+        return forward(x)
 
     for i, sizes in enumerate(((2, 4), (3, 5), (3, 43), (50, 41))):
         x, grad = draw(*sizes, 144, seed=i), draw(*sizes, 40, seed=-i)
-        leaves = [x.clone().requires_grad_() for _ in range(2)]
-        for dim in range(2):
-            torch._dynamo.mark_dynamic(leaves[0], dim)
-        found, expected = passes(forward, compiled, leaves[0], grad), passes(eager, eager, leaves[1], grad)
-        assert all(map(torch.equal, found, expected)), sizes
+        found = both_passes(dynamic, x, grad=grad, parameters=compiled.parameters())
+        assert_all_same_bits(found, both_passes(eager, x, grad=grad, parameters=eager.parameters()))
     assert counted.frame_count <= 3, "delayed scaling is another program once its scales are set"

@@ -35,6 +35,7 @@ from f8emu.torch.chip import capability_of, has_float8_hardware
 from f8emu.torch.gemm import engine as gemm_engine
 from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm.engine import Engine, resolve_engine, warn_of_idle_gpu
+from tests.torch_path.bits import assert_all_same_bits, assert_same_bits, to_numpy
 from tests.torch_path.layers import OpCounter, draw, layer_of, passes
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -49,29 +50,22 @@ def drawn(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: draw(*shape, seed=i, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
 
 
-def both_passes(layer: f8.Float8Linear, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def passed(layer: f8.Float8Linear, tensors: dict[str, Tensor]) -> list[Tensor]:
     return passes(layer, tensors["input"], tensors["grad_output"])
 
 
-@pytest.fixture
-def assert_equal_to_oracle(to_numpy: Any, assert_same_bits: Any) -> Any:
-    """Run a layer with these tensors, compare its three products; gives them back with the oracle's trace."""
-
-    def check(layer: f8.Float8Linear, tensors: dict[str, Tensor], states: Any = None) -> tuple[Any, Any]:
-        with torch.no_grad():
-            layer.weight.copy_(tensors["weight"])
-        observed = both_passes(layer, tensors)
-        if states is None and layer.recipe.delayed is not None:
-            states = dict.fromkeys(TENSORS, reference.initial_delayed_state(layer.recipe.delayed))
-        arrays = (to_numpy(tensors[name]) for name in TENSORS)
-        expected = reference.linear(layer.recipe, *arrays, delayed_state=states)
-        assert expected.grad_input is not None and expected.grad_weight is not None
-        wanted = (expected.output.product, expected.grad_input.product, expected.grad_weight.product)
-        for ours, theirs in zip(observed, wanted, strict=True):
-            assert_same_bits(ours, theirs)
-        return observed, expected
-
-    return check
+def assert_equal_to_oracle(layer: f8.Float8Linear, tensors: dict[str, Tensor], states: Any = None) -> list[Tensor]:
+    """Run a layer with these tensors, compare its three products with the oracle's; gives them back."""
+    with torch.no_grad():
+        layer.weight.copy_(tensors["weight"])
+    observed = passed(layer, tensors)
+    if states is None and layer.recipe.delayed is not None:
+        states = dict.fromkeys(TENSORS, reference.initial_delayed_state(layer.recipe.delayed))
+    expected = reference.linear(layer.recipe, *(to_numpy(tensors[name]) for name in TENSORS), delayed_state=states)
+    assert expected.grad_input is not None and expected.grad_weight is not None
+    traces = expected.output, expected.grad_input, expected.grad_weight
+    assert_all_same_bits(observed, [trace.product for trace in traces])
+    return observed
 
 
 # Amaxes that no scale fits.
@@ -102,18 +96,18 @@ def extremes(dtype: torch.dtype, value: float) -> Iterable[dict[str, Tensor]]:
     ids=str,
 )
 @pytest.mark.parametrize("name", RECIPES)
-def test_unusual_amaxes(name: str, dtype: torch.dtype, value: float, assert_equal_to_oracle: Any) -> None:
+def test_unusual_amaxes(name: str, dtype: torch.dtype, value: float) -> None:
     for tensors in extremes(dtype, value):
-        observed, _ = assert_equal_to_oracle(layer_of(RECIPES[name], N, K, dtype, bias=False), tensors)
+        observed = assert_equal_to_oracle(layer_of(RECIPES[name], N, K, dtype, bias=False), tensors)
         is_finite = all(tensor.isfinite().all() for tensor in observed)
         assert value == torch.finfo(dtype).max or is_finite == math.isfinite(value)
 
 
-def test_the_first_step_has_its_margin(assert_equal_to_oracle: Any) -> None:
-    """As a power of two it shows in the smallest numbers alone."""
+def test_the_first_step_has_its_margin() -> None:
+    """The margin, a power of two, shows in the smallest numbers alone."""
     recipes = [dataclasses.replace(DELAYED, delayed=DelayedScaling(margin=margin)) for margin in (0, 6)]
     layers = [layer_of(recipe, N, K, F32, bias=False) for recipe in recipes]
-    without, wide = (assert_equal_to_oracle(layer, drawn(F32))[0] for layer in layers)
+    without, wide = (assert_equal_to_oracle(layer, drawn(F32)) for layer in layers)
     assert all(one.ne(other).any() for one, other in zip(without, wide, strict=True))
 
 
@@ -122,9 +116,7 @@ def test_the_first_step_has_its_margin(assert_equal_to_oracle: Any) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_fault_under_delayed_scales(
-    name: str, value: float, to_numpy: Any, assert_equal_to_oracle: Any, assert_same_bits: Any
-) -> None:
+def test_a_fault_under_delayed_scales(name: str, value: float) -> None:
     """NaN stays NaN; infinity counts as the largest number of its format. The scale stays, and the step is counted."""
     most_recent = DelayedScaling(reduction=AmaxHistoryReduction.MOST_RECENT)
     layer = layer_of(dataclasses.replace(DELAYED, delayed=most_recent), N, K, BF16, bias=False)
@@ -136,7 +128,7 @@ def test_a_fault_under_delayed_scales(
     tensors, at = drawn(BF16), TENSORS.index(name)
     tensors[name][3, 2] = value
     with pytest.warns(RuntimeWarning, match=rf"infinite or NaN for: {name} of a layer without a name"):
-        observed, _ = assert_equal_to_oracle(layer, tensors, states)
+        observed = assert_equal_to_oracle(layer, tensors, states)
     of_nan = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}[name]
     for i, tensor in enumerate(observed):
         assert tensor.isnan().any().item() == (value != value and i in of_nan)
@@ -156,15 +148,14 @@ def pass_through(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_module_used_twice(name: str, assert_same_bits: Any) -> None:
-    """As two layers of equal weights; the state of delayed scaling has seen both uses, and moves once."""
+def test_a_module_used_twice(name: str) -> None:
+    """A module used twice is two layers of equal weights; its state has seen both uses, and moves once."""
     shared = nn.Linear(32, 32, dtype=BF16)
     apart = nn.Sequential(copy.deepcopy(shared), nn.ReLU(), copy.deepcopy(shared))
     f8.convert_to_float8_training(apart, config=name)
     model = f8.convert_to_float8_training(nn.Sequential(shared, nn.ReLU(), shared), config=name)
     x = draw(M, 32, seed=1, dtype=BF16)
-    for ours, theirs in zip(pass_through(model, x), pass_through(apart, x), strict=True):
-        assert_same_bits(ours, theirs)
+    assert_all_same_bits(pass_through(model, x), pass_through(apart, x))
     layer, first, second = (m for m in (model[0], apart[0], apart[2]) if isinstance(m, f8.Float8Linear))  # type: ignore[index]
     for parameter, one, two in zip(layer.parameters(), first.parameters(), second.parameters(), strict=True):
         assert parameter.grad is not None and one.grad is not None and two.grad is not None
@@ -193,7 +184,7 @@ class LanguageModel(nn.Module):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_weight_tied_to_an_embedding(name: str, assert_same_bits: Any) -> None:
+def test_a_weight_tied_to_an_embedding(name: str) -> None:
     """Its gradient is the sum of both, a step moves both, and delayed scaling watches it as any other weight."""
     tied = LanguageModel(is_tied=True)
     apart = f8.convert_to_float8_training(LanguageModel(is_tied=False), config=name)
@@ -217,18 +208,17 @@ def test_a_weight_tied_to_an_embedding(name: str, assert_same_bits: Any) -> None
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_evaluation_gives_the_bits_of_training(name: str, assert_same_bits: Any) -> None:
+def test_evaluation_gives_the_bits_of_training(name: str) -> None:
     """Without gradients and in inference mode too, and training goes on after it."""
     layer, tensors = layer_of(RECIPES[name], N, K, BF16, bias=False), drawn(BF16)
-    expected = both_passes(layer, tensors)
+    expected = passed(layer, tensors)
     layer.eval()
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             output = layer(tensors["input"].clone())
         assert_same_bits(output, expected[0])
         assert output.requires_grad == (mode is torch.enable_grad)
-    for ours, theirs in zip(both_passes(layer.train(), tensors), expected, strict=True):
-        assert_same_bits(ours, theirs)
+    assert_all_same_bits(passed(layer.train(), tensors), expected)
 
 
 # One update for the whole model.
@@ -252,7 +242,7 @@ def test_an_update_takes_as_many_operations_for_a_large_model() -> None:
 
 @pytest.fixture(autouse=True)
 def ask_the_device_again() -> Iterator[None]:
-    """What f8emu remembers of a device belongs to one test."""
+    """Forget what f8emu remembers of a device."""
     caches = (has_float8_hardware, capability_of, warn_of_idle_gpu)
     for function in caches:
         function.cache_clear()
@@ -344,21 +334,20 @@ def test_autocast_leaves_the_gemm_in_high_precision_alone() -> None:
     gemm = mm_call(Shaped((16, 16), "bfloat16"), Shaped((16, 16), "bfloat16"))
     expected = hardware.mm(a, b, gemm)
     with torch.autocast("cpu", torch.float16):
-        found = hardware.mm(a, b, gemm)
-    assert found.dtype is torch.bfloat16 and torch.equal(found, expected)
+        observed = hardware.mm(a, b, gemm)
+    assert observed.dtype is torch.bfloat16 and torch.equal(observed, expected)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPatch, assert_same_bits: Any) -> None:
+def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused where the hardware is asked for, never replaced; emulated where the engine is left open."""
     tensors, layer = drawn(BF16), layer_of(RECIPES[name], N, K, BF16, bias=False)
-    expected = both_passes(layer, tensors)
+    expected = passed(layer, tensors)
     gpu = pretend_a_gpu(monkeypatch, (8, 0))
     monkeypatch.setattr(
         gemm_engine, "resolve_engine", lambda call, device, engine, chip: resolve_engine(call, gpu, engine, chip)
     )
-    for ours, theirs in zip(both_passes(layer, tensors), expected, strict=True):
-        assert_same_bits(ours, theirs)
+    assert_all_same_bits(passed(layer, tensors), expected)
     layer.engine = "hardware"
     with pytest.raises(UnsupportedError, match=r"scaled_mm: engine='hardware' needs .* 9\.0, Hopper; got cuda:0"):
         layer(tensors["input"])

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import f8emu.torch as f8
 from f8emu.spec import OperandError, Recipe, UnsupportedError
+from tests.torch_path.bits import assert_all_same_bits, assert_same_bits
 from tests.torch_path.states import assert_same_state, through_file
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
@@ -49,7 +50,7 @@ def codes(model: nn.Module) -> list[Tensor]:
 
 
 def batch(step: int) -> Tensor:
-    """Of another magnitude in every step."""
+    """A batch of another magnitude in every step."""
     generator = torch.Generator().manual_seed(step)
     return (torch.randn(16, 32, generator=generator) * 2.0**-step).bfloat16()
 
@@ -72,7 +73,7 @@ def assert_same_model(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
-def test_bits_are_those_of_a_layer_whose_weight_is_the_master(name: str, compiled: bool, assert_same_bits: Any) -> None:
+def test_bits_are_those_of_a_layer_whose_weight_is_the_master(name: str, compiled: bool) -> None:
     """Outputs, gradients, masters, scales, optimizer state; with gradient accumulation, decay and a schedule.
 
     The other layer casts its weight anew in every pass, so its codes come from outside of what is tested. Under delayed
@@ -85,7 +86,7 @@ def test_bits_are_those_of_a_layer_whose_weight_is_the_master(name: str, compile
     models: list[Any] = [ours, theirs]
     if compiled:
         torch._dynamo.reset()
-        models = [torch.compile(model, backend="aot_eager", fullgraph=True) for model in models]
+        models = [torch.compile(ours, backend="aot_eager", fullgraph=True), theirs]
     first = codes(ours)[0].view(torch.uint8).clone()
     for number in range(STEPS):
         parts = 1 if name == "delayed" else 2
@@ -174,13 +175,12 @@ def restarted(name: str) -> tuple[nn.Sequential, f8.MasterWeights]:
 
 @pytest.mark.parametrize("name", ["rowwise", "delayed"])
 @pytest.mark.filterwarnings("ignore:Float8Linear. the state dict has no state of delayed scaling")
-def test_weights_are_written_as_those_of_any_layer(name: str, assert_same_bits: Any) -> None:
-    """By initializations, the meta device, plain checkpoints and changes of dtype; then read and converted back."""
+def test_weights_are_written_as_those_of_any_layer(name: str) -> None:
+    """Written by initializations, the meta device, plain checkpoints and changes of dtype; then converted back."""
 
-    def assert_like(found: nn.Module, expected: nn.Module) -> None:
-        for one, other in zip(codes(found), codes(expected), strict=True):
-            assert_same_bits(one, other)
-        assert_same_model(found, expected)
+    def assert_like(observed: nn.Module, expected: nn.Module) -> None:
+        assert_all_same_bits(codes(observed), codes(expected))
+        assert_same_model(observed, expected)
 
     def initialized(model: nn.Module) -> nn.Module:
         torch.manual_seed(5)
@@ -207,7 +207,7 @@ def test_weights_are_written_as_those_of_any_layer(name: str, assert_same_bits: 
     assert all(torch.equal(value, source[key]) for key, value in back.state_dict().items())
 
 
-def test_optimizers_of_every_kind(assert_same_bits: Any) -> None:
+def test_optimizers_of_every_kind() -> None:
     """A closure that is called again, GradScaler, groups that come later, a weight that was frozen, shared weights."""
 
     def both(make: Callable[[nn.Module, Any], None], dtype: torch.dtype = torch.float32) -> None:

@@ -37,7 +37,7 @@ SIZES = {"q_proj": 256, "k_proj": 128, "v_proj": 128}
 
 
 def weights() -> dict[str, Tensor]:
-    """Of three layers with one input, a magnitude to each block: shards and blocks cannot be mixed up."""
+    """The weights of three layers with one input. Blocks differ in magnitude, so that none is taken for another."""
     generator, found = torch.Generator().manual_seed(0), dict[str, Tensor]()
     for i, (name, rows) in enumerate(SIZES.items()):
         w = torch.randn(rows // 128, 128, K // 128, 128, generator=generator)
@@ -179,7 +179,7 @@ def up(scale: Tensor) -> Tensor:
 
 
 def test_what_gives_a_side() -> None:
-    """Of blocks that the edges cut: a dialect, of the value or of its bfloat16; a scale rounded afterwards; nothing."""
+    """Blocks cut by the edges: of a dialect, of the value or its bfloat16; of a scale rounded later; of nothing."""
 
     def side(name: str, x: Any) -> Side:
         codes, scale = quantize(x, name, block=(128, 128))
@@ -279,7 +279,7 @@ def test_a_server_that_does_as_its_trainer_does(tmp_path: Path) -> None:
 
 
 def test_fused_shards_with_one_scale_are_named(tmp_path: Path) -> None:
-    """As vLLM loads a per-tensor checkpoint: the largest scale, and the codes of the other shards through float16."""
+    """vLLM loads a per-tensor checkpoint so: the largest scale, and the codes of the other shards through float16."""
     shards = {name: quantize(w, "torchao_tensorwise") for name, w in weights().items()}
     scales = {name: 1 / shard.scale for name, shard in shards.items()}
     largest = torch.stack(list(scales.values())).max().reshape(1, 1)
@@ -363,7 +363,7 @@ def test_torchao_trains_with_our_codes_and_scales(torchao: Any, tmp_path: Path) 
 
 
 def compare_with_torchao(torchao: Any, recipe: str, tmp_path: Path) -> None:
-    """Of both operands; the products of its emulation are those of float32."""
+    """Codes and scales of both operands are ours; the products of torchao's emulation are those of float32."""
     config = replace(torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     # not by its own convert_to_float8_training, which changes Inductor for the whole process
     theirs = Attention({name: torchao.Float8Linear.from_float(m, config) for name, m in linears().self_attn.items()})

@@ -1,7 +1,6 @@
 """The kernels of casts by groups against plain torch, bit for bit, in Triton's interpreter or on a GPU."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ from f8emu.torch.fused import grouped
 from f8emu.torch.fused.availability import launch_plans
 from f8emu.torch.fused.launch import padded_rows
 from f8emu.torch.scale import reciprocal
-from tests.torch_path.interpreter import INTERPRETED, ON_GPU, Kernels, run_interpreted
+from tests.torch_path.bits import assert_same_bits
+from tests.torch_path.interpreter import INTERPRETED, ON_GPU, Kernels
 from tests.torch_path.layers import draw
 
 SIZES = [(0, 1, 15, 17, 66, 0), *([] if INTERPRETED else [(64, 208, 16, 96), (0, 0, 8192, 129), (33,) * 128])]
@@ -37,8 +37,8 @@ def nasty(rows: int, columns: int, seed: int) -> Tensor:
 class Compared:
     """Calls an operator by its kernels and by plain torch; what no group has is not looked at."""
 
-    def __init__(self, kernels: Kernels, sizes: Sequence[int], same: Any) -> None:
-        self.kernels, self.same = kernels, same
+    def __init__(self, kernels: Kernels, sizes: Sequence[int]) -> None:
+        self.kernels = kernels
         self.offs, self.rows = groups_of(sizes)
         self.groups, self.ends = len(sizes), int(self.offs[-1])
         (self.tiles,) = kernels(grouped.group_tiles, self.offs, self.rows)
@@ -53,12 +53,12 @@ class Compared:
         for x, y in zip(ours, theirs, strict=True):
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
             if x.numel():
-                self.same(
+                assert_same_bits(
                     *((x, y) if is_stack else map(self._of_groups, (x, y))), nan_codes=x.dtype is not torch.float32
                 )
         for x, y in zip(of_kernel, of_plain, strict=True):
             if isinstance(x, Tensor):
-                self.same(x, y)
+                assert_same_bits(x, y)
         return theirs
 
     def _of_groups(self, x: Tensor) -> Tensor:
@@ -68,13 +68,8 @@ class Compared:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    return Kernels(monkeypatch)
-
-
-@pytest.fixture
-def compared(request: Any, monkeypatch: pytest.MonkeyPatch, assert_same_bits: Any) -> Compared:
-    return Compared(Kernels(monkeypatch), request.param, assert_same_bits)
+def compared(request: Any, kernels: Kernels) -> Compared:
+    return Compared(kernels, request.param)
 
 
 every_size = pytest.mark.parametrize("compared", SIZES, indirect=True, ids=str)
@@ -98,8 +93,8 @@ def test_groups_of_tokens(compared: Compared) -> None:
 
 
 @ON_GPU
-def test_stacks_of_weights(monkeypatch: pytest.MonkeyPatch, assert_same_bits: Any) -> None:
-    compared = Compared(Kernels(monkeypatch), (1,), assert_same_bits)
+def test_stacks_of_weights(kernels: Kernels) -> None:
+    compared = Compared(kernels, (1,))
     for groups, n, k in [(3, 48, 80), *([] if INTERPRETED else [(4, 256, 768), (2, 80, 5120), (1, 4096, 14336)])]:
         x = nasty(groups * n, k, 2)
         (amaxes,) = compared(grouped.amaxes_of_groups, x, None, groups, False, is_stack=True)
@@ -117,8 +112,6 @@ def test_silu(compared: Compared, is_joint: bool) -> None:
     h, groups, tiles, rows = 48 if INTERPRETED else 336, compared.groups, compared.tiles, compared.rows
     gate, up, grad = (nasty(rows, h, seed) for seed in (3, 4, 5))
     pair = (torch.cat([gate, up], dim=1), None) if is_joint else (gate, up)
-    if is_joint:  # the interpreter takes arguments that are tensors or numbers alone
-        pair = pair[0], None
     (amaxes,) = compared(grouped.amaxes_of_hidden, *pair, tiles, groups, False)
     compared(grouped.cast_hidden, *pair, tiles, groups, E4M3, amaxes[:rows, None], False, FLOOR, None)
     (amax,) = compared(grouped.amaxes_of_hidden, *pair, tiles, groups, True)
@@ -140,7 +133,7 @@ def test_silu(compared: Compared, is_joint: bool) -> None:
 
 
 @ON_GPU
-def test_scales_of_groups(kernels: Kernels, assert_same_bits: Any) -> None:
+def test_scales_of_groups(kernels: Kernels) -> None:
     """One launch for what plain torch computes in several."""
     inv_scales = [draw(5, 1, seed=seed).abs().float() + 0.01 for seed in (1, 2)]
     outputs = torch.zeros(5, 1), torch.zeros(5, 1), torch.zeros(300), torch.zeros(5, 48)
@@ -157,8 +150,3 @@ def test_scales_of_groups(kernels: Kernels, assert_same_bits: Any) -> None:
     assert_same_bits(scale, reciprocal(inv_scales[0]))
     assert_same_bits(ones, torch.ones(300))
     assert_same_bits(products, (inv_scales[0] * inv_scales[1]).expand(5, 48).contiguous())
-
-
-@pytest.mark.skipif(INTERPRETED or find_spec("triton") is None, reason="needs triton, outside of its interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted("tests/torch_path/test_grouped_kernels.py")

@@ -11,6 +11,7 @@ import f8emu.torch as f8
 from f8emu.spec import RECIPES
 from f8emu.torch import Outcome
 from f8emu.torch.layer import first_step
+from tests.torch_path.bits import assert_all_same_bits
 from tests.torch_path.states import assert_same_state
 
 transformers: Any = pytest.importorskip("transformers")
@@ -74,7 +75,7 @@ def answer(model: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-def test_models_train_and_come_back(build: Any, name: str, tmp_path: Path, assert_same_bits: Any) -> None:
+def test_models_train_and_come_back(build: Any, name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build()
     keys, (converted, other) = list(model.state_dict()), MODELS[build]
@@ -102,8 +103,7 @@ def test_models_train_and_come_back(build: Any, name: str, tmp_path: Path, asser
     f8.convert_to_float8_training(loaded, config=name, **ALL)
     if name == "delayed":
         f8.load_delayed_state_dict(loaded, f8.delayed_state_dict(model))
-    for observed, expected in zip(answer(loaded), answer(model), strict=True):
-        assert_same_bits(observed, expected)
+    assert_all_same_bits(answer(loaded), answer(model))
     assert not any(isinstance(layer, f8.Float8Linear) for layer in f8.dequantize_float8_training(model).modules())
 
 
@@ -138,7 +138,7 @@ def test_layers_that_a_model_replaces_or_reads_are_told(
 
 @pytest.mark.parametrize("option", ["enable_fsdp_float8_all_gather", "float8_primary_weights"])
 def test_weights_that_are_no_plain_tensors_are_saved(option: str, tmp_path: Path) -> None:
-    """By `save_pretrained` and by safetensors' `save_model`: the same tensors, and the same that are shared."""
+    """`save_pretrained` and safetensors' `save_model` write the same tensors, and share the same."""
     expected = model_of("LlamaForCausalLM", transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True))
     model = copy.deepcopy(expected)
     chosen: dict[str, Any] = {option: True}

@@ -1,4 +1,4 @@
-"""What Inductor makes of the casts for a GPU, without one: the lowerings run, and their code calls plans that exist.
+"""The casts as Inductor compiles them for a GPU, without one: lowerings run, and their code calls plans that exist.
 
 The device is described to the compiler and to Triton; nothing is launched. On a GPU test_gpu.py runs such code.
 """

@@ -1,4 +1,4 @@
-"""What observers see is what was computed, and changes no bit; the inspection of it against numpy, and its log."""
+"""Observers see the tensors that were computed, and change no bit; the inspection against numpy, and its log."""
 
 import copy
 import functools
@@ -41,16 +41,13 @@ from f8emu.spec import (
 from f8emu.torch.casts.operand import Operand
 from f8emu.torch.inspection import recorder
 from f8emu.torch.inspection.config import STATISTICS, JsonLog, config_of
-from f8emu.torch.layer import observers
+from f8emu.torch.layer import matmul, observers
 from f8emu.torch.layer.float8_layer import all_float8_layers, float8_layers
 from f8emu.torch.layer.observers import GemmSeen, Observation, TensorSeen
+from tests.torch_path.bits import assert_all_same_bits, assert_same_bits, to_numpy
+from tests.torch_path.layers import both_passes, draw
 
 BF16 = torch.bfloat16
-Draw = Callable[..., Tensor]
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
 class Seen:
@@ -65,37 +62,11 @@ class Seen:
         self.tensors[seen.layer, seen.tensor] += 1
 
     def gemm(self, seen: GemmSeen) -> None:
-        """Count, and repeat the GEMM with the oracle."""
+        """Count the GEMM, and repeat it with what is shown of it."""
         self.gemms[seen.layer, seen.gemm] += 1
-        if seen.spec.is_high_precision:
-            a, b = (to_numpy(x.codes) for x in (seen.a, seen.b))
-            expected = reference.mm(a, b.T, split_k=seen.split_k)
-        else:
-            pair = seen.spec.scaled_gemm_granularities
-            a, b = to_numpy(seen.a.codes), to_numpy(seen.b.codes)
-            assert seen.a.scale is not None and seen.b.scale is not None
-            scales = [
-                np.broadcast_to(to_numpy(scale), granularity.scale_shape(*codes.shape))
-                for scale, granularity, codes in zip((seen.a.scale, seen.b.scale), pair, (a, b), strict=True)
-            ]
-            expected = reference.scaled_mm(
-                a,
-                b.T,
-                scales[0],
-                scales[1].T,
-                granularity_a=pair[0],
-                granularity_b=pair[1],
-                use_fast_accum=seen.spec.use_fast_accum,
-                split_k=seen.split_k,
-            )
-        if not np.array_equal(expected.view(np.uint16), to_numpy(seen.product).view(np.uint16)):
+        again = matmul.gemm(seen.a, seen.b, seen.spec, seen.product.dtype, "auto", split_k=seen.split_k)
+        if not torch.equal(again, seen.product):
             self.wrong.append(f"{seen.layer} {seen.gemm}")
-
-
-def to_numpy(x: Tensor) -> np.ndarray:
-    name = str(x.dtype).removeprefix("torch.")
-    flat = x.detach().reshape(-1).contiguous().view(torch.uint8).numpy().copy()
-    return flat.view(np.dtype(getattr(ml_dtypes, name, None) or name)).reshape(x.shape)
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
@@ -103,7 +74,7 @@ def records_of(path: Path) -> list[dict[str, Any]]:
 
 
 def inspected(path: Path, *options: str) -> Any:
-    """What the command line says of a log."""
+    """The result of `f8emu inspect` for a log."""
     return CliRunner().invoke(cli.build_app(), ["inspect", str(path), *options])
 
 
@@ -137,20 +108,12 @@ def observe(model: nn.Module, observer: Seen) -> Observation:
 
 def passed(model: nn.Sequential, seen: Seen | None, step: int) -> list[Tensor]:
     """Output and gradients of one pass, watched or not."""
-    x = draw(32, 32, seed=step).requires_grad_()
     taken = None if seen is None else observe(model, seen)
-    output = model(x)
-    output.float().square().sum().backward()
+    inputs = draw(32, 32, seed=step), draw(32, 32, seed=step + 100)
+    results = both_passes(model, inputs[0], grad=inputs[1], parameters=model.parameters())
     if taken is not None:
         taken.remove()
-    assert x.grad is not None
-    found = [output.detach().clone(), x.grad, *(p.grad for p in model.parameters())]
-    model.zero_grad()
-    return found
-
-
-def is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(found, expected, strict=True))
+    return results
 
 
 def check_counts(seen: Seen, layers: int, times: int) -> None:
@@ -164,7 +127,7 @@ def check_counts(seen: Seen, layers: int, times: int) -> None:
 def test_an_observer_sees_each_gemm_once_and_changes_no_bit(recipe: Recipe) -> None:
     seen, watched, plain = Seen(), model_of(recipe), model_of(recipe)
     for step in range(3):
-        assert is_same(passed(watched, seen if step else None, step), passed(plain, None, step))
+        assert_all_same_bits(passed(watched, seen if step else None, step), passed(plain, None, step))
         for model in (watched, plain) if recipe.delayed is not None else ():
             f8.sync_float8_amax_and_scale_history(model)
     check_counts(seen, layers=6, times=2)
@@ -199,7 +162,7 @@ def test_the_fused_block_shows_what_it_never_writes() -> None:
         x = to_numpy(values[layer, tensor])
         scales = reference.scale_from_amax(reference.amax(x, cast.granularity), cast.format)
         expected = reference.quantize(x, scales.inv_scale, cast.format, cast.granularity)
-        np.testing.assert_array_equal(codes[layer, gemm].view(np.uint8), expected.view(np.uint8))
+        assert_same_bits(codes[layer, gemm], expected, nan_codes=True)
 
 
 def test_compiled_code_has_taps_only_while_somebody_watches() -> None:
@@ -216,7 +179,7 @@ def test_compiled_code_has_taps_only_while_somebody_watches() -> None:
     model.compile(backend=backend, fullgraph=True)
     expected = passed(model, None, 0)
     for is_watched in (True, False, True):
-        assert is_same(passed(model, seen if is_watched else None, 0), expected)
+        assert_all_same_bits(passed(model, seen if is_watched else None, 0), expected)
     # Each runs again: no third graph.
     without, with_taps = graphs
     assert "observe" not in without and with_taps.count("= torch.ops.f8emu.observe_gemm") == 3
@@ -269,7 +232,7 @@ def of_elements(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("recipe", (ROWWISE, BLOCKWISE), ids=lambda recipe: recipe.name)
 def test_statistics_are_those_of_numpy(recipe: Recipe, tmp_path: Path) -> None:
-    """Of the forward GEMM: casts by ml_dtypes, the parts of the error by the oracle on all of it."""
+    """The forward GEMM: its casts by ml_dtypes, the parts of its error by the oracle on all of it."""
     m, n, k = 40, 48, 256
     model = model_of(recipe, lambda: nn.Linear(k, n, bias=False), layers=1)
     x = draw(m, k, seed=1) * torch.logspace(-5, 1, k).to(BF16)
@@ -415,7 +378,7 @@ def test_nothing_is_known_of_a_forward_pass_in_another_step(tmp_path: Path) -> N
 
 
 def test_an_operand_that_is_known_by_its_codes_only_has_its_nan_named() -> None:
-    """As FSDP2 gathers weights in float8: the tap shows no values of them."""
+    """FSDP2 gathers weights in float8: the tap shows no values of them."""
     model = model_of(TENSORWISE, lambda: nn.Linear(32, 32), layers=1)
     with f8.inspect(model) as inspector:
         codes = torch.full((32, 32), 0x38, dtype=torch.uint8)
@@ -553,7 +516,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             model(draw(32, 32, seed=1)).sum().backward()
             inspector.step()
     reader = EventAccumulator(str(tmp_path / "rank0"), size_guidance={"scalars": 0}).Reload()
-    found = {(tag, event.step, event.value) for tag in reader.Tags()["scalars"] for event in reader.Scalars(tag)}
+    observed = {(tag, event.step, event.value) for tag in reader.Tags()["scalars"] for event in reader.Scalars(tag)}
     records = [one for one in records_of(lines) if "gemm" in one and "event" not in one]
     assert {record["step"] for record in records} == {1, 2}
     expected = {
@@ -563,7 +526,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in record.items()
         if name in STATISTICS and isinstance(value, int | float)
     }
-    assert len(expected) > 50 and found >= expected
+    assert len(expected) > 50 and observed >= expected
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UnsupportedError, match="pip install tensorboard"):
         f8.inspect(model, {"tensorboard": str(tmp_path)})

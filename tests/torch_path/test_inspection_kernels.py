@@ -112,28 +112,28 @@ def test_values(shape, dtype, layout, specials, kernels) -> None:
     x = draw(shape, dtype, specials)
     for wanted in (VALUES, ("amax", "zero"), (*VALUES, "std", "dynamic_range")):
         expected = numbers(Matrix(LAYOUTS[layout](x)).values(wanted))
-        found = kernels(lambda: numbers(Matrix(LAYOUTS[layout](x.to(DEVICE))).values(wanted)))  # noqa: B023
-        expected["std"] = found.get("std", math.nan)  # plain torch on both
-        assert_same({"std": math.nan, **found}, expected)
+        observed = kernels(lambda: numbers(Matrix(LAYOUTS[layout](x.to(DEVICE))).values(wanted)))  # noqa: B023
+        expected["std"] = observed.get("std", math.nan)  # plain torch on both
+        assert_same({"std": math.nan, **observed}, expected)
 
 
 @ON_GPU
 @INPUTS
 @pytest.mark.parametrize("granularity", Granularity, ids=lambda one: one.value)
 def test_casts(granularity, shape, dtype, layout, specials, kernels) -> None:
-    """Of rows and columns, each with another magnitude, by both formats and rules."""
+    """Rows and columns, each of another magnitude, by both formats and rules."""
     x = draw(shape, dtype, specials)
 
     def statistics(device: str) -> list[dict[str, float]]:
-        matrix, found = Matrix(LAYOUTS[layout](x.to(device))), list[Statistics]()
+        matrix, observed = Matrix(LAYOUTS[layout](x.to(device))), list[Statistics]()
         matrix.values(["amax"])
         for transposed, (format, rule) in product((False, True), zip((E4M3FN, E5M2), RULES, strict=True)):
             cast = Cast(format=format, granularity=granularity)
-            found.append(matrix.cast(cast, transposed, rule, CASTS, None))
-        return [numbers(one) for one in found]
+            observed.append(matrix.cast(cast, transposed, rule, CASTS, None))
+        return [numbers(one) for one in observed]
 
-    for found, expected in zip(kernels(statistics, DEVICE), statistics("cpu"), strict=True):
-        assert_same(found, expected)
+    for observed, expected in zip(kernels(statistics, DEVICE), statistics("cpu"), strict=True):
+        assert_same(observed, expected)
 
 
 @ON_GPU
@@ -142,18 +142,18 @@ def test_delayed_casts(kernels) -> None:
     x, cast = draw((40, 300), torch.bfloat16, SPECIALS[3:]), Cast(format=E4M3FN, granularity=Granularity.TENSORWISE)
 
     def statistics(device: str) -> list[dict[str, float]]:
-        found, matrix = list[dict[str, float]](), Matrix(x.to(device))
+        observed, matrix = list[dict[str, float]](), Matrix(x.to(device))
         matrix.values(["amax"])
         for inv_scale, transposed in product((0.0, 0.3, 50.0), (False, True)):
             one = torch.full((1, 1), inv_scale, device=device)
             state = Delayed(inv_scale=one, amax=torch.zeros(1, 1, device=device), margin=2)
-            found.append(numbers(matrix.cast(cast, transposed, ScaleRule(), CASTS, state)))
-        return found
+            observed.append(numbers(matrix.cast(cast, transposed, ScaleRule(), CASTS, state)))
+        return observed
 
     expected = statistics("cpu")
     assert expected[-1]["saturation"] > 0.1
-    for found, wanted in zip(kernels(statistics, DEVICE), expected, strict=True):
-        assert_same(found, wanted)
+    for observed, wanted in zip(kernels(statistics, DEVICE), expected, strict=True):
+        assert_same(observed, wanted)
 
 
 @ON_GPU
@@ -173,7 +173,7 @@ def test_codes(format, kernels) -> None:
 
 
 class Layer:
-    """What a recorder asks of a layer."""
+    """A layer, as far as a recorder asks."""
 
     delayed = None
 
@@ -181,7 +181,7 @@ class Layer:
 @ON_GPU
 @pytest.mark.parametrize("recipe", (ROWWISE_WITH_GW_HP, BLOCKWISE), ids=lambda recipe: recipe.name)
 def test_records(recipe, kernels) -> None:
-    """Of a layer's step, under what it was cast by and what it was not; the weight is known by its codes alone."""
+    """The records of a layer's step, under its own casts and others; the weight is known by its codes alone."""
     drawn = {
         name: draw(shape, torch.bfloat16, SPECIALS[3:])
         for name, shape in (("input", (40, 64)), ("weight", (48, 64)), ("grad_output", (40, 48)))
@@ -215,9 +215,9 @@ def test_records(recipe, kernels) -> None:
 
     expected = records("cpu")
     assert len(expected) == 9 + 4  # of the weight's two operands there is no other recipe's
-    for found, wanted in zip(kernels(records, DEVICE), expected, strict=True):
-        assert found.record == wanted.record
-        assert_same(found.statistics, wanted.statistics)
+    for observed, wanted in zip(kernels(records, DEVICE), expected, strict=True):
+        assert observed.record == wanted.record
+        assert_same(observed.statistics, wanted.statistics)
 
 
 @ON_GPU

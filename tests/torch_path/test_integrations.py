@@ -66,7 +66,7 @@ def test_a_state_dict_refers_to_the_state_as_to_the_weights() -> None:
 
 
 class Net(nn.Module):
-    """As the Trainer wants it: the loss first, and an argument that says so."""
+    """A model as the Trainer wants it: the loss first, and an argument that says so."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,8 @@ import f8emu.torch as f8
 from f8emu.spec import RECIPES, OperandError
 from f8emu.torch import Outcome
 from f8emu.torch.conversion.mixtures import speed_of_experts
-from tests.torch_path.layers import draw
+from tests.torch_path.bits import assert_all_same_bits, assert_same_bits
+from tests.torch_path.layers import both_passes, draw
 from tests.torch_path.test_torchtitan import OF_0_2, OF_0_3, adapter
 
 transformers: Any = pytest.importorskip("transformers")
@@ -60,15 +61,13 @@ def routing(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def results(experts: Any, index: Tensor, x: Tensor, weights: Tensor, call: Any = None) -> list[Any]:
     """The output, and all gradients."""
-    x, weights = (t.clone().requires_grad_() for t in (x, weights))
-    experts.zero_grad()
-    output = (experts if call is None else call)(x, index, weights)
-    output.backward(draw(TOKENS, DIM, seed=7))
-    return [output.detach(), *(t.grad for t in (x, weights, *experts.parameters()))]
+    call = experts if call is None else call
+    grad = draw(TOKENS, DIM, seed=7)
+    return both_passes(lambda x, w: call(x, index, w), x, weights, grad=grad, parameters=experts.parameters())
 
 
 class Loop(nn.Module):
-    """What transformers' experts compute, each by Float8Linear layers of its own."""
+    """The experts of transformers, each by Float8Linear layers of its own."""
 
     def __init__(self, experts: Any, recipe: str) -> None:
         super().__init__()
@@ -96,20 +95,19 @@ class Loop(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise", "delayed"])
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
-def test_experts_have_the_bits_of_a_loop_of_layers(kind: str, recipe: str, assert_same_bits: Any) -> None:
+def test_experts_have_the_bits_of_a_loop_of_layers(kind: str, recipe: str) -> None:
     is_mixed = kind == "Mixtral"  # float32 weights, tokens in bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-        compare_with_loop(model_of(kind).float() if is_mixed else model_of(kind), recipe, assert_same_bits)
+        compare_with_loop(model_of(kind).float() if is_mixed else model_of(kind), recipe)
 
 
-def compare_with_loop(model: Any, recipe: str, assert_same_bits: Any) -> None:
+def compare_with_loop(model: Any, recipe: str) -> None:
     experts = experts_in(f8.convert_to_float8_training(model, config=recipe))
     loop = Loop(experts, recipe)
     for seed in range(3 if recipe == "delayed" else 1):
         x, index, weights = routing(seed)
         found = results(experts, index, x, weights)
-        for mine, expected in zip(found, loop.stacked(results(loop, index, x, weights)), strict=True):
-            assert_same_bits(mine, expected)
+        assert_all_same_bits(found, loop.stacked(results(loop, index, x, weights)))
         assert not found[3][2].any(), "no token is the third's"
     x, index, weights = routing()
     # Indices beyond the last expert are those of other ranks: zeros, here and in the gradients.
@@ -119,7 +117,7 @@ def compare_with_loop(model: Any, recipe: str, assert_same_bits: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_train_are_saved_and_come_back(kind: str, assert_same_bits: Any) -> None:
+def test_models_train_are_saved_and_come_back(kind: str) -> None:
     model = model_of(kind, output_router_logits=True)
     before, state = type(experts_in(model)), copy.deepcopy(model.state_dict())
     report = f8.plan_conversion(model, config="rowwise")
@@ -146,8 +144,7 @@ def test_models_train_are_saved_and_come_back(kind: str, assert_same_bits: Any) 
     x, index, weights = routing()
     for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         assert type(other) is type(experts)
-        for mine, theirs in zip(*(results(e, index, x, weights) for e in (experts, other)), strict=True):
-            assert_same_bits(mine, theirs)
+        assert_all_same_bits(*(results(e, index, x, weights) for e in (experts, other)))
     # 2. Back, with the old bits.
     model.load_state_dict(state)
     f8.dequantize_float8_training(model)
@@ -157,7 +154,7 @@ def test_models_train_are_saved_and_come_back(kind: str, assert_same_bits: Any) 
     assert_same_bits(model(input_ids=tokens, labels=tokens).loss, expected)
 
 
-def test_compiled_and_checkpointed_experts_have_the_bits_of_eager_ones(assert_same_bits: Any) -> None:
+def test_compiled_and_checkpointed_experts_have_the_bits_of_eager_ones() -> None:
     x, index, weights = routing()
     for kind, is_compiled in (("Mixtral", True), ("GptOss", False)):
         experts = experts_in(f8.convert_to_float8_training(model_of(kind), config="rowwise"))
@@ -169,9 +166,8 @@ def test_compiled_and_checkpointed_experts_have_the_bits_of_eager_ones(assert_sa
         calls = [compiled] * is_compiled
         calls += [partial(checkpoint, experts, use_reentrant=False, **own) for own in ({}, kept)]
         for call in calls:
-            found = results(experts, index, x, weights, call)
-            for mine, theirs in zip(found, expected, strict=True):
-                assert_same_bits(mine, theirs)
+            observed = results(experts, index, x, weights, call)
+            assert_all_same_bits(observed, expected)
     with FlopCounterMode(display=False) as counter:
         results(experts, index, x, weights)
     padded = 2 * TOKENS + 16 * EXPERTS  # the tokens of the GEMMs over them
@@ -209,7 +205,7 @@ def test_routers_of_linear_layers(kind: str) -> None:
 
 @pytest.mark.exhaustive
 def test_routers_of_every_mixture_of_transformers() -> None:
-    """Those whose default configuration makes a model: six layers of each, without data."""
+    """Every mixture whose default configuration makes a model: six layers of each, without data."""
     done = list[str]()
     for config_class in transformers.CONFIG_MAPPING.values():
         try:
@@ -281,7 +277,7 @@ class MoE(nn.Module):
         self.shared_expert_gate = nn.Linear(DIM, 1) if shared else None
 
 
-def test_torchtitan_and_others_that_call_grouped_gemms(assert_same_bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchtitan_and_others_that_call_grouped_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("w1", "w2", "w3"), ("w1_EFD", "w2_EDF", "w3_EFD"), ("a", "b", "c")
     files = ("torchtitan.models.moe.moe", "torchtitan.models.common.moe", "somewhere")
     x, sizes = draw(TOKENS, DIM, seed=1), torch.tensor([7, 0, 25, 1, *[0] * 12])  # and 7 behind the last
@@ -314,12 +310,8 @@ def test_torchtitan_and_others_that_call_grouped_gemms(assert_same_bits: Any, mo
         gate, up = (f8.grouped_linear(inputs[1], w, offs, recipe="rowwise") for w in (w1, w3))
         expected = f8.grouped_linear(silu(gate) * up, w2, offs, recipe="rowwise")
         expected.backward(grad)
-        pairs = [
-            (output, expected),
-            *((p.grad, w.grad) for p, w in zip(experts.parameters(), (w1, w2, w3), strict=True)),
-        ]
-        for mine, theirs in [*pairs, (inputs[0].grad, inputs[1].grad)]:
-            assert_same_bits(mine, theirs)
+        of_layers = [expected, w1.grad, w2.grad, w3.grad, inputs[1].grad]
+        assert_all_same_bits([output, *(p.grad for p in experts.parameters()), inputs[0].grad], of_layers)
     # What no grouped GEMM multiplies stays, and so does what a recipe or a size excludes.
     for recipe, i, reason in (("blockwise", 0, "blockwise"), ("delayed", 2, "way of their own")):
         entry = f8.plan_conversion(MoE(class_in(files[i])(16, DIM, HIDDEN, names[i])), config=recipe).entries[0]
@@ -333,7 +325,7 @@ def test_torchtitan_and_others_that_call_grouped_gemms(assert_same_bits: Any, mo
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """Of a model, as in torchtitan 0.3."""
+    """The configuration of a model, as in torchtitan 0.3."""
 
     def build(self) -> nn.Module:
         return MoE(class_in("torchtitan.models.common.moe")(4, DIM, HIDDEN, ("w1_EFD", "w2_EDF", "w3_EFD")))
@@ -380,7 +372,7 @@ def test_the_model_of_bytes_says_where_bfloat16_is_faster() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-def test_observers_see_every_expert(recipe: str, tmp_path: Path, assert_same_bits: Any) -> None:
+def test_observers_see_every_expert(recipe: str, tmp_path: Path) -> None:
     model = f8.convert_to_float8_training(model_of("Qwen3Moe"), config=recipe)
     other, (x, index, weights) = copy.deepcopy(model), routing()
     experts = experts_in(model)
@@ -391,11 +383,11 @@ def test_observers_see_every_expert(recipe: str, tmp_path: Path, assert_same_bit
     path = tmp_path / "run.jsonl"
     config = {"layers": "layers[.]0[.]mlp[.]experts", "statistics": ["underflow", "amax"], "path": str(path)}
     with f8.inspect(model, config) as inspector, f8.capture(model, tmp_path / "capture", layers="experts"):
-        found = results(experts, index, x, weights)
+        observed = results(experts, index, x, weights)
         inspector.step()
     states = ([x.float() for x in f8.delayed_state_dict(one).values()] for one in (model, other))
-    for mine, theirs in [*zip(found, expected, strict=True), *zip(*states, strict=True)]:
-        assert_same_bits(mine, theirs)
+    assert_all_same_bits(observed, expected)
+    assert_all_same_bits(*states)
     records = [json.loads(line) for line in path.read_text().splitlines()][1:]
     place = ("layer", "gemm", "operand")
     inputs = {r["layer"]: r for r in records if tuple(r[key] for key in place[1:]) == ("output", "a")}

@@ -9,17 +9,15 @@ import torch
 import f8emu.torch as f8
 from f8emu.spec import E4M3FN, DelayedScaling, Granularity, Overflow, ScaleRule, UnsupportedError
 from f8emu.torch.gemm import operators as gemm_operators
+from tests.torch_path.bits import assert_same_bits
+from tests.torch_path.layers import draw_codes
 
 BF16 = torch.bfloat16
 
 
-def codes(seed: int, *shape: int) -> torch.Tensor:
-    return f8.cast(torch.randn(shape, generator=torch.Generator().manual_seed(seed)), E4M3FN)
-
-
 def gemm_arguments() -> dict[str, tuple[Any, tuple]]:
     """Operator name -> operator and the arguments of one call."""
-    a, b = codes(1, 32, 64), codes(2, 48, 64).t()
+    a, b = draw_codes(32, 64, seed=1), draw_codes(48, 64, seed=2).t()
     scales = torch.rand(32, 1), torch.rand(1, 48)
     offs = torch.tensor([16, 32], dtype=torch.int32)
     high = torch.randn(32, 64).bfloat16()
@@ -35,13 +33,13 @@ def gemm_arguments() -> dict[str, tuple[Any, tuple]]:
         ),
         "scaled_grouped_mm": (
             gemm_operators.scaled_grouped_mm,
-            (a, codes(3, 2, 48, 64).mT, torch.rand(32), torch.rand(2, 48), offs, BF16, False, "auto"),
+            (a, draw_codes(2, 48, 64, seed=3).mT, torch.rand(32), torch.rand(2, 48), offs, BF16, False, "auto"),
         ),
         "scaled_grouped_mm, a batch": (
             gemm_operators.scaled_grouped_mm,
             (
-                codes(4, 2, 32, 64),
-                codes(3, 2, 48, 64).mT,
+                draw_codes(2, 32, 64, seed=4),
+                draw_codes(2, 48, 64, seed=3).mT,
                 *(torch.rand(2, n) for n in (32, 48)),
                 None,
                 BF16,
@@ -73,7 +71,7 @@ def test_opcheck(name, monkeypatch) -> None:
 
 def test_a_backward_through_a_gemm_is_refused() -> None:
     """At the call, of a scale as of a bias, eager and compiled; not where no gradient would be recorded."""
-    a, b = codes(1, 32, 64), codes(2, 48, 64).t()
+    a, b = draw_codes(32, 64, seed=1), draw_codes(48, 64, seed=2).t()
     one, bias = torch.ones(()), torch.zeros(48, dtype=BF16)
 
     def multiply(scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -132,7 +130,7 @@ def test_compiled_casts_and_scales_equal_eager() -> None:
         assert bool(((observed == expected) | (is_nan & same_kind)).all())
 
 
-def test_a_dynamic_number_of_rows_compiles_once(assert_same_bits) -> None:
+def test_a_dynamic_number_of_rows_compiles_once() -> None:
     seen = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable:
@@ -154,4 +152,4 @@ def test_bad_input_of_compiled_code_names_the_remedy() -> None:
         return f8.scaled_mm(x, x.t(), torch.ones(()), torch.ones(()), out_dtype=BF16)
 
     with pytest.raises(RuntimeError, match=r"multiples of 16; got K = 24.*pad the operands"):
-        torch.compile(multiply, backend="eager", fullgraph=True)(codes(1, 16, 24))
+        torch.compile(multiply, backend="eager", fullgraph=True)(draw_codes(16, 24, seed=1))

@@ -1,4 +1,4 @@
-"""What libraries ask of a parameter: a weight of every class answers as the parameter of an `nn.Linear` does.
+"""A weight of every class answers what libraries ask of a parameter as the parameter of an `nn.Linear` does.
 
 The questions are those of accelerate, DeepSpeed, PEFT, safetensors, transformers, torch's optimizers and averages.
 """
@@ -52,7 +52,7 @@ def values(x: Any) -> Any:
 
 
 def same(weight: Any, new: Any, *, is_copy: bool = True) -> Any:
-    """What a copy of a weight has of it."""
+    """The facts in which a copy of a weight equals it."""
     facts = type(new) is type(weight), isinstance(new, nn.Parameter), new.requires_grad, new.dtype
     return facts, (new.data_ptr() != weight.data_ptr()) is is_copy, torch.equal(new, weight)
 
@@ -134,7 +134,7 @@ def test_a_layer_multiplies_what_was_written(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gather", "rest"])
 def test_a_library_cannot_make_one_from_a_tensor(kind: str) -> None:
-    """As accelerate's `cpu_offload` does, `type(parameter)(value, requires_grad=...)`."""
+    """accelerate's `cpu_offload` tries it: `type(parameter)(value, requires_grad=...)`."""
     weight = weights(model_of(kind))[0]
     with pytest.raises(UnsupportedError, match=rf"makes a {type(weight).__name__} from a tensor, .* offload the model"):
         type(weight)(torch.ones(48, 32), requires_grad=True)

@@ -14,11 +14,12 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.layers.layer import LayerCase, LayerMode
 from f8emu.conformance.layers.trace import layer_parts, planned_slices
 from f8emu.conformance.run.subject import load_subject
-from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Granularity, Recipe
+from f8emu.spec import BLOCKWISE, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Granularity, Recipe
 from f8emu.split_k import ask
 from f8emu.split_k.plan import Source, Split
 from f8emu.torch.gemm import emulation as torch_emulation
 from f8emu.torch.gemm import operators
+from tests.torch_path.layers import draw, draw_codes
 
 pytest.importorskip("jax")
 # Loading the compiler warns about torch's own old code.
@@ -28,14 +29,6 @@ pytestmark = [
 ]
 
 ARRAYS = torch_arrays("test")
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def codes(seed: int, *shape: int) -> Tensor:
-    return f8.cast(normal(seed, *shape).float() * 4, E4M3FN)
 
 
 def equal(a: Tensor, b: np.ndarray) -> bool:
@@ -57,10 +50,10 @@ def equal(a: Tensor, b: np.ndarray) -> bool:
 def test_scaled_mm_is_cut_as_planned(of_a: str, of_b: str, m: int, n: int, k: int, s: int) -> None:
     import f8ref.numpy as oracle
 
-    draw = torch.Generator().manual_seed(3)
-    scale_a = torch.rand(Granularity(of_a).scale_shape(m, k), generator=draw) + 0.5
-    scale_b = torch.rand(Granularity(of_b).scale_shape(n, k), generator=draw).t().contiguous() + 0.5
-    operands = codes(1, m, k), codes(2, n, k).t(), scale_a, scale_b
+    generator = torch.Generator().manual_seed(3)
+    scale_a = torch.rand(Granularity(of_a).scale_shape(m, k), generator=generator) + 0.5
+    scale_b = torch.rand(Granularity(of_b).scale_shape(n, k), generator=generator).t().contiguous() + 0.5
+    operands = draw_codes(m, k, seed=1), draw_codes(n, k, seed=2).t(), scale_a, scale_b
     options: dict[str, Any] = {"granularity_a": of_a, "granularity_b": of_b, "use_fast_accum": "block" not in of_a}
     expected = {
         slices: oracle.scaled_mm(*map(ARRAYS.store, operands), **options, out_dtype="float32", split_k=slices)
@@ -77,7 +70,7 @@ def test_the_layout_of_mm_decides() -> None:
     """The recording has 8 slices of 8 x 1536 x 16384 as tn, 11 as nn and 4 as nt, where a is contiguous along M."""
     import f8ref.numpy as oracle
 
-    a, b = normal(1, 8, 16384), normal(2, 16384, 1536)
+    a, b = draw(8, 16384, seed=1), draw(16384, 1536, seed=2)
     layouts = {"tn": (a, b.t().contiguous().t()), "nn": (a, b), "nt": (a.t().contiguous().t(), b)}
     few = ARRAYS.store(a), ARRAYS.store(b[:, :16].contiguous())
     expected = {s: oracle.mm(*few, out_dtype="float32", split_k=s) for s in (1, 4, 8, 11)}
@@ -87,8 +80,14 @@ def test_the_layout_of_mm_decides() -> None:
         assert equal(out.contiguous(), expected[s]), layout
 
 
-@pytest.mark.parametrize("mode", [LayerMode.EAGER, LayerMode.COMPILED])
-@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE_WITH_GW_HP, BLOCKWISE], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [
+        *((recipe, LayerMode.EAGER) for recipe in (TENSORWISE, ROWWISE_WITH_GW_HP, BLOCKWISE)),
+        *((recipe, LayerMode.COMPILED) for recipe in (ROWWISE_WITH_GW_HP, BLOCKWISE)),
+    ],
+    ids=str,
+)
 def test_layers_are_cut_as_the_oracle_is_told(recipe: Recipe, mode: LayerMode) -> None:
     """K of one GEMM of each layer is long: of `output`, or of the bfloat16 `grad_weight`."""
     shape, slices = {
@@ -101,8 +100,8 @@ def test_layers_are_cut_as_the_oracle_is_told(recipe: Recipe, mode: LayerMode) -
     assert planned_slices(case, 1) == slices
     oracle, subject = load_subject("f8ref.numpy"), load_subject("torch")
     assert subject.train is not None
-    expected, found = layer_parts(case, oracle.verbs), subject.train(case)
-    assert found and [part for part in found if different(found[part], expected[part]).any()] == []
+    expected, observed = layer_parts(case, oracle.verbs), subject.train(case)
+    assert observed and [part for part in observed if different(observed[part], expected[part]).any()] == []
 
 
 def test_the_plan_is_asked_for_padded_rows() -> None:
@@ -119,7 +118,7 @@ def test_an_h100_has_a_plan_of_its_own() -> None:
     import f8emu.jax
     import f8emu.numpy
 
-    a, b, one = codes(1, 20, 11904), codes(2, 512, 11904).t(), torch.ones(())
+    a, b, one = draw_codes(20, 11904, seed=1), draw_codes(512, 11904, seed=2).t(), torch.ones(())
     arrays = [ARRAYS.store(x) for x in (a, b, one, one)]
     for chip, s in (("Hopper", 4), ("H100", 3)):
         options: dict[str, Any] = {"out_dtype": "float32", "use_fast_accum": True, "chip": chip}
@@ -136,7 +135,7 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
     monkeypatch.setattr(operators, "_PREPARED", {})  # which remembers S
     monkeypatch.setattr(torch_emulation, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, a.device))
     monkeypatch.setattr(ask, "split_k_at_hand", lambda gemm, chip: asked.append(gemm) or Split(2, Source.ASKED))
-    a, b, one = codes(1, 8, 8192), codes(2, 64, 8192).t(), torch.ones(())
+    a, b, one = draw_codes(8, 8192, seed=1), draw_codes(64, 8192, seed=2).t(), torch.ones(())
     options: dict[str, Any] = {"out_dtype": torch.float32, "use_fast_accum": True, "engine": "emulated"}
     found = {s: f8.scaled_mm(a, b, one, one, **options, split_k=s) for s in (None, 2, 3)}
     assert torch.equal(found[None], found[2]) and not torch.equal(found[None], found[3])
@@ -153,7 +152,7 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
 def test_what_the_plan_does_not_know_is_said_once_for_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "_SAID", set())
     monkeypatch.setattr(operators, "_PREPARED", {})
-    a, b = normal(1, 4096, 12).t(), normal(2, 4096, 32)  # rows of a are not 16 bytes apart
+    a, b = draw(4096, 12, seed=1).t(), draw(4096, 32, seed=2)  # rows of a are not 16 bytes apart
     with pytest.warns(UserWarning, match=r"plan of cuBLAS .* on NVIDIA H200 has no split-K for this GEMM.*layout='nt'"):
         out = f8.mm(a, b, engine="emulated")
     with warnings.catch_warnings():

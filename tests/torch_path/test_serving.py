@@ -26,6 +26,7 @@ from f8emu.spec import BLOCKWISE_UE8M0, ROWWISE, TENSORS, CastFrom, F8Error, Gra
 from f8emu.torch.casts.operand import Operand
 from f8emu.torch.layer.matmul import gemm
 from f8emu.torch.serving.export import export_checkpoint
+from tests.torch_path.bits import assert_same_bits, to_numpy
 from tests.torch_path.layers import draw, layer_of, passes
 
 M, N, K = 80, 144, 272
@@ -67,7 +68,7 @@ SERVED = replace(BLOCKWISE_UE8M0, cast_weight_from=CastFrom.BFLOAT16)
 
 
 @pytest.mark.parametrize("recipe", [SERVED, rowwise_of_own_rules()], ids=["blockwise", "rowwise"])
-def test_every_tensor_has_its_own_rule(recipe: Recipe, to_numpy: Any, assert_same_bits: Any) -> None:
+def test_every_tensor_has_its_own_rule(recipe: Recipe) -> None:
     """Products of numpy, torch, JAX (block scales) and compiled code (rowwise), of tensors whose floors decide.
 
     The weight is float32, and its bfloat16 copy is cast.
@@ -107,8 +108,8 @@ def test_every_tensor_has_its_own_rule(recipe: Recipe, to_numpy: Any, assert_sam
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         products.append(passes(compiled, given[0], given[2]))
     for three in products:
-        for found, right in zip(three, wanted, strict=True):
-            own = to_numpy(found) if isinstance(found, Tensor) else np.asarray(found)
+        for observed, right in zip(three, wanted, strict=True):
+            own = to_numpy(observed) if isinstance(observed, Tensor) else np.asarray(observed)
             assert_same_bits(own.astype(right.dtype), right)  # the gradient of the weight is float32
 
 
@@ -163,7 +164,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, path
 
 
-def test_the_server_multiplies_what_was_trained(trained: tuple[Any, Path], to_numpy: Any) -> None:
+def test_the_server_multiplies_what_was_trained(trained: tuple[Any, Path]) -> None:
     """Every layer's product, by vLLM's rules: activations by its kernel's, weights requantized as it loads them. JAX
     too.
     """
@@ -255,7 +256,7 @@ def compressed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 def test_compressed_tensors_decompresses_to_what_was_trained(compressed_tensors: None, tmp_path: Path) -> None:
-    """By its own package; of float8 primary weights the codes that the layers hold."""
+    """Their own package does it; the codes of float8 primary weights are those that the layers hold."""
     for recipe, is_primary in (("rowwise", True), ("tensorwise", False)):
         model, path = llama(recipe, float8_primary_weights=is_primary), tmp_path / recipe
         f8.export_float8(model, path, format="compressed-tensors")
@@ -380,7 +381,7 @@ class OnGpu(Tensor):
     is_cuda = property(lambda self: True)  # pyright: ignore[reportAssignmentType]
 
 
-def test_the_server_never_splits_k(to_numpy: Any, assert_same_bits: Any) -> None:
+def test_the_server_never_splits_k() -> None:
     """Few rows and a long K, which cuBLAS splits: not under the serving recipe, in torch and JAX; on a GPU by rows of
     zeros, which are added.
     """

@@ -17,6 +17,7 @@ from torch.nn.functional import silu
 from f8emu.spec import E4M3FN, E5M2, OperandError
 from f8emu.torch.fused import silu as fused
 from f8emu.torch.fused.launch import COMPILER_OPTIONS
+from tests.torch_path.bits import assert_all_same_bits, assert_same_bits
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, Kernels
 from tests.torch_path.layers import draw
 
@@ -42,12 +43,7 @@ def tensors(request: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    return Kernels(monkeypatch)
-
-
-@pytest.fixture
-def compare(kernels: Kernels, assert_same_bits: Any) -> Callable[..., None]:
+def compare(kernels: Kernels) -> Callable[..., None]:
     """The kernel and eager torch on the device, whose silu is not a CPU's: equal results, strides, raised amaxes."""
 
     def call(operator: Any, *args: Any) -> None:
@@ -101,7 +97,7 @@ if find_spec("triton") is not None:
 
     @triton.jit
     def values_kernel(grad_hidden, gate, up, hidden, grad_gate, grad_up):
-        """What the kernels cast, of 4096 elements."""
+        """The values that the kernels cast, of 4096 elements."""
         at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
         grads = tl.load(grad_hidden + at).to(tl.float32)
         gates = tl.load(gate + at).to(tl.float32)
@@ -115,21 +111,20 @@ if find_spec("triton") is not None:
 
 @ON_GPU
 @pytest.mark.usefixtures("kernels")
-def test_every_gate(assert_same_bits: Any) -> None:
+def test_every_gate() -> None:
     """The values themselves, of which a code shows four bits: those of eager torch, for every gate and many others."""
     gate = every_bfloat16()
     for seed in range(2 if INTERPRETED else 256):
         grad_hidden, up = draw(1 << 16, seed=seed), draw(1 << 16, seed=1000 + seed)
         grad_hidden, gate, up = (x.to(DEVICE) for x in (grad_hidden, gate, up))
-        found = [torch.empty_like(gate) for _ in range(3)]
+        observed = [torch.empty_like(gate) for _ in range(3)]
         with np.errstate(all="ignore"):
-            values_kernel[(16,)](grad_hidden, gate, up, *found, **COMPILER_OPTIONS)
+            values_kernel[(16,)](grad_hidden, gate, up, *observed, **COMPILER_OPTIONS)
         expected = [silu(gate) * up, torch.ops.aten.silu_backward(grad_hidden * up, gate), grad_hidden * silu(gate)]
-        for ours, theirs in zip(found, expected, strict=True):
-            assert_same_bits(ours, theirs)
+        assert_all_same_bits(observed, expected)
 
 
-def test_silu_is_a_product(assert_same_bits: Any) -> None:
+def test_silu_is_a_product() -> None:
     """gate / d and gate * (1 / d) round to one bfloat16 for every gate, whatever the last bit of the exp in d."""
     gate = every_bfloat16().float().numpy()
     with np.errstate(all="ignore"):

@@ -9,6 +9,7 @@ from torch import nn
 
 import f8emu.torch as f8
 from f8emu.spec import RECIPES, ROWWISE
+from tests.torch_path.bits import assert_same_bits
 from tests.torch_path.states import assert_same_state, through_file
 
 
@@ -42,7 +43,7 @@ def step(model: nn.Module) -> torch.Tensor:
 
 
 def new_start(name: str) -> AbstractContextManager[Any]:
-    """What loading a plain state dict under this recipe says."""
+    """The warning of a plain state dict that is loaded under this recipe."""
     if name == "delayed":
         return pytest.warns(RuntimeWarning, match="no state of delayed scaling")
     return nullcontext()
@@ -50,9 +51,7 @@ def new_start(name: str) -> AbstractContextManager[Any]:
 
 @pytest.mark.parametrize(("is_converted", "into_converted"), [(False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_file_of_one_model_loads_into_another(
-    name: str, is_converted: bool, into_converted: bool, assert_same_bits: Any
-) -> None:
+def test_a_file_of_one_model_loads_into_another(name: str, is_converted: bool, into_converted: bool) -> None:
     """Strictly, after steps too; nothing of float8 is in the file but the state of delayed scaling in its metadata."""
     model, other = (
         converted(name, seed) if is_own else Model(seed).bfloat16()

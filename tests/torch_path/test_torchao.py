@@ -16,6 +16,7 @@ from torch import Tensor
 
 import f8emu.torch as f8
 from f8emu.spec import E4M3FN, ROWWISE, ROWWISE_WITH_GW_HP, Granularity, Recipe, ScaleRule
+from tests.torch_path.bits import assert_same_bits
 from tests.torch_path.layers import draw, layer_of, passes
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -44,7 +45,7 @@ def torchao_backward(a: Tensor, b: Tensor, rule: ScaleRule, *, of_b: Granularity
 
 
 @pytest.mark.parametrize(("recipe", "dtype"), [(ROWWISE, BF16), (ROWWISE_WITH_GW_HP, BF16), (ROWWISE, F32)], ids=str)
-def test_what_torchao_gives_is_ours_rounded_to_bfloat16(recipe: Recipe, dtype: torch.dtype, assert_same_bits) -> None:
+def test_what_torchao_gives_is_ours_rounded_to_bfloat16(recipe: Recipe, dtype: torch.dtype) -> None:
     """Forward and backward. In bfloat16 that is the same."""
     x, grad_output = draw(80, 144, seed=2, dtype=dtype), draw(80, 48, seed=3, dtype=dtype) / 64
     layer, rule = layer_of(recipe, 48, 144, dtype, bias=False), recipe.scale_rule

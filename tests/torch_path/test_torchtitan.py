@@ -51,7 +51,7 @@ def adapter(files: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 class Linear(nn.Linear):
-    """As torchtitan 0.3's."""
+    """The linear layer of torchtitan 0.3."""
 
 
 class OwnForward(nn.Linear):
