@@ -1,12 +1,13 @@
 """Cases over several ranks (gloo): one process group runs all of a file that need as many ranks.
 
-A file has CASES, number of ranks -> name -> function, and a test that calls `run_cases`.
+A file has CASES and `test_ranks = ranks_test(__name__, CASES)`.
 
 Ranks are forked from servers that have imported what ranks and their first compilation import, and have run nothing:
 alone, a rank spends five seconds on that. Servers start when a process of pytest first needs ranks, and end with it.
 """
 
 import contextlib
+import contextvars
 import datetime
 import functools
 import gc
@@ -14,7 +15,7 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
@@ -24,7 +25,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import f8emu.torch as f8
+
+RESTS = contextvars.ContextVar("rests", default=False)
+"""Whether weights rest as float8, sharded and on one device."""
+Cases = dict[int, dict[str, Callable[[], None]]]
+"""Number of ranks -> name -> a case, which every rank runs."""
 shared: list[Path] = []
 """On a rank: the directory that was given to `run_cases`."""
 
@@ -65,6 +73,41 @@ def started(run_rank: Callable[..., None], ranks: int, *arguments: Any) -> None:
     """Run `run_rank(rank, *arguments)` on all ranks, to their end."""
     with forked():
         mp.start_processes(run_rank, arguments, nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
+
+
+def at_rest(case: Callable[[], None]) -> None:
+    """The case with weights that rest as float8."""
+    token = RESTS.set(True)
+    try:
+        case()
+    finally:
+        RESTS.reset(token)
+
+
+def add_at_rest(cases: Cases, names: set[str]) -> None:
+    """The cases of these names once more, at rest."""
+    for named in cases.values():
+        named |= {f"{name}, at rest": functools.partial(at_rest, named[name]) for name in sorted(names & named.keys())}
+
+
+def optimizer_of(kind: Callable[..., Any], parameters: Iterable[Any], **settings: Any) -> Any:
+    """Any optimizer; over the masters, where weights rest as float8."""
+    masters = functools.partial(f8.MasterWeights, optimizer_class=kind)
+    return (masters if RESTS.get() else kind)(list(parameters), **settings)
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def ranks_test(module: str, cases: Cases) -> Callable[..., None]:
+    """A test of the cases of a module, one process group for each number of ranks."""
+
+    @pytest.mark.parametrize("ranks", cases)
+    def test_ranks(ranks: int, tmp_path: Path) -> None:
+        run_cases(module, ranks, tmp_path)
+
+    return test_ranks
 
 
 def run_cases(module: str, ranks: int, directory: Path) -> None:

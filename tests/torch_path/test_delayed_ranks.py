@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import f8emu.torch as f8
 from tests.torch_path.delayed import STEPS, make
-from tests.torch_path.ranks import run_cases
+from tests.torch_path.ranks import Cases, ranks_test
 from tests.torch_path.states import assert_same_state, assert_updated, state_of
 from tests.torch_path.test_pipelines import trains
 
@@ -61,7 +60,7 @@ def ranks_with_other_numbers_of_layers() -> None:
 
 
 def stages_of_a_pipeline() -> None:
-    """As many layers on both ranks, but other ones."""
+    """Both ranks have as many layers, but other ones."""
     model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Linear(32, 48), nn.Linear(48, 16)).bfloat16()
     stage = f8.convert_to_float8_training(
         model if dist.get_rank() == 0 else nn.Sequential(model[2], model[3]), config="delayed"
@@ -154,7 +153,7 @@ def zero(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
 
 
 case = functools.partial
-CASES: dict[int, dict[str, Callable[[], None]]] = {
+CASES: Cases = {
     2: {
         "ranks with other numbers of layers": ranks_with_other_numbers_of_layers,
         "stages of a pipeline": stages_of_a_pipeline,
@@ -170,9 +169,4 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "ZeroRedundancyOptimizer": case(steps_follow, DistributedDataParallel, zero),
     }
 }
-
-
-@pytest.mark.parametrize("ranks", CASES)
-def test_ranks(ranks: int, tmp_path: Path) -> None:
-    """One process group runs all cases."""
-    run_cases(__name__, ranks, tmp_path)
+test_ranks = ranks_test(__name__, CASES)

@@ -5,9 +5,7 @@ Every rank has tokens of its own, of other magnitudes, in groups of odd sizes an
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +24,10 @@ import f8emu.torch as f8
 from f8emu.spec import OperandError, UnsupportedError
 from f8emu.torch.parallel import expert_parallel as expert_parallel_module
 from f8emu.torch.weights.coded_weight import CodedWeight
+from tests.torch_path.beside import assert_same, assert_same_states, train_beside
 from tests.torch_path.delayed import by_calls_alone
 from tests.torch_path.layers import draw
-from tests.torch_path.ranks import run_cases
-from tests.torch_path.states import local
+from tests.torch_path.ranks import Cases, ranks_test
 
 DIM, HIDDEN, EXPERTS, STEPS = 32, 48, 4, 3
 BEHIND = 3
@@ -56,24 +54,13 @@ def gradient(step: int, rank: int) -> Tensor:
     return draw(sum(sizes_of(step, rank)) + BEHIND, DIM, seed=500 + 10 * step + rank)
 
 
-def assert_same(found: Sequence[Any], expected: Sequence[Any], what: str) -> None:
-    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
-        x, y = local(x).detach(), local(y).detach()
-        assert x.shape == y.shape and torch.equal(x.view(torch.int16), y.view(torch.int16)), f"{what} {i}"
-
-
-def optimizer_of(module: nn.Module) -> Any:
+def adamw(module: nn.Module) -> Any:
     return AdamW(module.parameters(), lr=1e-2, foreach=False)
 
 
 def make(recipe: str) -> Any:
     torch.manual_seed(0)
     return f8.Float8Experts(EXPERTS, DIM, HIDDEN, recipe=recipe, dtype=torch.bfloat16)
-
-
-def mine(parameter: Tensor, like: Any) -> Tensor:
-    """This rank's part of a tensor of one device."""
-    return distribute_tensor(parameter.detach(), like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 class Mixture(nn.Module):
@@ -94,43 +81,32 @@ def fsdp(
     recipe: str, *, dim: int = 0, gathers: bool = False, checkpoints: bool = False, backend: Any = None, **options: Any
 ) -> None:
     """FSDP2, beside one device that is given the batches of the ranks in turn; weights may be gathered as float8."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     alone, model = Mixture(recipe), Mixture(recipe)
     model.is_checkpointed = checkpoints
     if gathers:
         f8.convert_to_float8_training(model, config=recipe, enable_fsdp_float8_all_gather=True)
         for block in model.blocks:
             block.register_forward_pre_hook(lambda own, *_: _require_codes(own.down_proj))
-    for block in model.blocks if backend else ():
-        block.compile(backend=backend, dynamic=True)
+    if backend:
+        model.blocks[0].compile(backend=backend, dynamic=True)
     for module in (*model.blocks, model):
         fully_shard(module, shard_placement_fn=(lambda _: Shard(dim)) if dim else None, **options)
     by_calls_alone(alone, ranks=False)  # a pass of all ranks is one update
-    optimizers = [optimizer_of(module) for module in (alone, model)]
-    for step in range(STEPS):
-        sums: list[Any] = []
-        expected: list[Any] = []
-        for other in range(ranks) if ranks == 2 else [rank]:  # more ranks are added in another order
-            alone.zero_grad()
-            x, offs = batch(step, other)
-            output = alone(x, offs)
-            output.backward(gradient(step, other))
-            own: list[Any] = [parameter.grad for parameter in alone.parameters()]
-            sums = [a + b for a, b in zip(sums, own, strict=True)] if sums else own
-            expected = [output, x.grad] if other == rank else expected
-        x, offs = batch(step, rank)
-        output = model(x, offs)
-        output.backward(gradient(step, rank))
-        assert_same([output, x.grad], expected, f"step {step}, output and input gradient")
-        parameters: Any = zip(model.parameters(), alone.parameters(), sums, strict=True)
-        for ours, theirs, total in parameters:
-            theirs.grad = total / ranks
-            if ranks == 2:
-                assert_same([ours.grad], [mine(theirs.grad, ours)], f"step {step}, gradient")
-            theirs.grad = ours.grad.full_tensor()
-        stepped(optimizers, model, alone, step)
+    precompute = f8.precompute_float8_dynamic_scale_for_fsdp
+
+    def after(step: int) -> None:
         if step == 1:
-            f8.precompute_float8_dynamic_scale_for_fsdp(model)
+            precompute(model)
+
+    train_beside(model, alone, run, [adamw(module) for module in (alone, model)], steps=STEPS, after=after)
+
+
+def run(model: Any, step: int, rank: int, part: int = 0) -> list[Any]:
+    """Output and input gradient of a rank's tokens."""
+    x, offs = batch(step, rank)
+    output = model(x, offs)
+    output.backward(gradient(step, rank))
+    return [output, x.grad]
 
 
 def _require_codes(weight: Any) -> None:
@@ -156,36 +132,30 @@ def expert_parallel(recipe: str, *, replicas: int = 1, checkpoints: bool = False
     if backend is not None:
         experts.compile(backend=backend, dynamic=True)
     by_calls_alone(alone, ranks=False)
-    optimizers = [optimizer_of(module) for module in (alone, experts)]
+    optimizers = [adamw(module) for module in (alone, experts)]
     for step in range(1 if backend else STEPS):
         expected: tuple[Tensor, ...] = ()
         of_replicas: list[list[Any]] = []
         for replica in range(replicas):
             alone.zero_grad()
             members = range(replica * ranks, (replica + 1) * ranks)
-            found = together(alone, step, members)
-            expected = found[rank - members.start] if rank in members else expected
-            of_replicas.append([parameter.grad for parameter in alone.parameters()])
-        x, offs = batch(step, rank)
-        output = call(x, offs)
-        output.backward(gradient(step, rank))
-        assert_same([output, x.grad], expected, f"step {step}, output and input gradient")
-        for ours, theirs, *grads in zip(experts.parameters(), alone.parameters(), *of_replicas, strict=True):
+            observed = together(alone, step, members)
+            expected = observed[rank - members.start] if rank in members else expected
+            of_replicas.append(grads_of(alone))
+        assert_same(run(call, step, rank), expected, f"step {step}, output and input gradient")
+        for theirs, *grads in zip(alone.parameters(), *of_replicas, strict=True):
             theirs.grad = functools.reduce(torch.add, grads) / replicas
-            assert_same([ours.grad], [mine(theirs.grad, ours)], f"step {step}, gradient")
-        stepped(optimizers, experts, alone, step)
+        assert_same(grads_of(experts), grads_of(alone), f"step {step}, gradient")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        f8.sync_float8_amax_and_scale_history(alone)
+        assert_same_states(experts, alone)
+        assert_same(experts.parameters(), alone.parameters(), f"step {step}, weight")
 
 
-def stepped(optimizers: Sequence[Any], sharded: nn.Module, alone: nn.Module, step: int) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    f8.sync_float8_amax_and_scale_history(alone)
-    found, expected = f8.delayed_state_dict(sharded), f8.delayed_state_dict(alone)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(x, expected[name]) for name, x in found.items()), f"step {step}, state"
-    for ours, theirs in zip(sharded.parameters(), alone.parameters(), strict=True):
-        assert_same([ours], [mine(theirs, ours)], f"step {step}, weight")
+def grads_of(module: nn.Module) -> list[Any]:
+    return [parameter.grad for parameter in module.parameters()]
 
 
 def together(experts: Any, step: int, ranks: range) -> list[tuple[Tensor, Tensor]]:
@@ -240,8 +210,7 @@ def expert_parallel_of_transformers() -> None:
         output.backward(grad[run])
         found.append([output, *(t.grad for t in leaves)])
     assert_same(found[0], [t[own] for t in found[1]], "output and input gradients")
-    for ours, theirs in zip(experts.parameters(), alone.parameters(), strict=True):
-        assert_same([ours.grad], [mine(theirs.grad, ours)], "gradient")
+    assert_same(grads_of(experts), grads_of(alone), "gradient")
     # 2. Where this rank's experts lie among all is not seen, so neither is their part of a state.
     experts = made("delayed")
     apply_expert_parallelism(experts, mesh["expert"], mesh["tensor"], plan)
@@ -303,7 +272,7 @@ compiled_gather = (
     if torch.__version__ < "2.13"
     else {"float8 gather, compiled": case(float8_gather, "rowwise", backend="aot_eager")}
 )
-CASES: dict[int, dict[str, Callable[[], None]]] = {
+CASES: Cases = {
     2: {
         **{f"FSDP2, {recipe}": case(fsdp, recipe) for recipe in RECIPES},
         **{f"float8 gather, {recipe}": case(float8_gather, recipe) for recipe in RECIPES[:3]},
@@ -326,9 +295,4 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "expert parallel and FSDP2": case(expert_parallel, "delayed", replicas=2),
     },
 }
-
-
-@pytest.mark.parametrize("ranks", CASES)
-def test_ranks(ranks: int, tmp_path: Path) -> None:
-    """All cases of a number of ranks; one process group runs them."""
-    run_cases(__name__, ranks, tmp_path)
+test_ranks = ranks_test(__name__, CASES)

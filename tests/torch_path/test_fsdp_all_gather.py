@@ -6,9 +6,7 @@ Codes are cast for each gather, or rest between two steps (`float8_primary_weigh
 import copy
 import functools
 import importlib.util
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,13 +28,12 @@ from f8emu.torch import torch_internals as internals
 from f8emu.torch.weights import codes as weight_codes
 from f8emu.torch.weights import master_weights
 from f8emu.torch.weights.sharded_weight import ShardedWeight
+from tests.torch_path.beside import assert_same, train_beside, whole
 from tests.torch_path.delayed import by_calls_alone
-from tests.torch_path.ranks import run_cases
+from tests.torch_path.ranks import RESTS, Cases, add_at_rest, at_rest, optimizer_of, ranks_test
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3
-_rests = False
-"""Whether weights rest as float8, sharded and on one device."""
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 _MIN_CUT = "aot_eager_decomp_partition"
 """The partitioner of Inductor, without its code."""
@@ -63,22 +60,9 @@ class Block(nn.Module):
 def make(recipe: str, gather: bool, *, hidden: int = 112, bias: bool = True, rests: bool | None = None) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(Block(48, 80, bias), Block(48, hidden, bias))
-    rests = _rests if rests is None else rests
+    rests = RESTS.get() if rests is None else rests
     convert = functools.partial(f8.convert_to_float8_training, model, config=recipe, pad=True)
     return convert(float8_primary_weights=True) if rests else convert(enable_fsdp_float8_all_gather=gather)
-
-
-def at_rest(run: Callable[[], None]) -> None:
-    """The case with weights that rest as float8."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "_rests", True)
-        run()
-
-
-def optimizer_of(optimizer: Callable[..., Any], parameters: Sequence[Any]) -> Any:
-    """Any optimizer over the masters, where weights rest as float8."""
-    masters = functools.partial(f8.MasterWeights, optimizer_class=optimizer)
-    return (masters if _rests else optimizer)(parameters, lr=1e-2)
 
 
 def shard(model: Any, **options: Any) -> Any:
@@ -102,107 +86,53 @@ def batch(step: int, rank: int, part: int = 0) -> Tensor:
     return torch.randn(33, 48, generator=generator) * (rank + 1) * 2.0**step
 
 
-def plain(x: Tensor) -> Tensor:
-    """The whole of a tensor, which may be sharded."""
-    whole = x.full_tensor() if isinstance(x, DTensor) else x
-    return getattr(whole, "master" if isinstance(whole, f8.Float8Weight) else "plain", whole).detach()
-
-
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
-    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
-        bits = {2: torch.int16, 4: torch.int32}[y.element_size()]
-        both = plain(x).contiguous().view(bits), plain(y).contiguous().view(bits)
-        is_nan = plain(x).isnan() & plain(y).isnan()
-        assert bool(((both[0] == both[1]) | is_nan).all()), f"{what} {i}"
-
-
-class OneDevice:
-    """The same model on one device; the gradients of all ranks' batches are added up in the order of the ranks."""
-
-    def __init__(self, recipe: str, optimizer: Callable[..., Any] = AdamW, **options: Any) -> None:
-        self.model, self.is_delayed = make(recipe, False, **options), recipe == "delayed"
-        by_calls_alone(self.model, ranks=False)  # a pass of all ranks is one update
-        self.optimizer = optimizer_of(optimizer, list(self.model.parameters()))
-
-    def outputs(self, step: int, dtype: torch.dtype = torch.float32, parts: int = 1) -> list[Tensor]:
-        """Of this rank, after which the gradients are there; of other ranks only what the rest needs."""
-        ranks = dist.get_world_size()
-        found: list[Tensor] = []
-        sums: dict[int, list[Tensor]] = {}
-        for part in range(parts):
-            for rank in range(ranks) if ranks == 2 or self.is_delayed else [dist.get_rank()]:
-                self.model.zero_grad()
-                output = self.model(batch(step, rank, part).to(dtype))
-                output.float().square().mean().backward()
-                if rank == dist.get_rank():
-                    found.append(output.detach())
-                own = [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
-                sums[rank] = [x + y for x, y in zip(sums[rank], own, strict=True)] if rank in sums else own
-            f8.sync_float8_amax_and_scale_history(self.model)
-        total, *others = sums.values()
-        for other in others:
-            total = [x + y for x, y in zip(total, other, strict=True)]
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        for parameter, grad in zip(trained, total, strict=True):
-            parameter.grad = grad / ranks
-        return found
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def compare(
     recipe: str,
     *,
     sharded: Any = None,
-    parts: int = 1,
     dtype: torch.dtype = torch.float32,
     precomputes: bool = True,
-    holds: bool = False,
     optimizer: Callable[..., Any] = AdamW,
     prepare: Callable[[Any], None] = lambda model: None,
     before: Callable[[Any, int], None] = lambda model, step: None,
     before_alone: Callable[[Any, int], None] = lambda model, step: None,
+    parts: int = 1,
+    holds: bool = False,
     **options: Any,
 ) -> None:
-    """Trains a sharded model beside the one on one device: outputs, gradients, weights and states of every step.
-
-    `holds`: weights stay gathered from one part of a step to the next.
-    """
+    """Train a sharded model beside the one on one device."""
     model = make(recipe, True, **options) if sharded is None else sharded
-    reference = OneDevice(recipe, optimizer, **options)
-    for one in (model, reference.model):
-        prepare(one)
+    alone = by_calls_alone(make(recipe, False, **options), ranks=False)  # a pass of all ranks is one update
+    for each in (model, alone):
+        prepare(each)
     if sharded is None:
         shard(model)
-    steps = optimizer_of(optimizer, [x for x in model.parameters() if x.requires_grad])
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for step in range(STEPS):
+    of_both = [optimizer_of(optimizer, [x for x in m.parameters() if x.requires_grad], lr=1e-2) for m in (model, alone)]
+
+    def run(model: Any, step: int, rank: int, part: int) -> list[Tensor]:
+        output = model(batch(step, rank, part).to(dtype).requires_grad_())
+        output.float().square().mean().backward()
+        return [output]
+
+    def begin(step: int) -> None:
         before(model, step)
-        before_alone(reference.model, step)
-        expected = reference.outputs(step, dtype, parts)
-        for part in range(parts):
-            model.set_requires_gradient_sync(part == parts - 1)
-            model.set_reshard_after_backward(part == parts - 1 or not holds)
-            output = model(batch(step, rank, part).to(dtype).requires_grad_())
-            output.float().square().mean().backward()
-            assert_same([output], [expected[part]], f"step {step}, output")
-        trained = [x for x in reference.model.parameters() if x.requires_grad]
-        grads = [plain(x.grad) for x in model.parameters() if x.grad is not None]
-        if ranks == 2:
-            assert_same(grads, [x.grad for x in trained if x.grad is not None], f"step {step}, gradient")
-        for parameter, grad in zip(trained, grads, strict=True):  # more ranks are added in another order
-            parameter.grad = grad
-        steps.step()
-        steps.zero_grad()
-        reference.step()
+        before_alone(alone, step)
+
+    def end(step: int) -> None:
         if precomputes:
             precompute(model)
-        assert_same(list(model.parameters()), list(reference.model.parameters()), f"step {step}, weight")
-    found, expected = f8.delayed_state_dict(model), f8.delayed_state_dict(reference.model)
-    assert found.keys() == expected.keys()
-    assert_same([x.float() for x in found.values()], [expected[name].float() for name in found], "state")
+
+    train_beside(model, alone, run, of_both, steps=STEPS, parts=parts, holds=holds, before=begin, after=end)
+
+
+def train(model: Any, optimizer: Any, step: int, change: Callable[[Any], None] = lambda model: None) -> Tensor:
+    """One step, with this rank's data."""
+    optimizer.zero_grad()
+    output = model(batch(step, dist.get_rank()))
+    output.square().mean().backward()
+    change(model)
+    optimizer.step()
+    return output
 
 
 def bits(recipe: str, reshards: bool, precomputes: bool) -> None:
@@ -251,7 +181,7 @@ def checkpointed(recipe: str, backend: str | None, **options: Any) -> None:
 
 
 def skipped() -> None:
-    """What ranks gather does not depend on what one of them computes: one skips a frozen layer, and keeps a graph."""
+    """Ranks gather the same, whatever one of them computes: one skips a frozen layer, and keeps a graph."""
     model = make("rowwise", True)
     model[1].w2.weight.requires_grad_(False)
     model[1].is_checkpointed = True
@@ -299,7 +229,7 @@ def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str
     found: list[int] = []
     count = 0
     for gather in (True, False):
-        model = make(recipe, gather, bias=False, hidden=hidden_of(backend), rests=_rests and gather)
+        model = make(recipe, gather, bias=False, hidden=hidden_of(backend), rests=RESTS.get() and gather)
         model = prepared(model, checkpoints, backend if gather else None)  # bytes of bfloat16 depend on no compiler
         shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         for step in range(2):
@@ -330,10 +260,7 @@ def beside_one_that_casts(change: Callable[[Any], None] = lambda model: None, **
     optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
     for step in range(STEPS):
         for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            model(batch(step, dist.get_rank())).square().mean().backward()
-            change(model)
-            optimizer.step()
+            train(model, optimizer, step, change)
         assert_same(list(models[1].parameters()), list(models[0].parameters()), f"step {step}, weight")
 
 
@@ -358,25 +285,20 @@ def dies_between_master_and_codes() -> None:
         model = shard(make("rowwise", True, rests=True))
         return model, f8.MasterWeights(model.parameters(), AdamW, lr=1e-2)
 
-    def run(model: Any, optimizer: Any, step: int) -> None:
-        optimizer.zero_grad()
-        model(batch(step, dist.get_rank())).square().mean().backward()
-        optimizer.step()
-
     model, optimizer = begin()
-    run(model, optimizer, 0)
+    train(model, optimizer, 0)
     saved = copy.deepcopy(get_state_dict(model, optimizer))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(master_weights, "refill_all", lambda weights: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            run(model, optimizer, 1)
+            train(model, optimizer, 1)
     found: list[Any] = []
     for is_resumed in (False, True):
         model, optimizer = begin()
         if is_resumed:
             set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
         for step in range(is_resumed, STEPS):
-            run(model, optimizer, step)
+            train(model, optimizer, step)
         found.append(list(model.parameters()))
     assert_same(found[0], found[1], "weight")
 
@@ -390,11 +312,11 @@ def scale_of_one_rank() -> None:
 
 
 def not_a_number(recipe: str) -> None:
-    """In the weight of one rank: all ranks have what one device has."""
+    """A NaN in the weight of one rank: all ranks have what one device has."""
 
     def plant(model: Any) -> None:
         weight = model[0].w1.weight
-        value = plain(weight).clone()
+        value = whole(weight).clone()
         value[70, 3] = float("nan")
         with torch.no_grad():
             weight.copy_(value)
@@ -404,19 +326,19 @@ def not_a_number(recipe: str) -> None:
 
 def what_was_precomputed_is_forgotten() -> None:
     """After a write to the weight, whatever writes."""
-    model, reference = shard(make("rowwise", True)), OneDevice("rowwise")
+    model, alone = shard(make("rowwise", True)), make("rowwise", False)
     rank = dist.get_rank()
     model(batch(0, rank))
     for factor in (3.0, 5.0):
         precompute(model)
         with torch.no_grad():
-            for one in (model, reference.model):
+            for one in (model, alone):
                 for parameter in one.parameters():
                     if isinstance(parameter, f8.Float8Weight):
                         parameter.copy_(parameter.master * factor)
                     else:
                         parameter.mul_(factor)
-        assert_same([model(batch(0, rank))], [reference.model(batch(0, rank))], "output")
+        assert_same([model(batch(0, rank))], [alone(batch(0, rank))], "output")
 
 
 def loaded(recipe: str) -> None:
@@ -464,7 +386,7 @@ def by_accelerate(recipe: str, **settings: Any) -> None:
     found: list[Any] = []
     for is_accelerated in (False, True):
         model = make(recipe, True)
-        before = {name: plain(value).clone() for name, value in model.state_dict().items()}
+        before = {name: whole(value).clone() for name, value in model.state_dict().items()}
         if is_accelerated:
             options = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1, "fsdp_version": 2, **settings}
             names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
@@ -484,13 +406,8 @@ def by_accelerate(recipe: str, **settings: Any) -> None:
                     fully_shard(layer)
             fully_shard(model)
             optimizer = AdamW(model.parameters(), lr=1e-2)
-        outputs: list[Tensor] = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            outputs.append(model(batch(step, dist.get_rank())))
-            outputs[-1].square().mean().backward()
-            optimizer.step()
-        after = {name: plain(value) for name, value in model.state_dict().items()}
+        outputs = [train(model, optimizer, step) for step in range(STEPS)]
+        after = {name: whole(value) for name, value in model.state_dict().items()}
         assert not [name for name in after if torch.equal(after[name], before[name])]
         found.append([*outputs, *after.values()])
     assert_same(found[1], found[0], "output or weight")
@@ -508,7 +425,7 @@ def offloaded_from_a_gpu() -> None:
 
 case = functools.partial
 TWO = ("rowwise", "delayed")
-CASES: dict[int, dict[str, Callable[[], None]]] = {
+CASES: Cases = {
     2: {
         **{f"{r}, reshards {on}": case(bits, r, on, on == (r < "s")) for r in RECIPES for on in (True, False)},
         **{f"mixed precision, {r}": case(mixed_precision, r) for r in RECIPES},
@@ -552,8 +469,7 @@ if importlib.util.find_spec("accelerate"):
         "accelerate, meta": case(by_accelerate, "rowwise", **_RAM),
     }
     _AT_REST.add("accelerate, meta")
-for _cases in CASES.values():
-    _cases |= {f"{name}, at rest": case(at_rest, _cases[name]) for name in sorted(_AT_REST & _cases.keys())}
+add_at_rest(CASES, _AT_REST)
 CASES[2] |= {
     "clipped, at rest": case(beside_one_that_casts, clip),
     "offloaded, masters, at rest": case(at_rest, offloaded),
@@ -563,10 +479,7 @@ CASES[2] |= {
 }
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_ranks(ranks: int, tmp_path: Path) -> None:
-    """All cases of a number of ranks; one process group runs them."""
-    run_cases(__name__, ranks, tmp_path)
+test_ranks = ranks_test(__name__, CASES)
 
 
 def test_the_first_gather_takes_memory_where_the_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

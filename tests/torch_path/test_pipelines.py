@@ -5,7 +5,6 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import f8emu.torch as f8
 from f8emu.spec import RECIPES
-from tests.torch_path.ranks import run_cases
+from tests.torch_path.beside import whole
+from tests.torch_path.ranks import Cases, ranks_test
 from tests.torch_path.states import assert_same_state
 
 MICROBATCHES = 4
@@ -39,7 +38,7 @@ class Block(nn.Module):
 
 
 class Fused(nn.Module):
-    """What has autograd functions of its own: SiLU in the casts, of one feed-forward block and of experts."""
+    """A block with autograd functions of its own: SiLU in the casts, of one feed-forward block and of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,11 +137,11 @@ def trains(schedule: str, recipe: str, block: Callable[[], nn.Module] = Block, k
     rank, ranks = dist.get_rank(pipe), dist.get_world_size(pipe)
     mine = placed(schedule, ranks)[rank]
     number = ranks * len(mine)
-    whole, parts = make(recipe, number, block), make(recipe, number, block)
+    alone, parts = make(recipe, number, block), make(recipe, number, block)
     for i in mine:
         parts[i] = parts[i] if kind == "compiled" and i == 0 else spread(parts[i], kind)
-    for i, part in enumerate(whole):  # each is updated by its own backward passes, over the ranks of its stage
-        whole[i] = spread(part, kind) if kind == "tp" else part
+    for i, part in enumerate(alone):  # each is updated by its own backward passes, over the ranks of its stage
+        alone[i] = spread(part, kind) if kind == "tp" else part
         f8.set_amax_reduction_group(part, inner or False)
     stages: Any = [PipelineStage(parts[i], i, number, torch.device("cpu"), group=pipe) for i in mine]
     done: list[Any] = []
@@ -153,37 +152,33 @@ def trains(schedule: str, recipe: str, block: Callable[[], nn.Module] = Block, k
     has_own_data = inner is not None and kind != "tp"
     for step in range(steps):
         x, y = batch(step, dist.get_rank(inner) if has_own_data else 0)
-        found: list[Tensor] = []
+        observed: list[Tensor] = []
         with empty_memory_is_nan():
-            run.step(*[x] * (0 in mine), **({"target": y, "losses": found} if number - 1 in mine else {}))
+            run.step(*[x] * (0 in mine), **({"target": y, "losses": observed} if number - 1 in mine else {}))
         orders: list[Any] = [None] * ranks
         dist.all_gather_object(orders, done, pipe)
         done.clear()
-        losses = one_process(whole, orders, x, y)
-        assert not found or torch.equal(torch.stack(found), torch.stack(losses))
+        losses = one_process(alone, orders, x, y)
+        assert not observed or torch.equal(torch.stack(observed), torch.stack(losses))
         for i in range(number):
-            for own, other in zip(parts[i].parameters(), whole[i].parameters(), strict=True):
-                expected = whole_of(other.grad)
+            for own, other in zip(parts[i].parameters(), alone[i].parameters(), strict=True):
+                expected = whole(other.grad)
                 if has_own_data:
                     dist.all_reduce(expected, group=inner)
                     expected /= 2
                 # DDP rounds its sums of bfloat16 otherwise, with plain layers too.
-                assert i not in mine or kind == "ddp" or torch.equal(whole_of(own.grad), expected), (step, i)
+                assert i not in mine or kind == "ddp" or torch.equal(whole(own.grad), expected), (step, i)
             if i in mine:
-                assert_same_state(f8.delayed_state_dict(parts[i]), f8.delayed_state_dict(whole[i]))
+                assert_same_state(f8.delayed_state_dict(parts[i]), f8.delayed_state_dict(alone[i]))
             with torch.no_grad():
-                for parameter in itertools.chain(parts[i].parameters(), whole[i].parameters()):
+                for parameter in itertools.chain(parts[i].parameters(), alone[i].parameters()):
                     parameter -= 0.01 * (0 if parameter.grad is None else parameter.grad)
                     parameter.grad = None
 
 
-def whole_of(x: Any) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 @functools.cache
 def meshes() -> tuple[DeviceMesh, DeviceMesh]:
-    """Of the stages of a pipeline, and of the ranks of each stage."""
+    """The mesh of a pipeline's stages, and that of the ranks of each stage."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "stage"))
     return mesh["pipeline"], mesh["stage"]
 
@@ -241,7 +236,7 @@ case = functools.partial
 zero_bubbles = (
     {} if torch.__version__ < "2.13" else {name: (name, Block) for name in RECIPES} | {"fused": ("delayed", Fused)}
 )
-CASES: dict[int, dict[str, Callable[[], None]]] = {
+CASES: Cases = {
     2: {
         "a pipeline by hand": case(hand_written, False),
         "a pipeline by hand, cut and then converted": case(hand_written, True),
@@ -255,9 +250,4 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         **{kind: case(trains, "1F1B", "delayed", kind=kind) for kind in ("fsdp2", "tp", "ddp")},
     },
 }
-
-
-@pytest.mark.parametrize("ranks", CASES)
-def test_ranks(ranks: int, tmp_path: Path) -> None:
-    """One process group runs all cases."""
-    run_cases(__name__, ranks, tmp_path)
+test_ranks = ranks_test(__name__, CASES)

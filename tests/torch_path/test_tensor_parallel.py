@@ -8,9 +8,6 @@ Ranks hold tokens, rows and columns of different magnitudes, so that a scale of 
 import copy
 import functools
 import math
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,28 +30,14 @@ from f8emu.torch.casts import sharded
 from f8emu.torch.casts.operand import cast_both, find_source
 from f8emu.torch.inspection.recorder import read
 from f8emu.torch.layer.matmul import gemm
-from tests.torch_path.layers import draw
-from tests.torch_path.ranks import run_cases
+from tests.torch_path.bits import assert_same_bits
+from tests.torch_path.layers import both_passes, draw
+from tests.torch_path.ranks import RESTS, Cases, add_at_rest, at_rest, mesh_of_all, optimizer_of, ranks_test
 from tests.torch_path.states import assert_same_state, local
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 GATHERED = ("tensorwise", "rowwise", "delayed")
 BATCH, TOKENS, K, N = 2, 8, 32, 32
-
-
-def mesh_of_all() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-_rests = False
-"""Whether weights rest as float8, sharded and on one device."""
-
-
-def at_rest(run: Callable[[], None]) -> None:
-    """The case with weights that rest as float8."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "_rests", True)
-        run()
 
 
 def convert(recipe: str, *sizes: tuple[int, int], bias: bool = False, gathers: bool = False, zeros: Any = None) -> Any:
@@ -69,11 +52,11 @@ def convert(recipe: str, *sizes: tuple[int, int], bias: bool = False, gathers: b
     if zeros is not None:
         next(layers.parameters()).data[zeros] = 0
     how = functools.partial(f8.convert_to_float8_training, layers, config=recipe, pad=True)
-    return how(float8_primary_weights=True) if _rests else how(enable_fsdp_float8_all_gather=gathers)
+    return how(float8_primary_weights=True) if RESTS.get() else how(enable_fsdp_float8_all_gather=gathers)
 
 
 def values(weight: Tensor) -> Tensor:
-    """What a weight of one device is cast from."""
+    """The values that a weight of one device is cast from."""
     return weight.master if isinstance(weight, f8.Float8Weight) else weight.detach()
 
 
@@ -84,32 +67,24 @@ def part(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 
 def same(observed: Tensor, expected: Tensor) -> None:
-    observed, expected = local(observed), expected.detach()
-    assert observed.shape == expected.shape and observed.dtype == expected.dtype, (observed.shape, expected.shape)
-    wrong = int((observed.contiguous().view(torch.int16) != expected.contiguous().view(torch.int16)).sum())
-    assert not wrong, f"{wrong} of {expected.numel()} differ"
+    """This rank's part is as expected."""
+    assert_same_bits(local(observed), expected)
 
 
 class Passes(NamedTuple):
-    """What a layer computes, of one device or of a rank."""
+    """The results of a layer, on one device or on a rank."""
 
     output: Tensor
     grad_input: Tensor
     grad_weight: Tensor
-    grad_bias: Any
+    grad_bias: Any = None
 
 
 def passes(layer: Any, x: Tensor, grad_output: Tensor) -> Passes:
-    x = x.detach().clone().requires_grad_()
-    layer.zero_grad()
-    output = layer(x)
-    output.backward(grad_output)
-    assert x.grad is not None
-    bias = None if layer.bias is None else layer.bias.grad
-    weight, grad = layer.weight, layer.weight.grad
-    if isinstance(grad, DTensor):  # torch 2.11 replicates the gradient of a weight with unequal shards of K
-        grad = grad.redistribute(placements=weight.placements)
-    return Passes(output.detach(), x.grad, grad, bias)
+    output, *grads = both_passes(layer, x, grad=grad_output, parameters=layer.parameters())
+    if isinstance(grads[1], DTensor):  # torch 2.11 replicates the gradient of a weight with unequal shards of K
+        grads[1] = grads[1].redistribute(placements=layer.weight.placements)
+    return Passes(output, *grads)
 
 
 def partial(a: Tensor, b: Tensor, gemm_name: str, recipe_name: str, mesh: DeviceMesh) -> Tensor:
@@ -306,11 +281,8 @@ def sequence_parallel(model: FeedForward, mesh: DeviceMesh) -> FeedForward:
 
 def results(model: nn.Module, x: Tensor, grad_output: Tensor | None = None) -> list[Tensor]:
     """A pass: the output and all gradients, of this rank. An input with a grad_fn, as in a model."""
-    x = x.clone().requires_grad_()
-    output = model(x * 1)
-    output.backward(torch.ones_like(output) if grad_output is None else grad_output)
-    found = [output, x, *model.parameters()]
-    return [local(output), *(local(y.grad).clone() for y in found[1:])]
+    grad = torch.ones_like(x) if grad_output is None else grad_output
+    return [local(y) for y in both_passes(lambda x: model(x * 1), x, grad=grad, parameters=model.parameters())]
 
 
 def compiled(recipe: str) -> None:
@@ -388,7 +360,7 @@ def unusual_steps() -> None:
 
 
 def refusals() -> None:
-    """What cannot be done says so, on every rank, before a collective."""
+    """Every rank refuses what cannot be done, before a collective."""
     mesh = mesh_of_all()
     x = draw(BATCH, TOKENS, K, seed=20)
 
@@ -468,10 +440,7 @@ def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -
             fully_shard(model, mesh=dp)
         elif recipe == "delayed":
             f8.set_amax_reduction_group(model, dist.group.WORLD)
-        sgd = torch.optim.SGD
-        optimizer = (functools.partial(f8.MasterWeights, optimizer_class=sgd) if _rests else sgd)(
-            list(model.parameters()), lr=0.125
-        )
+        optimizer = optimizer_of(torch.optim.SGD, model.parameters(), lr=0.125)
         found.append([])
         for step in range(2):
             seed = 20 + 10 * dp.get_local_rank() + step
@@ -523,9 +492,9 @@ def verbs() -> None:
     def whole(x: Any) -> Tensor:
         return x.full_tensor() if isinstance(x, DTensor) else x
 
-    def equal(found: Any, expected: Tensor) -> bool:
-        as_bytes = [x.contiguous().view(torch.uint8) for x in (found, expected)]
-        return found.dtype == expected.dtype and torch.equal(*as_bytes)
+    def equal(observed: Any, expected: Tensor) -> bool:
+        as_bytes = [x.contiguous().view(torch.uint8) for x in (observed, expected)]
+        return observed.dtype == expected.dtype and torch.equal(*as_bytes)
 
     # 1. Amaxes, with a NaN on one rank, of an empty part too, and casts.
     row = draw(1, 64, seed=1)
@@ -549,19 +518,19 @@ def verbs() -> None:
         operands = over_ranks(a, of_a), over_ranks(b.t(), of_b)
         expected = f8.scaled_mm(a, b.t(), *(torch.ones(1, 1),) * 2, out_dtype=torch.float32, use_fast_accum=True)
         one = over_ranks(torch.ones(1, 1), Replicate())
-        found = f8.scaled_mm(*operands, one, one, out_dtype=torch.float32, use_fast_accum=True)
-        assert equal(whole(found), expected)
+        observed = f8.scaled_mm(*operands, one, one, out_dtype=torch.float32, use_fast_accum=True)
+        assert equal(whole(observed), expected)
         scales, bias = [draw(*size, seed=5).float().abs() for size in ((256, 1), (1, 512))], draw(512, seed=4)
         expected = f8.scaled_mm(a, b.t(), *scales, bias=bias, out_dtype=torch.bfloat16)
         scales = [over_ranks(scale, place) for scale, place in zip(scales, (of_a, of_b), strict=True)]
-        found = f8.scaled_mm(*operands, *scales, bias=over_ranks(bias, Replicate()), out_dtype=torch.bfloat16)
-        assert equal(whole(found), expected)
+        observed = f8.scaled_mm(*operands, *scales, bias=over_ranks(bias, Replicate()), out_dtype=torch.bfloat16)
+        assert equal(whole(observed), expected)
         high = a[:, :512].bfloat16(), b[:, :512].bfloat16().t()
         assert equal(whole(f8.mm(over_ranks(high[0], of_a), over_ranks(high[1], of_b))), f8.mm(*high))
 
 
 case = functools.partial
-CASES: dict[int, dict[str, Callable[[], None]]] = {
+CASES: Cases = {
     2: {
         **{f"by column, {r}": case(parallel, r, "column") for r in RECIPES},
         **{f"by row, {r}": case(parallel, r, "row") for r in RECIPES},
@@ -571,7 +540,9 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "gathered input, first dimension": case(sequence_parallel_input, "rowwise", 0),
         **{f"scattered output, {r}": case(parallel, r, "row", 1) for r in GATHERED},
         "scattered output, a bias": case(parallel, "tensorwise", "row", 0, True),
-        **{f"compiled, {r}": case(compiled, r) for r in ("rowwise", "delayed")},
+        # Dynamo takes seconds for each: one with ordinary weights, one with weights at rest
+        "compiled, delayed": case(compiled, "delayed"),
+        "compiled, rowwise, at rest": case(at_rest, case(compiled, "rowwise")),
         "a scale of one rank": scale_of_one_rank_is_caught,
         **{f"{value} on one rank": case(not_finite_on_one_rank, value) for value in (math.nan, math.inf)},
         "unusual steps": unusual_steps,
@@ -598,14 +569,8 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
 }
 _AT_REST = {
     *("by column, delayed", "by row, rowwise", "gathered input, tensorwise", "scattered output, delayed"),
-    *("compiled, rowwise", "unequal shards of N", "an empty shard of K"),
+    *("unequal shards of N", "an empty shard of K"),
     *(f"with FSDP2, {recipe}, gathers False" for recipe in GATHERED),
 }
-for _cases in CASES.values():
-    _cases |= {f"{name}, at rest": case(at_rest, _cases[name]) for name in sorted(_AT_REST & _cases.keys())}
-
-
-@pytest.mark.parametrize("ranks", CASES)
-def test_ranks(ranks: int, tmp_path: Path) -> None:
-    """All cases of a number of ranks; one process group runs them."""
-    run_cases(__name__, ranks, tmp_path)
+add_at_rest(CASES, _AT_REST)
+test_ranks = ranks_test(__name__, CASES)
