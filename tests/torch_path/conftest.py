@@ -1,7 +1,12 @@
 """Fixtures of the torch tests."""
 
+import importlib
 import sys
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -40,3 +45,23 @@ def engine_and_torch(request, monkeypatch) -> None:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Calls operators with kernels or without."""
     return Kernels(monkeypatch)
+
+
+_TORCHAO: dict[str, ModuleType] = {}
+"""Its modules, which cannot be imported twice."""
+
+
+@pytest.fixture
+def torchao(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """torchao.float8, which nobody finds afterwards: transformers and others would do otherwise than here."""
+    monkeypatch.syspath_prepend(Path(sys.prefix, "stacks"))
+    sys.modules.update(_TORCHAO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield importlib.import_module("torchao.float8")
+        except ModuleNotFoundError as error:
+            pytest.fail(f"{error}; `make install` brings the packages of other stacks")
+        finally:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+                _TORCHAO[name] = sys.modules.pop(name)

@@ -2,11 +2,11 @@
 
 import copy
 import dataclasses
+import importlib
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,64 +131,21 @@ def test_a_subclass_that_surrounds_forward_is_converted_on_request() -> None:
 # torchao's configurations
 
 
-class Float8LinearRecipeName(Enum):
-    """torchao's."""
-
-    TENSORWISE = "tensorwise"
-    ROWWISE = "rowwise"
-    ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
-    OTHER = "mxfp8"
+def config_of(torchao: Any, name: str = "tensorwise", **changes: Any) -> Any:
+    return dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(name), **changes)
 
 
-class Float8LinearConfig(SimpleNamespace):
-    """torchao 0.17's, with its defaults filled in."""
-
-    @classmethod
-    def of(cls, name: str = "tensorwise", changes: Mapping[str, Any] = {}) -> Any:
-        torchao = pytest.importorskip("torchao.float8") if REAL else None
-        if torchao is not None:
-            return dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(name), **changes)
-        granularity = "tensorwise" if name == "tensorwise" else "axiswise"
-        grad = torch.float8_e5m2 if name == "tensorwise" else torch.float8_e4m3fn
-        casts: dict[str, Any] = dict.fromkeys(("input", "weight", "input_for_grad_weight"), cast_config(granularity))
-        casts |= dict.fromkeys(("grad_output", "grad_output_for_grad_weight"), cast_config(granularity, grad))
-        casts["weight_for_grad_input"] = cast_config("tensorwise" if name == "rowwise_with_gw_hp" else granularity)
-        if name == "rowwise_with_gw_hp":
-            off = cast_config("tensorwise", kind="disabled")
-            casts |= {"input_for_grad_weight": off, "grad_output_for_grad_weight": off}
-        gemms = {gemm: SimpleNamespace(use_fast_accum=gemm == "output") for gemm in RECIPES[name].gemms}
-        fields = {f"cast_config_{tensor}": value for tensor, value in casts.items()}
-        fields |= {f"gemm_config_{gemm}": value for gemm, value in gemms.items()}
-        fields |= dict.fromkeys(("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate"), False)
-        return cls(**{**fields, "round_scales_to_power_of_2": name != "tensorwise", **changes})
-
-
-def cast_config(granularity: str, dtype: torch.dtype = torch.float8_e4m3fn, kind: str = "dynamic") -> Any:
-    value = SimpleNamespace
-    return value(scaling_type=value(value=kind), scaling_granularity=value(value=granularity), target_dtype=dtype)
-
-
-try:
-    import torchao.float8  # pyright: ignore[reportMissingImports]  # noqa: F401
-
-    REAL = True
-except ImportError:
-    REAL = False
-
-
-def test_torchaos_configurations_are_accepted() -> None:
+def test_torchaos_configurations_are_accepted(torchao: Any) -> None:
     for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        configs: list[Any] = [Float8LinearRecipeName(name), Float8LinearConfig.of(name)]
-        for config in configs:
+        for config in (torchao.config.Float8LinearRecipeName(name), config_of(torchao, name)):
             assert f8.plan_conversion(nn.Linear(32, 32), config=config).recipe is RECIPES[name]
-    config = Float8LinearConfig.of("rowwise")
-    layer = f8.convert_to_float8_training(nn.Linear(32, 32), config=config)
+    layer = f8.convert_to_float8_training(nn.Linear(32, 32), config=config_of(torchao, "rowwise"))
     assert isinstance(layer, f8.Float8Linear) and layer.recipe is ROWWISE
+    others: Any = Enum("Float8LinearRecipeName", {"OTHER": "mxfp8"})
     with pytest.raises(SpecError, match="unknown recipe 'mxfp8'"):
-        f8.plan_conversion(layer, config=Float8LinearRecipeName.OTHER)
+        f8.plan_conversion(layer, config=others.OTHER)
     # Options beside a recipe count as the arguments do.
-    options = {"enable_fsdp_float8_all_gather": True, "pad_inner_dim": True, "emulate": True}
-    config = Float8LinearConfig.of(changes=options)
+    config = config_of(torchao, enable_fsdp_float8_all_gather=True, pad_inner_dim=True, emulate=True)
     odd: Any = nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 32))
     assert f8.plan_conversion(odd, config=config).names(Outcome.CONVERTED) == ("0", "1")
     assert f8.filter_small_layers(config)(nn.Linear(20000, 8200), "0"), "padded"
@@ -199,17 +156,24 @@ def test_torchaos_configurations_are_accepted() -> None:
         f8.convert_to_float8_training(nn.Linear(32, 32), config=config, engine="hardware")
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_a_torchao_configuration_without_a_name_is_the_recipe_that_does_the_same(name: str) -> None:
-    base = RECIPES[name]
-    fast = type(Float8LinearConfig.of().gemm_config_output)(use_fast_accum=True)
-    rule = ScaleRule(power_of_two=not base.scale_rule.power_of_two)
-    changes = {"round_scales_to_power_of_2": rule.power_of_two, "gemm_config_grad_input": fast}
-    layer = f8.convert_to_float8_training(nn.Linear(32, 32), config=Float8LinearConfig.of(name, changes))
-    grad_input = dataclasses.replace(base.grad_input, use_fast_accum=True)
-    assert isinstance(layer, f8.Float8Linear)
-    assert layer.recipe == dataclasses.replace(base, grad_input=grad_input, scale_rule=rule)
-    assert layer.recipe.label.startswith("torchao (")
+def test_a_torchao_configuration_without_a_name_is_the_recipe_that_does_the_same(torchao: Any) -> None:
+    for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        base = RECIPES[name]
+        rule = ScaleRule(power_of_two=not base.scale_rule.power_of_two)
+        fast = torchao.config.Float8GemmConfig(use_fast_accum=True)
+        changes = {"round_scales_to_power_of_2": rule.power_of_two, "gemm_config_grad_input": fast}
+        layer = f8.convert_to_float8_training(nn.Linear(32, 32), config=config_of(torchao, name, **changes))
+        grad_input = dataclasses.replace(base.grad_input, use_fast_accum=True)
+        assert isinstance(layer, f8.Float8Linear)
+        assert layer.recipe == dataclasses.replace(base, grad_input=grad_input, scale_rule=rule)
+        assert layer.recipe.label.startswith("torchao (")
+
+
+def test_torchao_quantizes_what_was_converted_back(torchao: Any) -> None:
+    model = f8.dequantize_float8_training(f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 48))))
+    quantization = importlib.import_module("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    assert model(torch.randn(16, 32)).shape == (16, 48)
 
 
 # The way back
@@ -240,11 +204,6 @@ def test_the_way_back_to_nn_linear(name: str) -> None:
     own = type("Own", (f8.Float8Linear,), {})(32, 32)
     with pytest.raises(OperandError, match="must be a Float8Linear that a conversion made; got Own"):
         f8.dequantize_float8_training(nn.Sequential(nn.ReLU(), own))
-    if REAL:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_  # pyright: ignore[reportMissingImports]
-
-        quantize_(model, Int8WeightOnlyConfig())
-        model["c"](x)
 
 
 def test_a_changed_recipe_is_told_apart() -> None:

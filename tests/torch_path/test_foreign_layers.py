@@ -6,11 +6,7 @@ imported here: its layer is a stand-in with the same attributes, whose operators
 vLLM's. None of this ran with vLLM itself.
 """
 
-import importlib
 import re
-import sys
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -340,23 +336,6 @@ def test_transformers_against_a_trainer(fp8: Any, scale_fmt: str, expected: str,
     assert record.load()["b.scale"].tobytes() == stored.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.fixture
-def torchao(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Its module of layers, which nobody finds afterwards: transformers and others would do otherwise than here."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(Path(sys.prefix, "stacks"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield importlib.import_module("torchao.float8.float8_linear")
-        except ModuleNotFoundError as error:
-            pytest.fail(f"{error}; `make install` brings the packages of other stacks")
-        finally:
-            for name in set(sys.modules) - before:
-                if name.partition(".")[0] == "torchao":
-                    del sys.modules[name]
-
-
 def test_torchao_trains_with_our_codes_and_scales(torchao: Any, tmp_path: Path) -> None:
     for recipe in ("tensorwise", "rowwise"):
         compare_with_torchao(torchao, recipe, tmp_path / recipe)
@@ -366,7 +345,8 @@ def compare_with_torchao(torchao: Any, recipe: str, tmp_path: Path) -> None:
     """Codes and scales of both operands are ours; the products of torchao's emulation are those of float32."""
     config = replace(torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     # not by its own convert_to_float8_training, which changes Inductor for the whole process
-    theirs = Attention({name: torchao.Float8Linear.from_float(m, config) for name, m in linears().self_attn.items()})
+    kind = torchao.float8_linear.Float8Linear
+    theirs = Attention({name: kind.from_float(layer, config) for name, layer in linears().self_attn.items()})
     a, b = captured(theirs, tmp_path / "a"), trained(tmp_path / "b", recipe)
     for step in (read_capture(a)[0], read_capture(b)[0]):
         assert [one.record.what for one in step.records] == ["input", "weight", "output"] * len(SIZES)
