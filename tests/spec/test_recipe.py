@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16
 from f8emu.spec.gemm import GEMM_NAMES, HIGH_PRECISION_CAST, OPERANDS, Cast, Gemm
@@ -195,6 +196,46 @@ def test_granularities_of_the_gemm_that_runs() -> None:
     t, r = Granularity.TENSORWISE, Granularity.ROWWISE
     for pair, runs_as in {(t, t): (t, t), (r, t): (r, r), (t, r): (r, r), (VECTOR, SQUARE): (VECTOR, SQUARE)}.items():
         assert Gemm(a=e4m3(pair[0]), b=e4m3(pair[1])).scaled_gemm_granularities == runs_as
+
+
+# Recipe -> the passes from which the operands rows and cols of input, weight and grad_output come.
+BY_AMAX, BY_BLOCKS = "amaxes, then codes", "blocks in one reading"
+PASSES: dict[str, tuple[tuple[str, str], tuple[str, str], tuple[str, str]]] = {
+    "tensorwise": ((BY_AMAX, BY_AMAX),) * 3,
+    "rowwise": ((BY_AMAX, BY_AMAX),) * 3,
+    "rowwise_with_gw_hp": (("rows in one pass", "bf16"), (BY_AMAX, BY_AMAX), ("rows in one pass", "bf16")),
+    "delayed": ((BY_AMAX, BY_AMAX),) * 3,
+    "blockwise": ((BY_BLOCKS, BY_BLOCKS),) * 3,
+    "blockwise_ue8m0": ((BY_BLOCKS, BY_BLOCKS),) * 3,
+}
+
+
+def passes(plan: CastPlan) -> tuple[str, ...]:
+    by_amax = "rows in one pass" if plan.is_one_pass else BY_AMAX
+    ways: dict[str, tuple[object, object]] = {
+        BY_BLOCKS: plan.by_blocks,
+        by_amax: plan.by_amax,
+        "bf16": plan.in_bfloat16,
+    }
+    return tuple("".join(way for way, sides in ways.items() if sides[side]) for side in (0, 1))
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), *SERVING_RECIPES.values()], ids=lambda recipe: recipe.name)
+def test_passes_from_which_operands_come(recipe: Recipe) -> None:
+    """Each operand comes from one way; alone, it comes from the same, but that rows then take one pass."""
+    plans = recipe.cast_plans.values()
+    assert tuple(passes(plan.both) for plan in plans) == PASSES[recipe.name]
+    for tensor, plan in recipe.cast_plans.items():
+        (_, _, rows), (_, _, cols) = recipe.casts(tensor)
+        alone = "rows in one pass" if rows.granularity is Granularity.ROWWISE else passes(plan.both)[0]
+        assert passes(plan.rows) == (alone, "")
+        assert passes(plan.cols) == ("", passes(plan.both)[1])
+        assert passes(plan.nothing) == ("", "")
+        assert passes(plan.both.turned()) == tuple(
+            way.replace("rows in one pass", BY_AMAX) for way in passes(plan.both)[::-1]
+        )
+        assert plan.both.granularities == tuple(None if c.format is None else c.granularity for c in (rows, cols))
+        assert (plan.both.rule, plan.wanted(rows=True, cols=False)) == (recipe.rule_of(rows), plan.rows)
 
 
 def test_tensors_with_a_state_of_delayed_scaling() -> None:
