@@ -146,12 +146,12 @@ def _output(layer: LayerCall, *operands: jax.Array) -> jax.Array:
 
     @sequential_vmap
     def of_groups(lhs: jax.Array, rhs: jax.Array, ends: jax.Array) -> jax.Array:
-        def one(case: _Case, total: jax.Array, weight: jax.Array, start: jax.Array, size: jax.Array) -> Any:
+        def of_group(case: _Case, total: jax.Array, weight: jax.Array, start: jax.Array, size: jax.Array) -> Any:
             product: Any = float8_matmul(case[1], _group(lhs, case, start, size), weight, None)
             return _placed(total, product, start, size), None
 
         total = _space(lhs, rhs.shape[2], layer.out_dtype.name)
-        return _for_groups(layer, one, lambda total: (total, None), total, len(lhs), rhs, ends)[0][: len(lhs)]
+        return _for_groups(layer, of_group, lambda total: (total, None), total, len(lhs), rhs, ends)[0][: len(lhs)]
 
     return of_groups(*operands)
 
@@ -162,28 +162,34 @@ def _gradients(layer: LayerCall, wanted: tuple[bool, bool], *operands: jax.Array
 
     @sequential_vmap
     def of_groups(lhs: jax.Array, rhs: jax.Array, ends: jax.Array, grad_output: jax.Array) -> Any:
-        def one(case: _Case, total: Any, weight: jax.Array, start: jax.Array, size: jax.Array) -> Any:
+        def of_group(case: _Case, total: Any, weight: jax.Array, start: jax.Array, size: jax.Array) -> Any:
             x, g = (_group(matrix, case, start, size) for matrix in (lhs, grad_output))
             _, pull = jax.vjp(lambda x, w: float8_matmul(case[1], x, w, None), x, weight)
             d_x, d_weight = pull(g)  # XLA leaves out what is not wanted, and the output
             return _placed(total, d_x, start, size) if wanted[0] else None, d_weight if wanted[1] else None
 
-        def none(total: Any) -> Any:
+        def of_empty(total: Any) -> Any:
             return total, vary_alike(jnp.zeros(rhs.shape[1:], rhs.dtype), rhs)[0] if wanted[1] else None
 
         total = _space(lhs, lhs.shape[1], lhs.dtype) if wanted[0] else None
-        d_lhs, d_rhs = _for_groups(layer, one, none, total, len(lhs), rhs, ends)
+        d_lhs, d_rhs = _for_groups(layer, of_group, of_empty, total, len(lhs), rhs, ends)
         return None if d_lhs is None else d_lhs[: len(lhs)], d_rhs
 
     return of_groups(*operands)
 
 
 def _for_groups(
-    layer: LayerCall, one: Callable[..., Any], none: Callable[[Any], Any], total: Any, rows: int, rhs: Any, ends: Any
+    layer: LayerCall,
+    of_group: Callable[..., Any],
+    of_empty: Callable[[Any], Any],
+    total: Any,
+    rows: int,
+    rhs: Any,
+    ends: Any,
 ) -> Any:
-    """A scan of `one(case, total, weight, start, size)` over the groups, or of `none(total)` where one is empty."""
+    """A scan of `of_group(case, total, weight, start, size)` over the groups, of `of_empty(total)` over empty ones."""
     cases, case_of = _cases(layer, rows, *rhs.shape)
-    branches = [lambda total, *_: none(total), *(functools.partial(one, case) for case in cases)]
+    branches = [lambda total, *_: of_empty(total), *(functools.partial(of_group, case) for case in cases)]
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     groups = rhs, starts, jnp.maximum(ends - starts, 0)
     return lax.scan(lambda total, g: lax.switch(jnp.asarray(case_of)[g[-1]], branches, total, *g), total, groups)
@@ -191,9 +197,7 @@ def _for_groups(
 
 @functools.lru_cache(maxsize=256)
 def _cases(layer: LayerCall, rows: int, groups: int, k: int, n: int) -> tuple[list[_Case], np.ndarray]:
-    """The cases that groups of at most so many rows may be, and for every size the number of its case: 0 is an empty
-    group, 1 the first.
-    """
+    """The cases of groups of up to `rows` rows, and for every size the number of its case: 0 is empty, 1 the first."""
     # 1. The extents: half the one above, to a multiple of 16, down to a part of the mean size that costs little.
     extents, least = [rows], max(_LEAST_ROWS, rows // (4 * groups))
     while extents[0] > least:
