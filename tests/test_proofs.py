@@ -19,10 +19,11 @@ from benchmarks.proofs.evidence import ALTERATIONS, altered, changed, recordings
 from benchmarks.proofs.recorded_layers import differences, layers
 from benchmarks.proofs.split_k import KINDS, OUTPUTS, compare
 from f8emu.conformance.cases.golden import GoldenCase
-from f8emu.spec import H100, HOPPER, RECIPES, UnsupportedError
+from f8emu.spec import RECIPES, UnsupportedError
 from f8emu.split_k import ask as cublaslt
-from f8emu.split_k.ask import Question, question, split_k_at_hand
-from f8emu.split_k.plan import CHIP, PlannedGemm, Source, shipped_plan
+from f8emu.split_k.ask import Query, query_of, split_k_at_hand
+from f8emu.split_k.gemm import Source, planned_gemm
+from f8emu.split_k.plan import CHIP, shipped_plan
 
 CASES = ((1, 16, 29, 61, 73, 100, 125, 140, 151, 157, 170), range(18), (2, 32, 36))
 """Of the shipped file: bias, tensorwise fast and promoted, 16 x 16 x 16, subnormals, split-K, 1x128 scales, NaN,
@@ -96,15 +97,15 @@ def test_agreement_is_counted() -> None:
 def test_torch_asks_for_columns() -> None:
     """cuBLAS's first operand is b [N, K], its matrices have rows, columns and leading dimension."""
     kind = {"m": 32, "n": 48, "k": 64, "out_dtype": "float32"}
-    asked = question(PlannedGemm(gemm="bfloat16", layout="nt", **kind))
+    asked = query_of(planned_gemm(gemm="bfloat16", layout="nt", **kind))
     assert asked.layouts == ((48, 64, 48), (32, 64, 32), (48, 32, 48)) and asked.workspace_bytes == 1 << 25
-    assert [question(PlannedGemm(gemm="bfloat16", **{**kind, "out_dtype": out})).types for out in OUTPUTS] == [
+    assert [query_of(planned_gemm(gemm="bfloat16", **{**kind, "out_dtype": out})).types for out in OUTPUTS] == [
         *((14, 14, 0), (14, 14, 14), (14, 14, 0))
     ]
-    one = question(PlannedGemm(gemm="bfloat16", layout="tt", **{**kind, "m": 1}))
+    one = query_of(planned_gemm(gemm="bfloat16", layout="tt", **{**kind, "m": 1}))
     assert one.layouts == ((64, 48, 64), (64, 1, 64), (48, 1, 48))  # a single row is no transposed operand
     assert one.attributes[1][1] == 0
-    asked = question(PlannedGemm(gemm="tensorwise", accumulation="fast", **kind))
+    asked = query_of(planned_gemm(gemm="tensorwise", accumulation="fast", **kind))
     assert asked.layouts == ((64, 48, 64), (64, 32, 64), (48, 32, 48)) and asked.workspace_bytes == 1 << 20
 
 
@@ -112,7 +113,7 @@ def test_torch_asks_for_columns() -> None:
 def library(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A cublasLt that says N as S, and has no answer if M is 24."""
 
-    def split_k(asked: Question) -> int:
+    def split_k(asked: Query) -> int:
         (_, n, _), (_, m, _), _ = asked.layouts
         if m == 24:
             raise UnsupportedError("none")
@@ -127,23 +128,23 @@ def library(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_the_library_of_the_gpu_at_hand_is_asked(library: SimpleNamespace) -> None:
     kind: dict[str, Any] = {"n": 512, "k": 8192, "accumulation": "fast", "out_dtype": "float32"}
-    tensorwise = [PlannedGemm(m=m, gemm="tensorwise", **kind) for m in (8, 24)]
-    assert [split_k_at_hand(gemm, HOPPER) for gemm in tensorwise] == [(512, Source.ASKED), (3, Source.PREDICTED)]
-    rowwise = PlannedGemm(m=8, gemm="rowwise", **kind)
-    assert split_k_at_hand(rowwise, HOPPER) == (1, Source.RECORDED)
-    far = PlannedGemm(m=8, n=64, k=1 << 20, gemm="tensorwise", accumulation="fast", out_dtype="float32")
-    assert split_k_at_hand(far, H100) == (64, Source.ASKED)  # which no plan knows
-    unaligned = PlannedGemm(m=12, n=64, k=8192, gemm="bfloat16", layout="nt", out_dtype="float32")
-    assert split_k_at_hand(unaligned, HOPPER) == (1, Source.UNKNOWN)
+    tensorwise = [planned_gemm(m=m, gemm="tensorwise", **kind) for m in (8, 24)]
+    assert [split_k_at_hand(gemm) for gemm in tensorwise] == [(512, Source.ASKED), (3, Source.PREDICTED)]
+    rowwise = planned_gemm(m=8, gemm="rowwise", **kind)
+    assert split_k_at_hand(rowwise) == (1, Source.RECORDED)
+    far = planned_gemm(m=8, n=64, k=1 << 20, gemm="tensorwise", accumulation="fast", out_dtype="float32")
+    assert split_k_at_hand(far) == (64, Source.ASKED)  # which no plan knows
+    unaligned = planned_gemm(m=12, n=64, k=8192, gemm="bfloat16", layout="nt", out_dtype="float32")
+    assert split_k_at_hand(unaligned) == (1, Source.UNKNOWN)
     library.path = None
     split_k_at_hand.cache_clear()
-    assert split_k_at_hand(tensorwise[0], HOPPER) == (3, Source.RECORDED)
+    assert split_k_at_hand(tensorwise[0]) == (3, Source.RECORDED)
 
 
 def test_attributes_are_as_long_as_the_library_s() -> None:
     """A wrong length is an error of the library, which no test without a GPU would see."""
-    blocks = PlannedGemm(m=8, n=16, k=128, gemm="blockwise_1x128_128x128", out_dtype="float32")
-    lengths = {name: cublaslt._BYTES[name] for name, _ in question(blocks).attributes}
+    blocks = planned_gemm(m=8, n=16, k=128, gemm="blockwise_1x128_128x128", out_dtype="float32")
+    lengths = {name: cublaslt._BYTES[name] for name, _ in query_of(blocks).attributes}
     assert lengths == {3: 4, 4: 4, 17: 8, 18: 8, 25: 1, 31: 4, 32: 4}
 
 

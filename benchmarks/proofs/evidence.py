@@ -32,7 +32,7 @@ from f8emu.conformance.cases.golden import GoldenCase, GoldenFile, read_golden, 
 from f8emu.conformance.compare import different
 from f8emu.conformance.record.record import tracked
 from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, AccumulationModel, Format
-from f8ref.numpy.accumulate import Operand
+from f8ref.numpy.accumulate import Decoded
 from f8ref.numpy.codec import ABSENT, Array
 
 # As an attribute of `f8ref.numpy` the name is the verb.
@@ -71,25 +71,25 @@ def _promoted_every(k: int) -> list[Patch]:
     return _accumulating(lambda model, split_k: (replace(model, promote_k=model.promote_k and k), split_k))
 
 
-def _normalized_operand(x: Any, format: Any, model: Any) -> Operand:
+def _normalized_operand(x: Any, format: Any, model: Any) -> Decoded:
     """Subnormal operands with the exponent of their first one, as if the multiplier normalised them."""
     whole = _operand(x, format, model)
     first_one = np.frexp(whole.values)[1] - 1
     return whole._replace(exponents=np.where(whole.exponents == ABSENT, ABSENT, first_one))
 
 
-def _zeros_with_exponents(x: Any, format: Format, model: Any) -> Operand:
+def _zeros_with_exponents(x: Any, format: Format, model: Any) -> Decoded:
     """Zeros with the exponent of subnormals, as if their products counted."""
     whole = _operand(x, format, model)
     return whole._replace(exponents=np.where(whole.exponents == ABSENT, format.min_exponent, whole.exponents))
 
 
-def _normalized_products(a: Operand, b: Operand) -> tuple[Any, Any]:
+def _normalized_products(a: Decoded, b: Decoded) -> tuple[Any, Any]:
     product, exponent = _products(a, b)
     return product, np.where(np.isfinite(product) & (product != 0), np.frexp(product)[1] - 1, exponent)
 
 
-def _products_without_nan(a: Operand, b: Operand) -> tuple[Any, Any]:
+def _products_without_nan(a: Decoded, b: Decoded) -> tuple[Any, Any]:
     product, exponent = _products(a, b)
     return np.where(np.isnan(product), 0, product), exponent
 

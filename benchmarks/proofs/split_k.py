@@ -17,10 +17,10 @@ import torch
 from benchmarks.runner import Bench, option, say
 from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.formats import E4M3FN, E5M2
-from f8emu.split_k.ask import WORKSPACE_BYTES, CublasLt, loaded_path, question
-from f8emu.split_k.gemm import BLOCKWISE_GEMMS, LAYOUTS, PlannedGemm
+from f8emu.split_k.ask import WORKSPACE_BYTES, CublasLt, loaded_path, query_of
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, LAYOUTS, PlannedGemm, planned_gemm
 from f8emu.split_k.plan import shipped_plan
-from f8emu.split_k.trees import MAX_K, MAX_M, MAX_N, Plan
+from f8emu.split_k.trees import MAX_K, MAX_M, MAX_N, SplitPlan
 
 SEED = 20261123
 OUTPUTS = ("float32", "bfloat16", "float16")
@@ -33,7 +33,7 @@ _KINDS: list[dict[str, Any]] = [
 _KINDS += [{"gemm": gemm, "out_dtype": out} for gemm in BLOCKWISE_GEMMS for out in ("float32", "bfloat16")]
 _KINDS += [{"gemm": "bfloat16", "layout": layout, "out_dtype": "bfloat16"} for layout in LAYOUTS]
 # Table -> what its GEMMs share.
-KINDS = {PlannedGemm(m=8, n=16, k=16, **kind).table: kind for kind in _KINDS}
+KINDS = {planned_gemm(m=8, n=16, k=16, **kind).table: kind for kind in _KINDS}
 # Tables that are asked for the same shapes.
 GROUPS = {
     "bfloat16 tn, nn": ["bfloat16 tn", "bfloat16 nn"],
@@ -102,14 +102,14 @@ def _some(sizes: Callable[..., list[np.ndarray]], rng: np.random.Generator, grou
 def random_gemms(table: str, count: int) -> list[PlannedGemm]:
     """Log-uniform sizes, other ones than a plan was fitted on."""
     shapes = _some(_log_uniform, np.random.default_rng(SEED), TABLES[table], count).tolist()
-    return [PlannedGemm(m=m, n=n, k=k, **KINDS[table]) for m, n, k in shapes]
+    return [planned_gemm(m=m, n=n, k=k, **KINDS[table]) for m, n, k in shapes]
 
 
-def compare(plan: Plan, split_k: Callable[[PlannedGemm], int], count: int) -> dict[str, dict[str, int]]:
+def compare(plan: SplitPlan, split_k: Callable[[PlannedGemm], int], count: int) -> dict[str, dict[str, int]]:
     """How often the plan's rule says what the library says, all shapes and those that are split."""
     rows: dict[str, dict[str, int]] = {}
     for table, kind in KINDS.items():
-        recorded = [PlannedGemm(m=m, n=n, k=k, **kind) for of, m, n, k in plan.recorded if of == table]
+        recorded = [planned_gemm(m=m, n=n, k=k, **kind) for of, m, n, k in plan.recorded if of == table]
         looked_up = sum(split_k(gemm) == plan.split_k(gemm).split_k for gemm in recorded)
         rows[table] = {"recorded as the library says": looked_up}
         for name, gemms in (("recorded", recorded), ("random", random_gemms(table, count))):
@@ -140,10 +140,10 @@ def main() -> None:
     run = BENCH.parse(None, device="cuda" if torch.cuda.is_available() else "cpu")
     if run.arguments.describe:
         for table in KINDS:
-            say(f"{table} {question(random_gemms(table, 1)[0])}")
+            say(f"{table} {query_of(random_gemms(table, 1)[0])}")
         return
     cublas, plan = library(), shipped_plan(CHIPS[run.arguments.chip].plan)
-    rows = compare(plan, lambda gemm: cublas.split_k(question(gemm)), run.arguments.count)
+    rows = compare(plan, lambda gemm: cublas.split_k(query_of(gemm)), run.arguments.count)
     say(json.dumps(rows, indent=1))
     run.record(cublasLt=cublas.version, seed=SEED, tables=rows)
 

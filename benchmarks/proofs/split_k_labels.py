@@ -28,8 +28,8 @@ import numpy as np
 from benchmarks.proofs.split_k import CHUNK, GROUPS, KINDS, TABLES, as_asked, candidates, drawn, library
 from benchmarks.proofs.split_k_fit import fit, held_out, predicted
 from f8emu.spec.errors import UnsupportedError
-from f8emu.split_k.ask import question
-from f8emu.split_k.gemm import PlannedGemm
+from f8emu.split_k.ask import query_of
+from f8emu.split_k.gemm import planned_gemm
 
 # How many labels a table gets, beside the others.
 SHARES = {**dict.fromkeys(TABLES, 1.0), "bfloat16 tn": 15, "bfloat16 nn": 15, "bfloat16 nt": 5, "bfloat16 tt": 7}
@@ -144,7 +144,7 @@ def _answers(table: str, shapes: np.ndarray) -> np.ndarray:
     found = np.zeros(len(shapes), np.uint8)
     for at, (m, n, k) in enumerate(shapes.tolist()):
         with contextlib.suppress(UnsupportedError):
-            found[at] = _library().split_k(question(PlannedGemm(m=m, n=n, k=k, **KINDS[table])))
+            found[at] = _library().split_k(query_of(planned_gemm(m=m, n=n, k=k, **KINDS[table])))
     return found
 
 

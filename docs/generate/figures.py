@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from f8emu.spec import CHIPS, E4M3FN, E5M2, FLOAT8, FLOAT32, H100, HOPPER, Chip, Granularity
-from f8emu.split_k.plan import PlannedGemm, split_k
+from f8emu.split_k.plan import planned_gemm, split_k
 from f8ref import exact
 from f8ref import numpy as f8
 from f8ref.exact.accumulate import k_slices
@@ -331,7 +331,7 @@ def accumulation_chain() -> Drawing:
     return drawing
 
 
-SPLIT_SHAPE = PlannedGemm(m=64, n=64, k=8192, gemm="tensorwise", accumulation="fast", out_dtype="bfloat16")
+SPLIT_SHAPE = planned_gemm(m=64, n=64, k=8192, gemm="tensorwise", accumulation="fast", out_dtype="bfloat16")
 
 
 def split_k_slices() -> Drawing:
@@ -368,7 +368,7 @@ def plan_by_rows() -> Drawing:
     )
 
     def slices(m: int, gemm: str, accumulation: str, out: str) -> int:
-        return split_k(PlannedGemm(m=m, n=n, k=k, gemm=gemm, accumulation=accumulation, out_dtype=out)).split_k
+        return split_k(planned_gemm(m=m, n=n, k=k, gemm=gemm, accumulation=accumulation, out_dtype=out)).split_k
 
     rows = [2**i for i in range(6)] + list(range(64, last + 1, 32))
     drawn = [[slices(m, *kind[1:4]) for m in rows] for kind in kinds]

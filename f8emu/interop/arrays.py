@@ -31,7 +31,7 @@ _OF_ML_DTYPES = (
 _DTYPES = frozenset(
     [*"bool int8 int16 int32 uint8 uint16 uint32 float16 float32 complex64".split(), *_NARROWED, *_OF_ML_DTYPES]
 )
-"""What all three libraries have. Fewer than 8 bits are packed in one library and spread in another."""
+"""The dtypes that all three libraries have. Fewer than 8 bits are packed in one library and spread in another."""
 
 
 def to_jax(x: Any, *, copy: bool | None = True) -> Any:
@@ -211,9 +211,9 @@ def _to_torch(torch: Any, x: Any, library: str, device: Any, copy: bool | None) 
     else:
         source = torch.from_dlpack(_gathered("to_torch", x, copy).block_until_ready())
     if copy is False and device is not None:
-        wanted, found = torch.device(device), source.device
-        if found.type != wanted.type or wanted.index not in (None, found.index):
-            raise _not_shared("to_torch", f"the array is on {found}, the tensor would be on {wanted}")
+        wanted, place = torch.device(device), source.device
+        if place.type != wanted.type or wanted.index not in (None, place.index):
+            raise _not_shared("to_torch", f"the array is on {place}, the tensor would be on {wanted}")
     # 2. On the device, and copied unless that was a copy.
     placed = source if device is None else source.to(device)
     if copy and placed is source and library != "numpy":
@@ -248,8 +248,8 @@ def _gathered(call: str, array: Any, copy: bool | None) -> Any:
         return array
     if copy is False:
         raise _not_shared(call, f"the array is spread over {len(array.devices())} devices")
-    one = min(array.devices(), key=lambda device: device.id)
-    return require_jax(f"interop.{call}").device_put(array, one)
+    first = min(array.devices(), key=lambda device: device.id)
+    return require_jax(f"interop.{call}").device_put(array, first)
 
 
 # 4 To numpy

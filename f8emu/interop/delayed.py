@@ -81,7 +81,7 @@ def delayed_state_dict_from_float8_states(
     """
     call = "delayed_state_dict_from_float8_states"
     recipe, delayed = _delayed(call, recipe)
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for name, state in _layers(call, states, ""):
         got = tuple(tensor for tensor, of_tensor in zip(TENSORS, state, strict=True) if of_tensor is not None)
         if got != recipe.delayed_tensors:
@@ -91,8 +91,8 @@ def delayed_state_dict_from_float8_states(
             )
         layer = _layer(call, name, rules, to="torch")
         fields = _stacked(to_numpy(state), delayed.history_length)
-        found |= {f"{layer}.{field}" if layer else field: to_torch(array) for field, array in fields.items()}
-    return found
+        arrays |= {f"{layer}.{field}" if layer else field: to_torch(array) for field, array in fields.items()}
+    return arrays
 
 
 def _state(values: Mapping[str, Any], i: int) -> DelayedState:
@@ -144,12 +144,12 @@ def _layer(call: str, layer: str, rules: Sequence[ParameterRule], *, to: str) ->
         return layer
     ours, theirs = (".weight", ".kernel") if to == "flax" else (".kernel", ".weight")
     try:
-        found, _ = renamed(rules, layer + ours, 2, to=to)
+        name, _ = renamed(rules, layer + ours, 2, to=to)
     except OperandError as error:
         raise OperandError(f"{call}: {error}") from None
-    if not found.endswith(theirs):
+    if not name.endswith(theirs):
         raise OperandError(
-            f"{call}: layer {layer!r}: the rules rename its weight to {found!r}, which is not a linear layer's; put a "
+            f"{call}: layer {layer!r}: the rules rename its weight to {name!r}, which is not a linear layer's; put a "
             "ParameterRule for it before the others"
         )
-    return found.removesuffix(theirs)
+    return name.removesuffix(theirs)

@@ -63,7 +63,7 @@ class ParameterRule:
         """The name on side `to` (torch or flax); None if this rule does not match `name`."""
         source, target = (self.torch, self.flax) if to == "flax" else (self.flax, self.torch)
         match = _pattern(source).fullmatch(name)
-        return None if match is None else _FIELD.sub(lambda found: match[found[1]], target)
+        return None if match is None else _FIELD.sub(lambda field: match[field[1]], target)
 
     def takes(self, ndim: int, *, to: str) -> bool:
         """Whether an array with `ndim` axes fits the side that is not `to`."""
@@ -77,7 +77,7 @@ class ParameterRule:
         """
         if self.axes is None:
             return array
-        # As einops: split the axes in parentheses, permute, join.
+        # The steps of einops: split the axes in parentheses, permute, join.
         source, target = self._sides(to)
         sizes = dict(self.sizes)
         for group, size in zip(source, array.shape, strict=True):
@@ -96,42 +96,42 @@ class ParameterRule:
 
     def _split(self, group: tuple[str, ...], size: int) -> dict[str, int]:
         # One axis of a group follows from the others.
-        given = {axis: self.sizes[axis] for axis in group if axis in self.sizes}
-        left = [axis for axis in group if axis not in given]
-        known = math.prod(given.values())
+        sizes = {axis: self.sizes[axis] for axis in group if axis in self.sizes}
+        left = [axis for axis in group if axis not in sizes]
+        known = math.prod(sizes.values())
         if len(left) > 1 or size % known or (not left and size != known):
             raise OperandError(
                 f"ParameterRule {self.torch!r}: axis ({' '.join(group)}) of size {size} must be split by sizes of all "
                 f"of its axes but one; got {dict(self.sizes)}; give the sizes of this model"
             )
-        return given | {axis: size // known for axis in left}
+        return sizes | {axis: size // known for axis in left}
 
 
 def renamed(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> tuple[str, ParameterRule]:
     """The name on side `to` (torch or flax), and the rule that gives it: the first that fits name and axes."""
     back = "torch" if to == "flax" else "flax"
-    found = _first(rules, name, ndim, to=to)
-    if found is None:
+    first = _first(rules, name, ndim, to=to)
+    if first is None:
         raise OperandError(
             f"parameter {name!r} with {ndim} axes: no rule fits its name on the side of {back}; add a ParameterRule, "
             "or end the rules with DEFAULT_RULES"
         )
     # A name without a way back would be another parameter after the next conversion.
-    target = len(found[1]._sides(to)[1]) if found[1].axes is not None else ndim
-    returned, _ = _first(rules, found[0], target, to=back) or (None, None)
+    target = len(first[1]._sides(to)[1]) if first[1].axes is not None else ndim
+    returned, _ = _first(rules, first[0], target, to=back) or (None, None)
     if returned != name:
         raise OperandError(
-            f"parameter {name!r}: the rules rename it to {found[0]!r}, and that to {returned!r}; put a ParameterRule "
+            f"parameter {name!r}: the rules rename it to {first[0]!r}, and that to {returned!r}; put a ParameterRule "
             "for this name before the others, so that it has a way back"
         )
-    return found
+    return first
 
 
 def _first(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> tuple[str, ParameterRule] | None:
     for rule in rules:
-        found = rule.renamed(name, to=to)
-        if found is not None and rule.takes(ndim, to=to):
-            return found, rule
+        target = rule.renamed(name, to=to)
+        if target is not None and rule.takes(ndim, to=to):
+            return target, rule
     return None
 
 
@@ -139,16 +139,16 @@ def _first(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> 
 def _pattern(name: str) -> re.Pattern[str]:
     parts: list[str] = []
     end = 0
-    for found in _FIELD.finditer(name):
-        parts += [re.escape(name[end : found.start()]), f"(?P<{found[1]}>{'.*' if found[2] else '[^.]*'})"]
-        end = found.end()
+    for match in _FIELD.finditer(name):
+        parts += [re.escape(name[end : match.start()]), f"(?P<{match[1]}>{'.*' if match[2] else '[^.]*'})"]
+        end = match.end()
     return re.compile("".join([*parts, re.escape(name[end:])]))
 
 
 @cache
 def _groups(side: str) -> tuple[tuple[str, ...], ...]:
     # The axes of one side; those in one pair of parentheses together.
-    return tuple(tuple((found[1] or found[2]).split()) for found in _AXIS.finditer(side))
+    return tuple(tuple((match[1] or match[2]).split()) for match in _AXIS.finditer(side))
 
 
 DEFAULT_RULES = (
@@ -250,18 +250,18 @@ def _convert(
         raise OperandError(
             f"{call}: parameter {name!r} must be an array of torch, JAX or numpy; got {kind}; leave the entry out"
         )
-    found = name
+    target = name
     try:
         if rules:
-            found, rule = renamed(rules, name, x.ndim, to=to)
+            target, rule = renamed(rules, name, x.ndim, to=to)
             x = rule.arranged(x, to=to)
     except OperandError as error:
         raise OperandError(f"{call}: {error}") from None
-    if found in converted:
+    if target in converted:
         remedy = "give one of them a ParameterRule of its own"
-        raise OperandError(f"{call}: two parameters get the name {found!r}; {remedy}")
+        raise OperandError(f"{call}: two parameters get the name {target!r}; {remedy}")
     try:
-        converted[found] = (to_jax if to == "flax" else to_torch)(x, copy=copy)
+        converted[target] = (to_jax if to == "flax" else to_torch)(x, copy=copy)
     except OperandError as error:
         raise OperandError(f"{call}: parameter {name!r}: {error}; or leave the entry out") from None
 
@@ -303,16 +303,16 @@ def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
         yield ".".join(map(str, names)), leaf
 
 
-def _require_same(call: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Any]) -> None:
+def _require_same(call: str, wanted: Mapping[str, tuple[int, ...]], arrays: Mapping[str, Any]) -> None:
     # Names first: a shape is only compared where both sides have the parameter.
-    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    missing, unknown = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
     if missing or unknown:
         raise OperandError(
             f"{call}: the names must be those of `like`; missing {missing[:5]}, unknown {unknown[:5]}; give a "
             "ParameterRule that leads from one to the other"
         )
     for name, shape in wanted.items():
-        got = tuple(found[name].shape)
+        got = tuple(arrays[name].shape)
         if got != shape:
             raise OperandError(
                 f"{call}: {name!r} must have shape {list(shape)} as in `like`; got {list(got)}; give a ParameterRule "

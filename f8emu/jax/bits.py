@@ -49,18 +49,18 @@ def output_format(
     call: str, out_dtype: Any, *, name: str = "out_dtype", refusal: type[F8Error] = UnsupportedError
 ) -> Format:
     """The format of an output, given as the argument `name`; raises `refusal` for one that no GEMM gives."""
-    known, found = ", ".join(HIGH_PRECISION_NAMES), _named(out_dtype)
-    if isinstance(found, str):
-        if found not in FORMATS:
-            raise SpecError(f"{call}: {name} must be one of {known}; got {found}; convert the result")
-        found = FORMATS[found]
-    if not isinstance(found, Format):
+    known, fmt = ", ".join(HIGH_PRECISION_NAMES), _named(out_dtype)
+    if isinstance(fmt, str):
+        if fmt not in FORMATS:
+            raise SpecError(f"{call}: {name} must be one of {known}; got {fmt}; convert the result")
+        fmt = FORMATS[fmt]
+    if not isinstance(fmt, Format):
         raise OperandError(f"{call}: {name} must be a dtype, a Format or its name; got {out_dtype!r}")
-    if found not in HIGH_PRECISION:
+    if fmt not in HIGH_PRECISION:
         raise refusal(
-            f"{call}: {name} must be one of {known}; got {found}; quantize the result: float8 output is not modelled"
+            f"{call}: {name} must be one of {known}; got {fmt}; quantize the result: float8 output is not modelled"
         )
-    return found
+    return fmt
 
 
 def format_of(call: str, name: str, x: Any, allowed: tuple[str, ...] = HIGH_PRECISION_NAMES) -> Format:
@@ -182,11 +182,11 @@ def rounded(exp: jax.Array, significand: jax.Array, width: int, *, is_normal: bo
     where they end, and what rounds beyond the largest float32 is infinity; `is_normal` says that there are none.
     """
     # 1. 24 bits stay, and one less for each exponent below the normal range.
-    drop, one = width - 24, significand.dtype.type(1)
+    drop, unit = width - 24, significand.dtype.type(1)
     if not is_normal:
         drop = (drop + jnp.clip(-126 - exp, 0, 25)).astype(significand.dtype)
         exp = jnp.clip(exp, -126, 128)
-    half = one << (drop - 1)
+    half = unit << (drop - 1)
     kept = (significand + (half - 1) + ((significand >> drop) & 1)) >> drop
     # 2. The hidden bit, or a carry into it, adds one to the exponent field.
     bits = ((exp + 126).astype(jnp.uint32) << 23) + kept

@@ -21,14 +21,18 @@ import numpy as np
 from f8emu.capture.handle import Handle, arrays_of, facts_of, session_of
 from f8emu.capture.session import Session
 from f8emu.capture.writer import Stored
-from f8emu.jax.gemm.call import layer_split_k
+from f8emu.jax.gemm.call import is_at_hand
 from f8emu.jax.gemm.engine import engine_of
 from f8emu.jax.layer.dot_general import DelayedDotGeneral, DotGeneral
-from f8emu.jax.layer.matmul import LAYOUTS, LayerCall
+from f8emu.jax.layer.matmul import LayerCall
 from f8emu.jax.layer.operands import Operand
 from f8emu.jax.layer.sharding import Divided
 from f8emu.spec.chips import CHIPS
+from f8emu.spec.formats import FORMATS
+from f8emu.spec.gemm import LAYER_LAYOUTS
+from f8emu.spec.gemm_call import layer_call
 from f8emu.spec.recipe import Recipe
+from f8emu.split_k.ask import split_of
 
 _CALL = "f8emu.jax.capture"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -101,14 +105,14 @@ class _Layer:
 
     def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, layer: LayerCall) -> None:
         """A GEMM and its product."""
-        spec, chip = layer.recipe.gemms[gemm], layer.recipe.chip
+        spec, chip = layer.recipe.gemms[gemm], CHIPS[layer.recipe.chip]
         sizes = product.shape[0], product.shape[1], a.codes.shape[1]
-        dtypes = product.dtype.name, a.codes.dtype.name, b.codes.dtype.name
-        split = layer_split_k(spec, sizes, LAYOUTS[gemm], dtypes, chip=CHIPS[chip])
+        call = layer_call(spec, sizes, FORMATS[product.dtype.name], chip)
+        split = split_of(None, call, LAYER_LAYOUTS[gemm], at_hand=is_at_hand(chip))
         options: dict[str, Any] = {
             **facts_of(a, b, product, spec),
             "engine": "emulated" if engine_of(engine=layer.engine).startswith("emulated") else "hardware",
-            "chip": chip,
+            "chip": chip.name,
             "split_k": split.split_k,
             "split_k_source": split.source.value,
             "recipe": layer.recipe.content_hash,

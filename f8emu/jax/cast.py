@@ -115,19 +115,19 @@ def encode(values: jax.Array, format: Format, overflow: Overflow = Overflow.SATU
     # 1. Within +-max all versions of XLA round alike. Step 3 sets the code of NaN, whatever the clamp makes of it.
     clamped = lax.clamp(jnp.float32(-format.max), values, jnp.float32(format.max))
     codes = bits.bits_of(clamped.astype(jnp.dtype(format.name)))
-    found = bits.bits_of(values)
+    value_bits = bits.bits_of(values)
     # 2. Overflow: values more than half a unit in the last place above max round beyond it. The tie itself goes to the
     #    even code: max, or the one after it.
     if overflow is Overflow.NONFINITE:
         tie = format.max + 2.0 ** (format.max_exponent - format.fraction_bits - 1)
         least = bits.bits_of(jnp.float32(tie)) + (0 if format.max_code & 1 else 1)
-        beyond = (found & bits.MAGNITUDE) >= least
+        beyond = (value_bits & bits.MAGNITUDE) >= least
         if format.infinity_code is None:
             codes = jnp.where(beyond, jnp.uint8(format.nan_code), codes)
         else:
             codes = jnp.where(beyond, jnp.uint8(format.infinity_code) | (codes & format.sign_mask), codes)
     # 3. One NaN code: XLA's differs between backends.
-    return jnp.where(bits.is_nan(found), jnp.uint8(format.nan_code), codes)
+    return jnp.where(bits.is_nan(value_bits), jnp.uint8(format.nan_code), codes)
 
 
 def scaled(x: jax.Array, inv_scale: jax.Array) -> jax.Array:
@@ -138,7 +138,7 @@ def scaled(x: jax.Array, inv_scale: jax.Array) -> jax.Array:
     Shapes:
         x [M, N] of a high-precision dtype, inv_scale float32 that broadcasts against it -> float32 [M, N].
     """
-    found, scale = bits.value_bits(x), bits.bits_of(inv_scale)
+    codes, scale = bits.value_bits(x), bits.bits_of(inv_scale)
     # 1. A subnormal inv_scale, `fraction * 2^-149`, in two factors: 2^-100, which is exact where it matters, and a
     #    normal rest. Such products are below 4.
     sign, magnitude = bits.sign_of(scale), scale & bits.MAGNITUDE
@@ -146,15 +146,15 @@ def scaled(x: jax.Array, inv_scale: jax.Array) -> jax.Array:
     rest = bits.bits_of(magnitude.astype(jnp.int32).astype(jnp.float32)) - jnp.uint32(49 << 23)
     first = jnp.where(is_small, jnp.float32(2.0**-100), jnp.float32(1))
     second = bits.float32_of(jnp.where(is_small, sign | rest, scale))
-    value = bits.float32_of(found) * first
+    value = bits.float32_of(codes) * first
     if x.dtype == jnp.float16:  # has no subnormals of float32
         return value * second
     # 2. A subnormal value, `fraction * 2^-149`: the fraction is a normal float32, and the power of two goes to the
     #    inv_scale. Under an inv_scale below 2^64 the product rounds to zero in every format.
-    fraction = bits.bits_of((found & bits.FRACTION).astype(jnp.int32).astype(jnp.float32)) | bits.sign_of(found)
+    fraction = bits.bits_of((codes & bits.FRACTION).astype(jnp.int32).astype(jnp.float32)) | bits.sign_of(codes)
     lowered = jnp.where(magnitude < ((64 + FLOAT32.bias) << 23), sign, scale - jnp.uint32(149 << 23))
     third = bits.float32_of(jnp.where(magnitude >= bits.INFINITY, scale, lowered))
-    is_subnormal = (found & bits.INFINITY) == 0
+    is_subnormal = (codes & bits.INFINITY) == 0
     return jnp.where(is_subnormal, bits.float32_of(fraction), value) * jnp.where(is_subnormal, third, second)
 
 

@@ -1,4 +1,4 @@
-"""The compiler options that exactness needs on a GPU, and what is decided only when a program is lowered.
+"""The compiler options that exactness needs on a GPU, and the decisions that wait until a program is lowered.
 
 XLA may replace a float8 GEMM by a Triton fusion, whose bits follow no rule (NUMERICS 7); with
 `xla_gpu_enable_triton_gemm=False` it calls cuBLASLt. JAX takes compiler options for an outermost `jax.jit` only, and
@@ -44,10 +44,10 @@ def known_excess_precision() -> bool | None:
 
     Excess precision folds a scale into a bfloat16 GEMM (`gemm.hardware`).
     """
-    found: bool | None = _excess.value
-    if found is None and _is_false(_flags().get(TRITON_GEMM)):
+    excess: bool | None = _excess.value
+    if excess is None and _is_false(_flags().get(TRITON_GEMM)):
         return False  # its own options, which are not known, may say otherwise
-    return found
+    return excess
 
 
 def compiler_options(given: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -56,14 +56,14 @@ def compiler_options(given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     Raises:
         SpecError: `given` requests Triton GEMMs.
     """
-    found = dict(given or {})
-    if TRITON_GEMM in found and not _is_false(found[TRITON_GEMM]):
+    options = dict(given or {})
+    if TRITON_GEMM in options and not _is_false(options[TRITON_GEMM]):
         raise SpecError(
-            f"jit: compiler_options must leave {TRITON_GEMM} False; got {found[TRITON_GEMM]!r}; Triton GEMMs have "
+            f"jit: compiler_options must leave {TRITON_GEMM} False; got {options[TRITON_GEMM]!r}; Triton GEMMs have "
             "other bits than cuBLASLt's: use jax.jit for a program without float8 GEMMs"
         )
-    excess = found.get(EXCESS_PRECISION, _flags().get(EXCESS_PRECISION, True))
-    return found | {TRITON_GEMM: False, EXCESS_PRECISION: not _is_false(excess)}
+    excess = options.get(EXCESS_PRECISION, _flags().get(EXCESS_PRECISION, True))
+    return options | {TRITON_GEMM: False, EXCESS_PRECISION: not _is_false(excess)}
 
 
 def jit(fun: Callable[..., Any] | None = None, /, **options: Any) -> Any:
@@ -96,9 +96,9 @@ class _Jitted:
     """A function of `jit`. Its methods are those of its class: what wraps it must not take them over as its own."""
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
-        given = compiler_options(options.pop("compiler_options", None))
-        self._known: bool = given[EXCESS_PRECISION]
-        self._outermost: Any = jax.jit(fun, compiler_options=given, **options)
+        all_options = compiler_options(options.pop("compiler_options", None))
+        self._known: bool = all_options[EXCESS_PRECISION]
+        self._outermost: Any = jax.jit(fun, compiler_options=all_options, **options)
         self._inner: Any = jax.jit(fun, **options)
         functools.update_wrapper(self, fun, updated=())
 
@@ -295,8 +295,8 @@ def kernel_or_plain(
 
     # 2. Plain JAX is traced now: the results vary along the axes of `jax.shard_map` as its own do.
     jaxpr, shapes = jax.make_jaxpr(flat(plain), return_shape=True)(*leaves)
-    found = _choice.bind(*leaves, kernel=flat(kernel), plain=jaxpr, runs_here=runs_here)
-    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+    results = _choice.bind(*leaves, kernel=flat(kernel), plain=jaxpr, runs_here=runs_here)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def _lower_for_cuda(
@@ -311,8 +311,8 @@ def _lower_for_cuda(
     # Traced for shapes alone: in `jax.shard_map` a kernel need not know along which axes its arguments vary.
     bare = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in plain.in_avals]
     traced = jax.make_jaxpr(kernel)(*bare)
-    found, wanted = ([(x.shape, x.dtype) for x in jaxpr.out_avals] for jaxpr in (traced, plain))
-    assert found == wanted, f"the kernel gives {found}, plain JAX {wanted}"
+    shapes, wanted = ([(x.shape, x.dtype) for x in jaxpr.out_avals] for jaxpr in (traced, plain))
+    assert shapes == wanted, f"the kernel gives {shapes}, plain JAX {wanted}"
     return lower_jaxpr(ctx, traced, args)
 
 
@@ -320,8 +320,8 @@ def _batch(args: Any, axes: Any, *, kernel: Callable[..., Any], plain: ClosedJax
     def batched(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: jax.tree.leaves(jax.vmap(function, in_axes=tuple(axes))(*args))
 
-    found = kernel_or_plain(batched(kernel), batched(jaxpr_as_fun(plain)), *args, **options)
-    return found, (0,) * len(found)
+    results = kernel_or_plain(batched(kernel), batched(jaxpr_as_fun(plain)), *args, **options)
+    return results, (0,) * len(results)
 
 
 _choice = Primitive("f8emu_cast")

@@ -20,7 +20,7 @@ from f8emu.jax import kernels
 from f8emu.jax.bits import CHIP
 from f8emu.jax.cast import quantize_blocks
 from f8emu.jax.compiling import kernel_or_plain
-from f8emu.jax.kernels import Cast
+from f8emu.jax.kernels import ScaledCodes
 from f8emu.jax.scale import Block, group_amax, scales_of
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule, Scales
@@ -102,7 +102,7 @@ def cast_pair_amax(
 
 
 @functools.partial(jax.jit, static_argnames=("format", "rule"))
-def cast_rows(x: jax.Array, format: Format, rule: ScaleRule = ScaleRule()) -> Cast:
+def cast_rows(x: jax.Array, format: Format, rule: ScaleRule = ScaleRule()) -> ScaledCodes:
     """Codes [M, N] and scales [M, 1] of the rows of `x` [M, N], each scaled by its own amax."""
     settings = {"format": format, "rule": rule}
     kernel = functools.partial(kernels.cast_rows, **settings)
@@ -117,10 +117,10 @@ def cast_blocks(
     rule: ScaleRule,
     row_granularity: Granularity | None,
     col_granularity: Granularity | None,
-) -> tuple[Cast | None, Cast | None]:
+) -> tuple[ScaledCodes | None, ScaledCodes | None]:
     """Codes and scales of `x` [M, N] and of `x^T` [N, M], each by blocks of its own; None leaves an operand out."""
 
-    def plain(x: jax.Array) -> tuple[Cast | None, Cast | None]:
+    def plain(x: jax.Array) -> tuple[ScaledCodes | None, ScaledCodes | None]:
         rows = None if row_granularity is None else _plain_cast(x, row_granularity.block, format, rule)
         if col_granularity is None:
             return rows, None
@@ -136,7 +136,7 @@ def cast_blocks(
     return _chosen(kernel, plain, x, format=format)
 
 
-def _plain_cast(x: jax.Array, block: Block, format: Format, rule: ScaleRule) -> Cast:
+def _plain_cast(x: jax.Array, block: Block, format: Format, rule: ScaleRule) -> ScaledCodes:
     scales = scales_of(group_amax(x, block), format, rule)
     return quantize_blocks(x, scales.inv_scale, format, block), scales
 

@@ -30,7 +30,7 @@ from f8emu.jax.scale import inv_scale_bits, scales_of
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import BLOCK, Granularity, ScaleRule, Scales
 
-Cast = tuple[jax.Array, Scales]
+ScaledCodes = tuple[jax.Array, Scales]
 """Codes and scales of an operand."""
 _SQUARE = Granularity.BLOCKWISE_128X128
 
@@ -41,7 +41,7 @@ class Launch:
 
     rows: int
     cols: int
-    """Extents of the tile of a program's tile, powers of two."""
+    """Extents of a program's tile, powers of two."""
     warps: int
     stages: int = 1
     interpret: bool = False
@@ -68,7 +68,7 @@ NOT_VARYING: dict[str, Any] = (
 )
 
 Outputs = Iterator[tuple[str, jax.Array]]
-"""What a program stores, in its order: the name of an output (`_output`) and a tile of codes or some amaxes."""
+"""The stores of a program, in their order: the name of an output (`_output`) and a tile of codes or some amaxes."""
 
 
 def cast_pair(
@@ -80,23 +80,23 @@ def cast_pair(
     launch: Launch = CAST_PAIR,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Codes of `x` and of `x^T` under given inv_scales, of one value or one a row; None leaves an operand out."""
-    given = {"rows": row_inv_scale, "cols": col_inv_scale}
-    given = {side: inv_scale for side, inv_scale in given.items() if inv_scale is not None}
-    sides = tuple(given)
+    inv_scales = {"rows": row_inv_scale, "cols": col_inv_scale}
+    inv_scales = {side: inv_scale for side, inv_scale in inv_scales.items() if inv_scale is not None}
+    sides = tuple(inv_scales)
     if row_inv_scale is col_inv_scale and row_inv_scale is not None and row_inv_scale.size == 1:
-        del given["cols"]
+        del inv_scales["cols"]
 
     def body(values: jax.Array, *inv_refs: Any) -> Outputs:
         codes = None
-        for side, inv_ref in zip(given, inv_refs, strict=True):
+        for side, inv_ref in zip(inv_scales, inv_refs, strict=True):
             codes = _encoded(values * _factor(inv_ref, x.shape, launch, int(side == "cols")), format, launch)
             yield side, codes
-        if len(given) < len(sides):
+        if len(inv_scales) < len(sides):
             assert codes is not None, "those of the rows"
             yield "cols", codes
 
-    found = _run("cast_pair", x, body, launch, sides, given, format=format)
-    return found.get("rows"), found.get("cols")
+    outputs = _run("cast_pair", x, body, launch, sides, inv_scales, format=format)
+    return outputs.get("rows"), outputs.get("cols")
 
 
 def cast_pair_amax(
@@ -112,25 +112,25 @@ def cast_pair_amax(
             yield side, codes
 
     names = (*sides, "amax")
-    found = _run("cast_pair_amax", x, body, launch, names, {"rows": inv_scale}, format=format)
-    return found.get("rows"), found.get("cols"), _amax_of(jnp.max(found["amax"]).reshape(1, 1))
+    outputs = _run("cast_pair_amax", x, body, launch, names, {"rows": inv_scale}, format=format)
+    return outputs.get("rows"), outputs.get("cols"), _amax_of(jnp.max(outputs["amax"]).reshape(1, 1))
 
 
 def row_col_amax(x: jax.Array, *, launch: Launch = ROW_COL_AMAX) -> tuple[jax.Array, jax.Array]:
     """The amaxes of the rows [M, 1] and of the columns [N, 1]: the kernel stores those of each tile."""
 
     def body(values: jax.Array) -> Outputs:
-        found = _magnitudes(values)
-        rows, cols = jnp.max(found, axis=1), jnp.max(found, axis=0)
+        magnitudes = _magnitudes(values)
+        rows, cols = jnp.max(magnitudes, axis=1), jnp.max(magnitudes, axis=0)
         yield "row_amax", rows
         yield "col_amax", cols
 
-    found = _run("row_col_amax", x, body, launch, ("row_amax", "col_amax"))
-    rows, cols = (jnp.max(of_tiles, axis=0) for of_tiles in found.values())
+    outputs = _run("row_col_amax", x, body, launch, ("row_amax", "col_amax"))
+    rows, cols = (jnp.max(of_tiles, axis=0) for of_tiles in outputs.values())
     return _amax_of(rows[: x.shape[0], None]), _amax_of(cols[: x.shape[1], None])
 
 
-def cast_rows(x: jax.Array, *, format: Format, rule: ScaleRule, launch: Launch = CAST_ROWS) -> Cast:
+def cast_rows(x: jax.Array, *, format: Format, rule: ScaleRule, launch: Launch = CAST_ROWS) -> ScaledCodes:
     """Codes and scales of the rows, each scaled by its own amax; a program has whole rows, of up to LONGEST_ROW."""
     # Shorter rows share a program, longer ones have one of more warps.
     cols = pl.next_power_of_2(x.shape[1])
@@ -143,8 +143,8 @@ def cast_rows(x: jax.Array, *, format: Format, rule: ScaleRule, launch: Launch =
         yield "row_amax", largest
         yield "rows", _encoded(values * _own(largest, format, rule)[:, None], format, launch, is_within=True)
 
-    found = _run("cast_rows", x, body, launch, ("rows", "row_amax"), format=format)
-    return found["rows"], scales_of(_amax_of(found["row_amax"][0, : x.shape[0], None]), format, rule)
+    outputs = _run("cast_rows", x, body, launch, ("rows", "row_amax"), format=format)
+    return outputs["rows"], scales_of(_amax_of(outputs["row_amax"][0, : x.shape[0], None]), format, rule)
 
 
 def cast_blocks(
@@ -155,7 +155,7 @@ def cast_blocks(
     row_granularity: Granularity | None,
     col_granularity: Granularity | None,
     launch: Launch = CAST_BLOCKS,
-) -> tuple[Cast | None, Cast | None]:
+) -> tuple[ScaledCodes | None, ScaledCodes | None]:
     """Codes and scales of `x` and of `x^T` by blocks; None leaves an operand out.
 
     A program's 128 x 128 tile holds whole blocks of the matrix and of its transpose.
@@ -164,11 +164,11 @@ def cast_blocks(
     amaxes = {side: "amax" if kind is _SQUARE else f"{side[:3]}_amax" for side, kind in kinds.items() if kind}
 
     def body(values: jax.Array) -> Outputs:
-        found, codes = _magnitudes(values), None
+        magnitudes, codes = _magnitudes(values), None
         for side, amax in amaxes.items():
             if codes is None or set(amaxes.values()) != {"amax"}:  # squares have the same codes on both sides
                 axis = int(side == "rows")
-                largest = jnp.max(found, axis=axis)
+                largest = jnp.max(magnitudes, axis=axis)
                 largest = jnp.max(largest, axis=0) if kinds[side] is _SQUARE else largest
                 inv_scale = _own(largest, format, rule)
                 yield amax, largest
@@ -177,19 +177,19 @@ def cast_blocks(
             yield side, codes
 
     names = (*amaxes, *dict.fromkeys(amaxes.values()))
-    found = _run("cast_blocks", x, body, launch, names, format=format)
+    outputs = _run("cast_blocks", x, body, launch, names, format=format)
 
-    def cast(side: str, extent: int) -> Cast | None:
+    def cast(side: str, extent: int) -> ScaledCodes | None:
         if side not in amaxes:
             return None
         # Amaxes of vectors are stored as they lie in a tile, and transposed here: they are few.
-        largest = found[amaxes[side]]
+        largest = outputs[amaxes[side]]
         if kinds[side] is _SQUARE:
             largest = largest.reshape(_grid(launch, x.shape))
             largest = largest if side == "rows" else largest.T
         else:
             largest = largest[:, :extent].T
-        return found[side], scales_of(_amax_of(largest), format, rule)
+        return outputs[side], scales_of(_amax_of(largest), format, rule)
 
     return cast("rows", x.shape[0]), cast("cols", x.shape[1])
 
@@ -206,14 +206,14 @@ def _run(
 ) -> dict[str, jax.Array]:
     """The outputs of `body(tile of x as float32, *references of its inv_scales)` over all tiles."""
     grid = _grid(launch, x.shape)
-    given = inv_scales or {}
+    inv_scales = inv_scales or {}
     outs = {output: _output(output, launch, x.shape, format) for output in outputs}
 
     def kernel(x_ref: Any, *refs: Any) -> None:
         # Each output is stored as soon as the body has it, to free its registers.
-        out_refs = dict(zip(outs, refs[len(given) :], strict=True))
+        out_refs = dict(zip(outs, refs[len(inv_scales) :], strict=True))
         inside = _inside(launch, x.shape)
-        for output, tile in body(_loaded(x_ref, inside), *refs[: len(given)]):
+        for output, tile in body(_loaded(x_ref, inside), *refs[: len(inv_scales)]):
             ref = out_refs[output]
             if output in ("rows", "cols"):
                 is_t = output == "cols"
@@ -223,20 +223,20 @@ def _run(
             else:
                 ref[...] = tile
 
-    found = pl.pallas_call(
+    arrays = pl.pallas_call(
         kernel,
         grid=grid,
         in_specs=[
             pl.BlockSpec((launch.rows, launch.cols), lambda i, j: (i, j)),
-            *(_vector_spec(inv_scale, launch, int(side == "cols")) for side, inv_scale in given.items()),
+            *(_vector_spec(inv_scale, launch, int(side == "cols")) for side, inv_scale in inv_scales.items()),
         ],
         out_specs=[spec for spec, _, _ in outs.values()],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, **NOT_VARYING) for _, shape, dtype in outs.values()],
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=launch.interpret,
         name=f"f8emu_{name}",
-    )(x, *(inv_scale.reshape(-1) for inv_scale in given.values()))
-    return dict(zip(outs, found, strict=True))
+    )(x, *(inv_scale.reshape(-1) for inv_scale in inv_scales.values()))
+    return dict(zip(outs, arrays, strict=True))
 
 
 def _output(name: str, launch: Launch, shape: tuple[int, ...], format: Format | None) -> tuple[Any, Any, Any]:
@@ -285,7 +285,7 @@ def _store(out: Any, tile: jax.Array, inside: jax.Array | None) -> None:
 
 
 def _magnitudes(values: jax.Array) -> jax.Array:
-    # As int32, of which Triton takes maxima.
+    # Triton takes maxima of int32.
     return lax.bitcast_convert_type(values, jnp.int32) & bits.MAGNITUDE
 
 

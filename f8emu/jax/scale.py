@@ -80,10 +80,10 @@ def scale_from_amax(amax: jax.Array, format: Any, rule: ScaleRule = ScaleRule(),
 @functools.partial(jax.jit, static_argnames=("target", "rule", "margin"))
 def scales_of(amax: jax.Array, target: Format, rule: ScaleRule, margin: int = 0) -> Scales:
     """`scale_from_amax` for casts inside of a layer, whose gradient is the layer's."""
-    found = bits.bits_of(amax)
+    codes = bits.bits_of(amax)
     # A negative number is below the floor; a negative NaN is a NaN.
-    is_below = (bits.sign_of(found) != 0) & ~bits.is_nan(found)
-    magnitude = jnp.where(is_below, jnp.uint32(0), found & bits.MAGNITUDE)
+    is_below = (bits.sign_of(codes) != 0) & ~bits.is_nan(codes)
+    magnitude = jnp.where(is_below, jnp.uint32(0), codes & bits.MAGNITUDE)
     inv = inv_scale_bits(magnitude, target, rule, margin)
     inv_scale = bits.float32_of(inv)
     return Scales(inv_scale, bits.float32_of(inverse_power(inv)) if rule.power_of_two else reciprocal(inv_scale))

@@ -37,7 +37,7 @@ class Grid(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Where the codes go: address, strides in elements, one of which is 1."""
+    """The place of the codes: address, strides in elements, one of which is 1."""
 
     address: int = 0
     row_stride: int = 0
@@ -95,8 +95,8 @@ def run(
     Shapes: x and codes [rows, K], `grid` `granularity.scale_shape(rows, K)`.
     Exactness: the three functions of `f8ref.numpy`, every bit, at every width.
     """
-    found = library.library()
-    assert found is not None, library.unavailable()
+    engine = library.library()
+    assert engine is not None, library.unavailable()
     # The engine reads lines: what lies in one piece. Where K does not, blocks, scales and codes turn with the matrix.
     block_rows, block_k = granularity.block
     order = 1 if x.k_stride == 1 else -1
@@ -118,7 +118,7 @@ def run(
         stages,
         threads,
     )
-    if found.f8_run_cast(ctypes.byref(call), library.width_number(width)):
+    if engine.f8_run_cast(ctypes.byref(call), library.width_number(width)):
         raise MemoryError(f"there is no memory for the amaxes of a matrix of {x.rows} by {x.k}")
 
 
@@ -126,9 +126,9 @@ def scales(
     amax: int, inv_scale: int, scale: int, count: int, format: Format, rule: ScaleRule, *, margin: int = 0
 ) -> None:
     """`f8ref.numpy.scale_from_amax` of `count` amaxes, which lie one after the other as results do; a NaN is any."""
-    found = library.library()
-    assert found is not None, library.unavailable()
-    found.f8_scales(ctypes.byref(_rule(format.name, rule, margin)), count, amax, inv_scale, scale)
+    engine = library.library()
+    assert engine is not None, library.unavailable()
+    engine.f8_scales(ctypes.byref(_rule(format.name, rule, margin)), count, amax, inv_scale, scale)
 
 
 @functools.cache

@@ -62,7 +62,7 @@ class Matrix(ctypes.Structure):
     )
 
 
-class Gemm(ctypes.Structure):
+class GemmStruct(ctypes.Structure):
     """`f8_gemm` of engine.h."""
 
     _fields_ = (
@@ -98,7 +98,7 @@ def model_of(model: AccumulationModel) -> Model:
     """The struct of a model that `fits`."""
     same = ("step_k", "aligned_fraction_bits", "result_fraction_bits")
     # 0 stands for None, but for the reach, of which 0 is a value.
-    found = Model(
+    struct = Model(
         **{name: getattr(model, name) for name in same},
         promote_k=model.promote_k or 0,
         nearest_even=model.rounding is Rounding.NEAREST_EVEN,
@@ -108,10 +108,10 @@ def model_of(model: AccumulationModel) -> Model:
     )
     if model.floored is not None:
         for name in ("interleaved", "fraction_bits", "accumulator_fraction_bits"):
-            setattr(found, name, getattr(model.floored, name))
+            setattr(struct, name, getattr(model.floored, name))
         reach = model.floored.accumulator_reach
-        found.accumulator_reach = -1 if reach is None else reach
-    return found
+        struct.accumulator_reach = -1 if reach is None else reach
+    return struct
 
 
 def slice_k(model: AccumulationModel, k: int, split_k: int) -> int:
@@ -122,13 +122,15 @@ def slice_k(model: AccumulationModel, k: int, split_k: int) -> int:
     return max(-(-k // (split_k * multiple)), 1) * multiple
 
 
-def scaling_of(granularities: tuple[Granularity, Granularity]) -> int:
-    """How scales of these kinds enter."""
-    if granularities[0] is Granularity.TENSORWISE:
-        return TENSORWISE
-    if granularities[0] is Granularity.ROWWISE:
-        return ROWWISE
-    return SQUARES if Granularity.BLOCKWISE_128X128 in granularities else VECTORS
+def scaling_of(call: GemmCall) -> int:
+    """How the scales of a GEMM enter."""
+    if call.granularities is None:
+        return UNSCALED
+    if call.groups:
+        return GROUPED
+    if call.granularities[0].is_blockwise:
+        return SQUARES if Granularity.BLOCKWISE_128X128 in call.granularities else VECTORS
+    return TENSORWISE if call.granularities[0] is Granularity.TENSORWISE else ROWWISE
 
 
 def matrix(
@@ -147,11 +149,10 @@ def matrix(
     return Matrix(address, strides[0], strides[1], FORMATS[format], rows_per_scale, scale, per_row, per_block)
 
 
-def described(call: GemmCall, a: Matrix, b: Matrix, out: Output) -> Gemm:
+def described(call: GemmCall, a: Matrix, b: Matrix, out: Output) -> GemmStruct:
     """A GEMM as the engine takes it: `out[m, n] = round(accumulate(a @ b^T) * scales + bias)`."""
     # The order is that of the struct's fields.
-    scaling = UNSCALED if call.granularities is None else scaling_of(call.granularities)
-    return Gemm(
+    return GemmStruct(
         *call.sizes,
         a,
         b,
@@ -162,29 +163,29 @@ def described(call: GemmCall, a: Matrix, b: Matrix, out: Output) -> Gemm:
         out.bias_stride,
         FORMATS[out.format],
         FORMATS[out.bias_format],
-        GROUPED if call.groups else scaling,
+        scaling_of(call),
         1,
         slice_k(call.model, call.sizes[2], call.split_k or 1),
         ctypes.pointer(model_of(call.model)),
     )
 
 
-def run(gemm: Gemm, *, threads: int, width: str | None = None) -> None:
+def run(gemm: GemmStruct, *, threads: int, width: str | None = None) -> None:
     """The described GEMM on at most so many threads, with vectors of one of `library.widths()`, None: the fastest.
 
     Exactness: `f8ref.numpy`, every bit, at every width.
     """
     gemm.threads = threads
-    found = library.library()
-    assert found is not None, library.unavailable()
-    if found.f8_run(ctypes.byref(gemm), library.width_number(width)):
+    native = library.library()
+    assert native is not None, library.unavailable()
+    if native.f8_run(ctypes.byref(gemm), library.width_number(width)):
         sizes = gemm.m, gemm.n, gemm.k
         raise MemoryError(f"there is no memory for the panels of a GEMM of M, N, K = {sizes} on {gemm.threads} threads")
 
 
-def run_at(gemm: Gemm, a: int, b: int, scale_a: int, scale_b: int, out: int, bias: int, *, threads: int) -> None:
+def run_at(gemm: GemmStruct, a: int, b: int, scale_a: int, scale_b: int, out: int, bias: int, *, threads: int) -> None:
     """`run` on other memory: addresses of codes, scales, output and bias (0: none)."""
-    call = Gemm.from_buffer_copy(gemm)  # other threads may run the same description
+    call = GemmStruct.from_buffer_copy(gemm)  # other threads may run the same description
     of_a, of_b = call.a, call.b
     of_a.codes, of_a.scale, of_b.codes, of_b.scale = a, scale_a, b, scale_b
     call.out, call.bias = out, bias

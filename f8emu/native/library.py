@@ -55,14 +55,14 @@ def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 def library() -> ctypes.CDLL | None:
     """The loaded library; None if it is `unavailable`."""
-    found = _load()
-    return None if isinstance(found, str) else found
+    loaded = _load()
+    return None if isinstance(loaded, str) else loaded
 
 
 def unavailable() -> str | None:
     """Why there is no engine, and the remedy, in one sentence; None: there is one."""
-    found = _load()
-    return found if isinstance(found, str) else None
+    loaded = _load()
+    return loaded if isinstance(loaded, str) else None
 
 
 def is_there(caller: str, until_then: str) -> bool:
@@ -82,10 +82,10 @@ def _warn_once(message: str) -> None:
 def width_numbers() -> dict[str, int]:
     """The widths that run on this machine, fastest first: name -> number in the library."""
     # The library lists its widths, fastest first, and ends with a null; not all run on this processor.
-    found, names = library(), list[str]()
-    while found is not None and (name := found.f8_width_name(len(names))) is not None:
+    engine, names = library(), list[str]()
+    while engine is not None and (name := engine.f8_width_name(len(names))) is not None:
         names.append(name.decode())
-    return {name: i for i, name in enumerate(names) if found is not None and found.f8_width_runs_here(i)}
+    return {name: i for i, name in enumerate(names) if engine is not None and engine.f8_width_runs_here(i)}
 
 
 def widths() -> tuple[str, ...]:

@@ -37,17 +37,17 @@ def output_format(call: str, out_dtype: FormatLike) -> Format:
     return formats.output_format(call, _format(call, "out_dtype", out_dtype, tuple(FORMATS.values())))
 
 
-def _format(call: str, name: str, given: FormatLike, allowed: tuple[Format, ...]) -> Format:
-    found: object = given
-    if not isinstance(given, Format):
+def _format(call: str, name: str, format: FormatLike, allowed: tuple[Format, ...]) -> Format:
+    named = format
+    if not isinstance(format, Format):
         try:
-            found = FORMATS.get(given if isinstance(given, str) else np.dtype(given).name)
+            named = FORMATS.get(format if isinstance(format, str) else np.dtype(format).name)
         except TypeError:
-            found = None
-    if not isinstance(found, Format) or found not in allowed:
+            named = None
+    if not isinstance(named, Format) or named not in allowed:
         known = ", ".join(f.name for f in allowed)
-        raise SpecError(f"{call}: {name} must be one of {known}, by name, as a dtype or as a Format; got {given!r}")
-    return found
+        raise SpecError(f"{call}: {name} must be one of {known}, by name, as a dtype or as a Format; got {format!r}")
+    return named
 
 
 def chip_of(call: str, chip: Chip | str) -> Chip:
@@ -56,7 +56,7 @@ def chip_of(call: str, chip: Chip | str) -> Chip:
 
 
 def array_of(call: str, name: str, x: ArrayLike) -> Array:
-    """`x` as an array, with the dtype that numpy gives it; OperandError for what is no array of numbers."""
+    """`x` as an array, with the dtype that numpy gives it; OperandError for anything but an array of numbers."""
     expected = f"{call}: {name} must be an array or nested lists of numbers"
     try:
         array = np.asarray(x)

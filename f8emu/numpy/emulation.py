@@ -18,7 +18,7 @@ from f8emu.native import library
 from f8emu.spec.formats import HIGH_PRECISION, Format, float8_format
 from f8emu.spec.scaling import Granularity, ScaleRule, Scales, granularity_by_name
 from f8ref import numpy as oracle
-from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm, grouped_product
+from f8ref.numpy.checks import GemmArrays, checked_mm, checked_scaled_mm, grouped_product
 from f8ref.numpy.codec import canonical_nan, typed_array
 from f8ref.numpy.linear import Verbs
 from f8ref.numpy.scale import as_matrix, checked_amax, checked_scale
@@ -32,12 +32,12 @@ def dtype_of(format: Format) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, format.name, format.name))
 
 
-def product(gemm: Gemm, *, width: str | None = None) -> Array:
+def product(gemm: GemmArrays, *, width: str | None = None) -> Array:
     """The output of a GEMM whose arguments are checked."""
     if not (_is_compiled() and engine.fits(gemm.call.model)):
         return product_of_oracle(gemm)
     out = np.empty(gemm.call.sizes[:2], dtype_of(gemm.call.out))
-    alive: list[Array] = []  # copies among what is read
+    alive: list[Array] = []  # the copies that the engine reads
     of_a, of_b = gemm.call.granularities or (None, None)
     of_bias: tuple[Any, ...] = ()
     if gemm.bias is not None:
@@ -55,7 +55,7 @@ def product(gemm: Gemm, *, width: str | None = None) -> Array:
 
 
 def scaled_mm(*operands: ArrayLike, width: str | None = None, **options: Any) -> Array:
-    """`f8ref.numpy.scaled_mm`; the other verbs likewise."""
+    """`f8ref.numpy.scaled_mm` with the vectors of `width`."""
     return product(checked_scaled_mm(*operands, **options), width=width)
 
 
@@ -75,9 +75,9 @@ def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE, 
     values, _ = typed_array(as_matrix(x, "amax: x"), HIGH_PRECISION, "amax: x")
     if not _is_compiled() or values.size == 0:
         return oracle.amax(values, granularity)
-    found = np.empty(granularity.scale_shape(*values.shape), np.float32)
-    _cast(values, granularity, caster.FIND, found, width)
-    return found
+    amaxes = np.empty(granularity.scale_shape(*values.shape), np.float32)
+    _cast(values, granularity, caster.FIND, amaxes, width)
+    return amaxes
 
 
 def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
@@ -85,10 +85,10 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
     values, target = checked_amax(amax, format, margin)
     if not _is_compiled():
         return oracle.scale_from_amax(values, target, rule, margin=margin)
-    given = np.ascontiguousarray(values)
+    contiguous = np.ascontiguousarray(values)
     inv_scale, scale = np.empty(values.shape, np.float32), np.empty(values.shape, np.float32)
-    addresses = given.ctypes.data, inv_scale.ctypes.data, scale.ctypes.data
-    caster.scales(*addresses, given.size, target, rule, margin=margin)
+    addresses = contiguous.ctypes.data, inv_scale.ctypes.data, scale.ctypes.data
+    caster.scales(*addresses, contiguous.size, target, rule, margin=margin)
     # The engine's NaN is any NaN; the oracle's is one.
     return Scales(canonical_nan(inv_scale), canonical_nan(scale))
 
@@ -113,7 +113,7 @@ def quantize(
 
 
 VERBS = Verbs(amax, scale_from_amax, quantize, product)
-"""What a linear layer is made of."""
+"""The verbs of which a linear layer consists."""
 
 
 def _cast(
@@ -131,8 +131,8 @@ def _cast(
     (rows, k), (row_stride, k_stride) = x.shape, _strides(x)
     values = caster.Values(x.ctypes.data, rows, k, row_stride, k_stride, x.dtype.name)
     # 2. What it finds, or takes, of each group that shares a scale; and codes.
-    found, taken = (grid.ctypes.data, 0) if stage == caster.FIND else (0, grid.ctypes.data)
-    places = caster.Grid(found, taken, 0, *_strides(grid))
+    amax, inv_scale = (grid.ctypes.data, 0) if stage == caster.FIND else (0, grid.ctypes.data)
+    places = caster.Grid(amax, inv_scale, 0, *_strides(grid))
     of_codes = caster.Codes() if codes is None else caster.Codes(codes.ctypes.data, *codes.strides)
     caster.run(values, granularity, places, format, None, of_codes, stage, threads=_threads(), width=width)
 
@@ -161,7 +161,7 @@ def _readable(x: Array, alive: list[Array]) -> Array:
 
 @functools.cache
 def _threads() -> int:
-    """As many as this process may run on."""
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -15,19 +15,18 @@ from f8emu.numpy.emulation import Array
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import BFLOAT16, E4M3FN
-from f8emu.spec.gemm import LinearTrace
-from f8emu.spec.recipe import OPERANDS, Recipe, recipe_by_name
+from f8emu.spec.formats import BFLOAT16, E4M3FN, FORMATS
+from f8emu.spec.gemm import LAYER_LAYOUTS, OPERANDS, LinearTrace
+from f8emu.spec.gemm_call import layer_call
+from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import DelayedState, Granularity
-from f8emu.split_k.ask import known_split_k
-from f8emu.split_k.gemm import of_call, of_layer
+from f8emu.split_k.ask import split_of
 from f8ref import numpy as oracle
-from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm, grouped_product
+from f8ref.numpy.checks import GemmArrays, checked_mm, checked_scaled_mm, grouped_product
 from f8ref.numpy.grouped_linear import GroupedLinearTrace, by_expert
 from f8ref.numpy.linear import traced
 
-_LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
-"""GEMM -> its layout in a linear layer, as cuBLAS names it."""
+_CALLER = "f8emu.numpy"
 
 
 def scaled_mm(
@@ -178,15 +177,12 @@ def mma(
     return oracle.mma(*operands, chip=chip_of("mma", chip), out_dtype=target)
 
 
-def _planned(gemm: Gemm) -> Gemm:
+def _planned(gemm: GemmArrays) -> GemmArrays:
     """The GEMM with the S of the plan, if its caller gives none [PLAN-1..7]."""
-    call = gemm.call
-    if call.split_k is not None or 0 in call.sizes:
-        return gemm
     # [PLAN-3] As cuBLAS names layouts: its first operand is `b`.
     is_transposed = [x.strides[1] != x.itemsize and x.strides[0] == x.itemsize for x in (gemm.b_NK.T, gemm.a_MK)]
-    asked = of_call(call, "".join("nt"[is_t] for is_t in is_transposed))
-    return gemm._replace(call=replace(call, split_k=known_split_k("f8emu.numpy", asked, call.chip, stacklevel=5)))
+    split = split_of(_CALLER, gemm.call, "".join("nt"[is_t] for is_t in is_transposed))
+    return gemm._replace(call=replace(gemm.call, split_k=split.split_k))
 
 
 def linear(
@@ -229,11 +225,11 @@ def linear(
     if all(x.ndim == 2 for x in tensors.values()):  # if not, the oracle says so
         (m, k), n = tensors["input"].shape, tensors["weight"].shape[0]
         sizes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
-        out = tensors["input"].dtype.name
+        out = FORMATS[tensors["input"].dtype.name]
         for name, gemm in plan.gemms.items():
-            if name in slices or not set(OPERANDS[name]) <= tensors.keys() or 0 in sizes[name]:
-                continue
-            slices[name] = known_split_k("f8emu.numpy", of_layer(gemm, sizes[name], out, _LAYOUTS[name]), on)
+            if name not in slices and set(OPERANDS[name]) <= tensors.keys():
+                call = layer_call(gemm, sizes[name], out, on)
+                slices[name] = split_of(_CALLER, call, LAYER_LAYOUTS[name]).split_k
     return traced(
         plan,
         tensors["input"],

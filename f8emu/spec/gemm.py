@@ -33,6 +33,8 @@ TRANSPOSED: dict[str, tuple[bool, bool]] = {
     "grad_weight": (True, True),
 }
 """GEMM -> whether its operands a and b, seen as `[rows, summed dimension]`, are the transposes of their tensors."""
+LAYER_LAYOUTS: dict[str, str] = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
+"""GEMM -> the layout of its operands in cuBLAS's letters, as `TRANSPOSED` has them: first b, then a [PLAN-3]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from f8emu.spec.chip import AccumulationModel, Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, FLOAT32, FORMATS, HIGH_PRECISION, Format, output_format
+from f8emu.spec.gemm import Gemm
 from f8emu.spec.scaling import Granularity
 
 
@@ -206,6 +207,21 @@ def mm_call(
     _check_split_k("mm", split_k)
     out = output_format("mm", out_dtype)
     return GemmCall(call="mm", sizes=sizes, formats=formats, out=out, split_k=split_k, chip=chip)
+
+
+def layer_call(gemm: Gemm, sizes: tuple[int, int, int], out: Format, chip: Chip) -> GemmCall:
+    """A GEMM of a layer: one of a recipe's, which was checked when the recipe was made."""
+    is_plain = gemm.is_high_precision
+    return GemmCall(
+        call="mm" if is_plain else "scaled_mm",
+        sizes=sizes,
+        formats=(gemm.a.format or BFLOAT16, gemm.b.format or BFLOAT16),
+        granularities=None if is_plain else gemm.scaled_gemm_granularities,
+        out=out,
+        use_fast_accum=gemm.use_fast_accum,
+        split_k=None if gemm.split_k else 1,
+        chip=chip,
+    )
 
 
 def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:

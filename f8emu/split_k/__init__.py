@@ -1,1 +1,1 @@
-"""The split-K of a library's GEMMs, S: planned, or asked of the library."""
+"""The split-K of a library's GEMMs, S: from a plan, or from the library itself."""

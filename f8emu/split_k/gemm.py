@@ -1,15 +1,14 @@
-"""What the split-K of a GEMM depends on [PLAN-3], [PLAN-5], and how well it is known."""
+"""A GEMM as far as its split-K depends on it [PLAN-3], [PLAN-5], and how well that is known."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import BFLOAT16, E4M3FN, E5M2, HIGH_PRECISION
+from f8emu.spec.formats import BFLOAT16, E4M3FN, E5M2, FORMATS, HIGH_PRECISION
 from f8emu.spec.gemm_call import GemmCall
-from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
 
 # Float8 GEMMs with block scales: the name holds the granularity of a, then the one of b
@@ -18,8 +17,14 @@ BLOCKWISE_GEMMS = {
     "blockwise_1x128_128x128": (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128),
     "blockwise_128x128_1x128": (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128),
 }
-# What multiplies: float8 with scales of some kind, or bfloat16
-GEMMS = ("tensorwise", "rowwise", *BLOCKWISE_GEMMS, "bfloat16")
+# GEMM -> the granularities of scale_a and scale_b; None: bfloat16 operands, without scales
+GEMMS = {
+    "tensorwise": (Granularity.TENSORWISE, Granularity.TENSORWISE),
+    "rowwise": (Granularity.ROWWISE, Granularity.ROWWISE),
+    **BLOCKWISE_GEMMS,
+    "bfloat16": None,
+}
+_NAMES = {granularities: name for name, granularities in GEMMS.items()}
 # [CHAIN-1] and [CHAIN-2]; a bfloat16 GEMM has only one accumulation, without a name
 ACCUMULATIONS = ("fast", "promoted")
 # The names of cuBLAS, whose first operand is `b`: t if K is contiguous in `b`, then n if K is contiguous in `a`
@@ -50,69 +55,73 @@ class Split(NamedTuple):
 UNKNOWN = Split(1, Source.UNKNOWN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedGemm:
-    """What S depends on; a SpecError refuses a size below 1, or a name that is not known."""
+class PlannedGemm(NamedTuple):
+    """A GEMM as the library sees it: `planned` makes it of a call, `planned_gemm` of the words of a plan file."""
 
-    m: int
-    n: int
-    k: int
-    gemm: str
-    accumulation: str = ""
-    """The accumulation of float8 operands. Block scales have only one, promoted, which need not be named."""
+    call: GemmCall
+    """No size is 0, and N and K are zero-padded."""
     layout: str = "tn"
-    out_dtype: str
-    a_dtype: str = E4M3FN.name
-    b_dtype: str = E4M3FN.name  # the dtypes of `a` and `b`, in a float8 GEMM only
+    """One of `LAYOUTS`; float8 has tn alone."""
 
-    def __post_init__(self) -> None:
-        # Plans are read from files: every field is checked by name.
-        for name in "mnk":
-            size = getattr(self, name)
-            if type(size) is not int or size < 1:
-                raise SpecError(f"{name} must be an integer of at least 1; got {size!r}")
-        for name, known in (("gemm", GEMMS), ("out_dtype", _OUTPUTS), ("a_dtype", _OPERANDS), ("b_dtype", _OPERANDS)):
-            one_of(name, getattr(self, name), known)
-        is_float8 = self.gemm != "bfloat16"
-        one_of(f"layout of a {self.gemm} GEMM", self.layout, LAYOUTS[:1] if is_float8 else LAYOUTS)
-        accumulations = ("", "promoted") if self.is_blockwise else ACCUMULATIONS if is_float8 else ("", *ACCUMULATIONS)
-        one_of(f"accumulation of a {self.gemm} GEMM", self.accumulation, accumulations)
+    def __str__(self) -> str:
+        """The words of `planned_gemm`."""
+        kind = f"layout={self.layout!r}"
+        if self.granularities is not None:
+            accumulation = ACCUMULATIONS[not self.call.use_fast_accum]
+            a_dtype, b_dtype = (fmt.name for fmt in self.call.formats)
+            kind = f"accumulation={accumulation!r}, a_dtype={a_dtype!r}, b_dtype={b_dtype!r}"
+        return f"m={self.m}, n={self.n}, k={self.k}, gemm={self.gemm!r}, out_dtype={self.call.out.name!r}, {kind}"
 
     @property
-    def is_blockwise(self) -> bool:
-        return self.gemm in BLOCKWISE_GEMMS
+    def m(self) -> int:
+        return self.call.sizes[0]
+
+    @property
+    def n(self) -> int:
+        return self.call.sizes[1]
+
+    @property
+    def k(self) -> int:
+        return self.call.sizes[2]
 
     @property
     def granularities(self) -> tuple[Granularity, Granularity] | None:
-        """The granularities of scale_a and scale_b; None is a bfloat16 GEMM."""
-        if self.gemm == "bfloat16":
-            return None
-        return BLOCKWISE_GEMMS.get(self.gemm) or (Granularity(self.gemm), Granularity(self.gemm))
+        """The granularities of scale_a and scale_b; None for a bfloat16 GEMM."""
+        return self.call.granularities
+
+    @property
+    def gemm(self) -> str:
+        """Its name in `GEMMS`."""
+        return _NAMES[self.granularities]
+
+    @property
+    def is_blockwise(self) -> bool:
+        return self.granularities is not None and self.granularities[0].is_blockwise
 
     @property
     def bytes_of_k(self) -> int:
-        return self.k * (2 if self.gemm == "bfloat16" else 1)
+        return self.k * (2 if self.granularities is None else 1)
 
     @property
     def table(self) -> str:
         """The name of the recorded rows and of the rule that apply, as in the plan files [PLAN-3]."""
         # The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM.
+        if self.granularities is None:
+            return f"bfloat16 {self.layout_seen}"
+        out, (a, b) = self.call.out.name, self.call.formats
         if self.is_blockwise:
-            return self.gemm if self.out_dtype == "float32" else f"{self.gemm} {self.out_dtype}"
-        if self.gemm != "bfloat16":
-            pair = "" if self.a_dtype == self.b_dtype == E4M3FN.name else f" {self.a_dtype} x {self.b_dtype}"
-            return f"{self.gemm}{pair} {self.out_dtype}"
-        return f"bfloat16 {self.layout_asked}"
+            return self.gemm if out == "float32" else f"{self.gemm} {out}"
+        return f"{self.gemm} {out}" if a == b == E4M3FN else f"{self.gemm} {a.name} x {b.name} {out}"
 
     @property
-    def layout_asked(self) -> str:
+    def layout_seen(self) -> str:
         """[PLAN-3] As the library sees it: a single row is contiguous in both directions, and no transposed operand."""
         return self.layout[0] + "n" if self.m == 1 else self.layout
 
     @property
     def rows(self) -> int:
         """M as the library sees it: beside 1x128 scales of `a` rows are padded."""
-        is_padded = self.gemm.startswith("blockwise_1x128")
+        is_padded = self.is_blockwise and self.gemm.startswith("blockwise_1x128")
         return self.m + -self.m % HOPPER.vector_multiple if is_padded else self.m
 
     @property
@@ -122,39 +131,52 @@ class PlannedGemm:
         return not (rows % _ALIGNED or self.n % 16 or self.k % 16)
 
 
+def planned(call: GemmCall, layout: str) -> PlannedGemm:
+    """A call, which is not empty, as the library sees it; `layout` counts in bfloat16 only."""
+    is_float8 = call.granularities is not None
+    return PlannedGemm(replace(call, sizes=call.chip.padded_sizes(*call.sizes)), "tn" if is_float8 else layout)
+
+
 def planned_gemm(
-    sizes: tuple[int, int, int],
-    granularities: tuple[Granularity, Granularity] | None,
-    dtypes: tuple[str, str, str],
     *,
-    use_fast_accum: bool = False,
+    m: int,
+    n: int,
+    k: int,
+    gemm: str,
+    accumulation: str = "",
     layout: str = "tn",
+    out_dtype: str,
+    a_dtype: str = E4M3FN.name,
+    b_dtype: str = E4M3FN.name,
 ) -> PlannedGemm:
-    """A GEMM of `sizes` M, N and K, each at least 1, whose N and K are zero-padded before the library sees them.
+    """The GEMM of these words; a SpecError refuses a size below 1, or a word that is not known.
 
-    `granularities` are those of scale_a and scale_b, None of a bfloat16 GEMM; `dtypes` names those of the output, a
-    and b; only a bfloat16 GEMM has a `layout`.
+    `accumulation` is that of float8 operands; block scales have one alone, promoted, which need not be named. `a_dtype`
+    and `b_dtype` are those of a float8 GEMM, `layout` is that of a bfloat16 one.
     """
-    m, n, k = HOPPER.padded_sizes(*sizes)
-    if granularities is None:
-        return PlannedGemm(m=m, n=n, k=k, gemm="bfloat16", layout=layout, out_dtype=dtypes[0])
-    gemm = next((name for name, pair in BLOCKWISE_GEMMS.items() if pair == granularities), granularities[0].value)
-    kind = {"gemm": gemm, "accumulation": ACCUMULATIONS[not use_fast_accum]}
-    return PlannedGemm(m=m, n=n, k=k, **kind, out_dtype=dtypes[0], a_dtype=dtypes[1], b_dtype=dtypes[2])
-
-
-def of_call(call: GemmCall, layout: str = "tn") -> PlannedGemm:
-    """A call of a GEMM, which is not empty."""
-    dtypes = call.out.name, call.formats[0].name, call.formats[1].name
-    return planned_gemm(call.sizes, call.granularities, dtypes, use_fast_accum=call.use_fast_accum, layout=layout)
-
-
-def of_layer(spec: Gemm, sizes: tuple[int, int, int], out_dtype: str, layout: str) -> PlannedGemm:
-    """A GEMM of a layer, which is not empty; `sizes` before padding, `layout` counts in high precision."""
-    pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
-    sizes = sizes if spec.split_k else (unsplit_rows(*sizes), *sizes[1:])
-    dtypes = out_dtype, (spec.a.format or BFLOAT16).name, (spec.b.format or BFLOAT16).name
-    return planned_gemm(sizes, pair, dtypes, use_fast_accum=spec.use_fast_accum, layout=layout)
+    # Plans are read from files: every word is checked.
+    for name, size in (("m", m), ("n", n), ("k", k)):
+        if type(size) is not int or size < 1:
+            raise SpecError(f"{name} must be an integer of at least 1; got {size!r}")
+    one_of("gemm", gemm, tuple(GEMMS))
+    one_of("out_dtype", out_dtype, _OUTPUTS)
+    one_of("a_dtype", a_dtype, _OPERANDS)
+    one_of("b_dtype", b_dtype, _OPERANDS)
+    is_float8 = gemm != "bfloat16"
+    one_of(f"layout of a {gemm} GEMM", layout, LAYOUTS[:1] if is_float8 else LAYOUTS)
+    accumulations = ACCUMULATIONS if is_float8 else ("", *ACCUMULATIONS)
+    if gemm in BLOCKWISE_GEMMS:
+        accumulations = ("", "promoted")
+    one_of(f"accumulation of a {gemm} GEMM", accumulation, accumulations)
+    call = GemmCall(
+        call="scaled_mm" if is_float8 else "mm",
+        sizes=(m, n, k),
+        formats=(FORMATS[a_dtype], FORMATS[b_dtype]) if is_float8 else (BFLOAT16, BFLOAT16),
+        granularities=GEMMS[gemm],
+        out=FORMATS[out_dtype],
+        use_fast_accum=is_float8 and accumulation == "fast",
+    )
+    return PlannedGemm(call, layout)
 
 
 def unsplit_rows(m: int, n: int, k: int) -> int:

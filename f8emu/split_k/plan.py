@@ -9,7 +9,6 @@ tn, nn or tt asks.
 
 import base64
 import json
-import warnings
 import zlib
 from array import array
 from collections import defaultdict
@@ -24,11 +23,9 @@ from typing import Any
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import H100, HOPPER
 from f8emu.spec.errors import SpecError
-from f8emu.split_k.gemm import BLOCKWISE_GEMMS, UNKNOWN, one_of
-from f8emu.split_k.gemm import PlannedGemm as PlannedGemm
-from f8emu.split_k.gemm import Source as Source
-from f8emu.split_k.gemm import Split as Split
-from f8emu.split_k.trees import LEAF, PLAIN_FEATURES, Feature, FittedTree, Plan, Tree
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, UNKNOWN, PlannedGemm, Split, one_of
+from f8emu.split_k.gemm import planned_gemm as planned_gemm
+from f8emu.split_k.trees import LEAF, PLAIN_FEATURES, Feature, FittedTree, SplitPlan, Tree
 
 LIBRARY = "cuBLAS 13.1.0.3"
 CHIP = HOPPER.plan
@@ -44,37 +41,20 @@ def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> S
     return shipped_plan(chip).split_k(gemm) if library == LIBRARY and chip in PLANS else UNKNOWN
 
 
-def is_planned(caller: str, chip: Chip) -> bool:
-    """Whether there is a plan for the GEMMs of `chip`; if not, a warning says so once."""
-    if not chip.plan:
-        warn_without_plan(caller, str(chip))
-    return bool(chip.plan)
-
-
 def plans_of(chips: Iterable[Chip]) -> str:
     """The plans of some chips, in words for a report."""
     return " and ".join(sorted({f"{LIBRARY} on {chip.plan}" for chip in chips if chip.plan})) or "none"
 
 
 @cache
-def warn_without_plan(caller: str, chip: str) -> None:
-    """Warn that S of a chip's GEMMs is not known."""
-    warnings.warn(
-        f"{caller}: there is no split-K plan for {chip}; its GEMMs are emulated without split-K. Pass split_k if you "
-        "know it. This warning appears once",
-        stacklevel=3,
-    )
-
-
-@cache
-def shipped_plan(chip: str = CHIP) -> Plan:
+def shipped_plan(chip: str = CHIP) -> SplitPlan:
     """The plan for a chip that f8emu comes with, read once."""
     one_of("chip", chip, tuple(PLANS))
     return replace(_read(PLANS[chip]), more_rules=lambda: _read(f"{PLANS[chip]}_mm").rules)
 
 
 @cache
-def _read(name: str) -> Plan:
+def _read(name: str) -> SplitPlan:
     return plan_from_json((files("f8emu.split_k") / "data" / f"{name}.json").read_text(encoding="utf-8"), name)
 
 
@@ -98,32 +78,32 @@ def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedG
 def weights_from_json(text: str, name: str) -> list[tuple[int, int]]:
     """(n, k) of each object of a list; other keys, such as `m`, are the objects' own."""
     data = _parsed(text, name)
-    found: list[tuple[int, int]] = []
+    weights: list[tuple[int, int]] = []
     for index, entry in enumerate(data if isinstance(data, list) else [None]):
         n, k = (entry.get("n"), entry.get("k")) if isinstance(entry, dict) else (None, None)
         if type(n) is not int or type(k) is not int or min(n, k) < 1:
             raise SpecError(f"{name}: object {index}: expected integers n and k of at least 1; got {str(entry)[:60]}")
-        found.append((n, k))
-    return found
+        weights.append((n, k))
+    return weights
 
 
 def _gemm(item: Any, place: str) -> PlannedGemm:
     if not isinstance(item, dict):
         raise SpecError(f"{place}: expected an object with {', '.join(_REQUIRED)}; got {_kind(item)}")
-    # Unknown keys, then missing ones, then values: a misspelt key is told as one.
+    # Unknown keys, then missing ones, then values: a misspelt key is reported as unknown, not as missing.
     known = (*_REQUIRED, "accumulation", "layout", "a_dtype", "b_dtype")
     for key in item:
         if key not in known:
             raise SpecError(f"{place}: unknown key {key!r}; known keys are {', '.join(known)}")
-    given = {key: value for key, value in item.items() if value not in ("", None)}
-    kind = given.get("gemm")
+    words = {key: value for key, value in item.items() if value not in ("", None)}
+    kind = words.get("gemm")
     choice = [] if kind in list(BLOCKWISE_GEMMS) else ["layout" if kind == "bfloat16" else "accumulation"]
     for key in (*_REQUIRED, *choice):
-        if key not in given:
+        if key not in words:
             needed = ", ".join((*_REQUIRED, *choice))
             raise SpecError(f"{place}: missing key {key!r}; a {item.get('gemm')!s} GEMM needs {needed}")
     try:
-        return PlannedGemm(**given)
+        return planned_gemm(**words)
     except SpecError as error:
         raise SpecError(f"{place}: {error}") from None
 
@@ -136,7 +116,7 @@ def with_splits(items: list[tuple[dict[str, Any], PlannedGemm]], splits: list[Sp
     ]
 
 
-def plan_from_json(text: str, name: str) -> Plan:
+def plan_from_json(text: str, name: str) -> SplitPlan:
     """A plan file."""
     data = _parsed(text, name)
     # The schema first: another layout may mean something else by the same key.
@@ -145,7 +125,7 @@ def plan_from_json(text: str, name: str) -> Plan:
         remedy = "record it again, or read it with the f8emu that wrote it"
         raise SpecError(f"{name}: schema must be {SCHEMA}; got {schema!r}; {remedy}")
     with _whole(name):
-        return Plan(
+        return SplitPlan(
             library=str(data["library"]),
             chip=str(data["chip"]),
             torch=str(data.get("torch", "")),
@@ -204,8 +184,8 @@ def _tree(codes: str, limits: str, features: int, file: str) -> Tree:
         if not (is_whole and is_known and len(planes) == 3 * third):
             raise ValueError("a tree whose nodes do not fit together")
         low, middle, high = planes[:third], planes[third : 2 * third], planes[2 * third :]
-        given = iter([x | y << 8 | z << 16 for x, y, z in zip(low, middle, high, strict=True)])
-        by_feature = [iter(list(islice(given, inner.count(feature)))) for feature in range(features)]
+        values_in_order = iter([x | y << 8 | z << 16 for x, y, z in zip(low, middle, high, strict=True)])
+        by_feature = [iter(list(islice(values_in_order, inner.count(feature)))) for feature in range(features)]
         return Tree(nodes, to_come[:-1], array("i", map(next, map(by_feature.__getitem__, inner))))
 
 
@@ -216,10 +196,10 @@ _MORE_TO_COME = bytes([1] * LEAF + [255] * (256 - LEAF))
 def _unpacked(text: str) -> bytes:
     """A short text may stand for more bytes than there is memory."""
     stream = zlib.decompressobj()
-    found = stream.decompress(base64.b64decode(text, validate=True), _LONGEST)
+    data = stream.decompress(base64.b64decode(text, validate=True), _LONGEST)
     if not stream.eof or stream.unused_data:
         raise ValueError(f"a tree that does not end, or has more than {_LONGEST} bytes")
-    return found
+    return data
 
 
 def _recorded(blocks: Any) -> Iterator[tuple[tuple[str, int, int, int], int]]:
@@ -233,12 +213,12 @@ def _recorded(blocks: Any) -> Iterator[tuple[tuple[str, int, int, int], int]]:
             yield from (((table, m, n, k), s) for table, s in zip(tables, slices, strict=True) if s)
 
 
-def plan_to_json(plan: Plan) -> str:
+def plan_to_json(plan: SplitPlan) -> str:
     """The text of a plan without rules, one recorded shape a line."""
     rows: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for (table, *shape), slices in sorted(plan.recorded.items()):
         rows[table].append((*shape, slices))
-    blocks = [{"tables": [table], "rows": found} for table, found in rows.items()]
+    blocks = [{"tables": [table], "rows": shapes} for table, shapes in rows.items()]
     head = {"schema": SCHEMA, "library": plan.library, "chip": plan.chip, "torch": plan.torch}
     text = json.dumps({**head, "recorded": blocks})
     return text.replace("], [", "],\n [").replace("}, {", "},\n{") + "\n"
@@ -252,10 +232,10 @@ def _parsed(text: str, name: str) -> Any:
 
 
 def _sizes(values: Any) -> Any:
-    found = _integers(values)
-    if min(found) < 1:
-        raise ValueError(f"expected positive sizes; got {found}")
-    return found
+    sizes = _integers(values)
+    if min(sizes) < 1:
+        raise ValueError(f"expected positive sizes; got {sizes}")
+    return sizes
 
 
 def _integers(values: Any) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ class Tree(NamedTuple):
 class FittedTree(NamedTuple):
     """S of a tree, and no more than [PLAN-2] and [PLAN-4] leave."""
 
-    tree: Callable[[], Tree]  # decodes the tree when it is first asked for; a SpecError says that the file is damaged
+    tree: Callable[[], Tree]  # decodes the tree on its first use; raises SpecError for a damaged file
     features: tuple[Feature, ...]
     workspace_bytes: int  # [PLAN-4] The float32 results of all slices take less
     slice_bytes: int  # [PLAN-2] A slice of K is longer than this
@@ -78,7 +78,7 @@ class FittedTree(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SplitPlan:
     """The plan of one library on one chip."""
 
     library: str
@@ -87,16 +87,16 @@ class Plan:
     recorded: Mapping[tuple[str, int, int, int], int]  # (table, M, N, K) -> S
     rules: Mapping[str, FittedTree] = field(default_factory=dict[str, FittedTree])
     more_rules: Callable[[], Mapping[str, FittedTree]] = field(default=dict[str, FittedTree], compare=False)
-    """Those that are read when a GEMM has none in `rules`."""
+    """Reads the trees of the GEMMs that have none in `rules`."""
     slice_bytes: int | None = None
     """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
 
     def split_k(self, gemm: PlannedGemm) -> Split:
-        # What was measured holds, whatever the trees say.
-        found = self.recorded.get((gemm.table, gemm.rows, gemm.n, gemm.k))
-        return self.predicted(gemm) if found is None else Split(found, Source.RECORDED)
+        # A measured S holds, whatever the trees say.
+        slices = self.recorded.get((gemm.table, gemm.rows, gemm.n, gemm.k))
+        return self.predicted(gemm) if slices is None else Split(slices, Source.RECORDED)
 
-    def over(self, base: "Plan") -> "Plan":
+    def over(self, base: "SplitPlan") -> "SplitPlan":
         """This plan, with what `base` knows besides if both are of the same library and chip."""
         if (self.library, self.chip) != (base.library, base.chip):
             return self

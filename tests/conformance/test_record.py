@@ -25,7 +25,8 @@ from f8emu.conformance.record.record import COLUMNS, emulated, record, record_pl
 from f8emu.conformance.run.subject import load_subject
 from f8emu.spec import FLOAT32, GoldenFileError, Granularity, MissingExtraError, SpecError, UnsupportedError
 from f8emu.spec.gemm_call import GroupKind
-from f8emu.split_k.plan import CHIP, LIBRARY, PlannedGemm, Source, plan_from_json, shipped_plan
+from f8emu.split_k.gemm import PlannedGemm, Source, planned_gemm
+from f8emu.split_k.plan import CHIP, LIBRARY, plan_from_json, shipped_plan
 
 KERNELS = (("nvjet_sm90_qqtst_64x8_128x16_1x4_h_bz_TNT", (4, 1, 1)), ("second", (2, 1, 1)))
 
@@ -217,7 +218,7 @@ def test_the_call_runs_on_the_cpu_too(mode: Mode, planned: tuple[PlannedCase, ..
 
 # Of each: what rounds most away, bfloat16 outputs and promotion, must still show S.
 GEMMS = [
-    PlannedGemm(m=4, n=512, k=k, **kind)
+    planned_gemm(m=4, n=512, k=k, **kind)
     for k in (8192, 5760)
     for kind in (
         {"gemm": "tensorwise", "accumulation": "fast", "out_dtype": "bfloat16"},
@@ -289,7 +290,7 @@ def test_what_is_refused_or_not_explained_is_said(tmp_path: Path) -> None:
             out = super().planned(gemm, a_K, b_CK)
             return out if isinstance(out, Refused) else np.nextafter(out, out.dtype.type(np.inf))
 
-    result = record_plans(tmp_path / "a.json", GEMMS[:2], Library(lambda gemm: int(gemm.accumulation == "fast")))
+    result = record_plans(tmp_path / "a.json", GEMMS[:2], Library(lambda gemm: int(gemm.call.use_fast_accum)))
     assert list(result.not_found) == ["not today"] and result.found == 1
     result = record_plans(tmp_path / "b.json", GEMMS[7:8], Wrong(lambda gemm: 1))
     assert list(result.not_found) == ["no split-K gives these bits"] and "4 x 512 x 8192" in result.lines()[-1]

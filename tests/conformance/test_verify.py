@@ -26,6 +26,8 @@ from f8emu.conformance.run.result import Silent, StageResult, Tally, joined
 from f8emu.conformance.run.subject import SUBJECTS, NotOffered, without_split_k
 from f8emu.native import library
 from f8emu.spec import E4M3FN, FLOAT32, TENSORWISE, SpecError
+from f8emu.split_k import ask
+from f8emu.split_k.gemm import Source, Split
 from tests.conformance.command import few_recorded, raising
 
 
@@ -145,7 +147,8 @@ def test_layers_are_cut_as_the_library_of_the_subject_cuts_them(
     case = LayerCase(recipe=TENSORWISE, mode=mode, shape=(8, 16, 6144), **kind)
     assert planned_slices(case, 1) == {"output": 2}
     monkeypatch.setattr(stages, "layer_cases", lambda full_size: [case])
-    uncut = replace(subject, name="uncut", slices_of=lambda gemm: 1)
+    monkeypatch.setattr(ask, "split_k_at_hand", lambda gemm: Split(1, Source.ASKED))
+    uncut = replace(subject, name="uncut", asks_library=True)
     result = verify([subject, uncut], stages=["layers"], golden=golden)
     by_plan, otherwise = (judged.stages[0] for judged in result.subjects)
     assert (by_plan.cases_total, by_plan.status) == (1, Status.EQUAL)

@@ -19,15 +19,16 @@ import f8emu.jax as f8
 import f8ref.numpy as reference
 from f8emu.jax import compiling
 from f8emu.jax.gemm import block_kernel, hardware
-from f8emu.jax.gemm.block_kernel import Launch
-from f8emu.jax.gemm.call import Gemm
-from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Format, Granularity
+from f8emu.jax.gemm.block_kernel import GemmLaunch
+from f8emu.jax.gemm.call import EngineCall
+from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, Format, Granularity
+from f8emu.spec.gemm_call import GemmCall
 from tests.jax_path.layers import assert_same_bits
 
 VECTOR, SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
 PAIRS = {"vector-vector": (VECTOR, VECTOR), "vector-square": (VECTOR, SQUARE), "square-vector": (SQUARE, VECTOR)}
-SMALL = Launch(rows=32, cols=64, parts=2, warps=4, stages=2, group=2, ahead=True, interpret=True)
-TALL = Launch(rows=256, cols=128, parts=2, warps=8, stages=3, group=8, ahead=False, interpret=True)
+SMALL = GemmLaunch(rows=32, cols=64, parts=2, warps=4, stages=2, group=2, ahead=True, interpret=True)
+TALL = GemmLaunch(rows=256, cols=128, parts=2, warps=8, stages=3, group=8, ahead=False, interpret=True)
 TRITON = "@__gpu$xla.gpu.triton"
 
 
@@ -45,9 +46,12 @@ def found_by_kernel(
     arrays: list[np.ndarray], pair: Any, out: Format, split_k: int, transposed: bool, **how: Any
 ) -> Any:
     """As `hardware` calls the kernel; b and its scales are [N, ...] in `arrays`."""
-    gemm = Gemm("scaled_mm", out, HOPPER, pair, split_k=split_k, is_transposed=transposed)
     a, b, scale_a, scale_b = arrays
-    return jax.jit(functools.partial(hardware._by_kernel, gemm, **how))(a, b.T, scale_a, scale_b.T)
+    sizes, formats = (len(a), len(b), a.shape[1]), (E4M3FN, E4M3FN)
+    options: dict[str, Any] = {"granularities": pair, "out": out, "split_k": split_k}
+    gemm = GemmCall(call="scaled_mm", sizes=sizes, formats=formats, **options)
+    call = EngineCall(gemm, is_transposed=transposed)
+    return jax.jit(functools.partial(hardware._by_kernel, call, **how))(a, b.T, scale_a, scale_b.T)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def found_by_kernel(
     ],
 )
 def test_scales_meet_their_blocks(
-    pair: str, sizes: Any, out: Format, split_k: int, launch: Launch, transposed: bool
+    pair: str, sizes: Any, out: Format, split_k: int, launch: GemmLaunch, transposed: bool
 ) -> None:
     kinds = PAIRS[pair]
     a, b, scale_a, scale_b = arrays = operands(kinds, *sizes)
@@ -89,7 +93,7 @@ def test_every_tile_has_one_program() -> None:
     for tiles, group in itertools.product([(1, 1), (17, 2), (3, 9)], (4, 8)):
         count = tiles[0] * tiles[1]
         programs = jnp.arange(count)
-        launch = Launch(rows=1, cols=1, parts=1, warps=1, stages=1, group=group, ahead=False)
+        launch = GemmLaunch(rows=1, cols=1, parts=1, warps=1, stages=1, group=group, ahead=False)
         problem = block_kernel._Problem(*tiles, 1, 1, (VECTOR, VECTOR), False, launch)
         rows, cols = problem.place(programs)
         assert set(zip(rows.tolist(), cols.tolist(), strict=True)) == set(itertools.product(*map(range, tiles)))

@@ -13,9 +13,10 @@ import pytest
 import f8emu.jax as f8
 import f8ref.numpy as reference
 from f8emu.jax.gemm import call as planned
-from f8emu.spec import ADA, BLOCKWISE, HOPPER, TENSORWISE, SpecError, UnsupportedError
+from f8emu.spec import ADA, BLOCKWISE, FLOAT32, HOPPER, TENSORWISE, SpecError, UnsupportedError
+from f8emu.spec.gemm_call import layer_call
 from f8emu.split_k import ask
-from f8emu.split_k.plan import Source, Split
+from f8emu.split_k.gemm import Source, Split
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def test_scaled_mm_of_another_chip() -> None:
 def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says 2 where the plan says 3."""
     monkeypatch.setattr(planned, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, jax.devices()[0]))
-    monkeypatch.setattr(ask, "split_k_at_hand", lambda gemm, chip: Split(2, Source.ASKED))
+    monkeypatch.setattr(ask, "split_k_at_hand", lambda gemm: Split(2, Source.ASKED))
     a, b = (jnp.asarray(drawn(rows, 8192)).astype("float8_e4m3fn") for rows in (8, 64))
     one = jnp.ones((1, 1))
     options: dict[str, Any] = {"out_dtype": "float32", "use_fast_accum": True, "engine": "emulated"}
@@ -56,10 +57,7 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
     assert is_same(f8.jit(lambda *xs: f8.scaled_mm(*xs, **options))(a, b.T, one, one), found[2])
     a, b = a.astype("bfloat16"), b.T.astype("bfloat16")
     assert is_same(*(f8.mm(a, b, out_dtype="float32", engine="emulated", split_k=s) for s in (None, 2)))
-    split = planned.layer_split_k(
-        TENSORWISE.gemms["output"], (8, 64, 8192), "tn", ("float32", "float8_e4m3fn", "float8_e4m3fn"), chip=HOPPER
-    )
-    assert split == (2, Source.ASKED)
+    assert planned.is_at_hand(HOPPER)
 
 
 @pytest.mark.gpu
@@ -67,8 +65,8 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
 def test_on_a_hopper_gpu_its_library_is_asked() -> None:
     """An H100 and an H200 cut this otherwise; the kernel for block scales is given S."""
     m, n, k = 20, 512, 11904
-    kind = ("float32", "float8_e4m3fn", "float8_e4m3fn")
-    split = planned.layer_split_k(BLOCKWISE.gemms["grad_weight"], (m, n, k), "tn", kind, chip=HOPPER)
+    gemm = layer_call(BLOCKWISE.gemms["grad_weight"], (m, n, k), FLOAT32, HOPPER)
+    split = ask.split_of(None, gemm, at_hand=planned.is_at_hand(HOPPER))
     assert split.source is Source.ASKED and split.split_k > 2
     a, b = (jnp.asarray(drawn(rows, k)).astype("float8_e4m3fn") for rows in (m, n))
     scale_a, scale_b = (jnp.exp(drawn(rows, k // 128)) for rows in (m, n))

@@ -18,7 +18,7 @@ import f8ref.jax
 import f8ref.numpy as reference
 from f8emu.jax.compiling import is_device_of
 from f8emu.jax.gemm import engine, hardware
-from f8emu.jax.gemm.call import Gemm
+from f8emu.jax.gemm.call import EngineCall
 from f8emu.jax.gemm.hardware import Form, form_of
 from f8emu.spec import (
     BFLOAT16,
@@ -26,12 +26,12 @@ from f8emu.spec import (
     E4M3FN,
     FLOAT16,
     FLOAT32,
-    HOPPER,
     Format,
     Granularity,
     ScaleRule,
     UnsupportedError,
 )
+from f8emu.spec.gemm_call import GemmCall, Shaped, scaled_grouped_mm_call, scaled_mm_call
 from tests.jax_path.layers import assert_same_bits, draw
 
 TENSOR, ROW = Granularity.TENSORWISE, Granularity.ROWWISE
@@ -73,7 +73,8 @@ def test_grouped_on_hardware() -> None:
     a, b = codes(40, 64, 1), np.stack([codes(24, 64, 2 + i).T for i in range(3)])
     scale_a, scale_b = scales(ROW, 40, 64, 6)[:, 0], np.stack([scales(ROW, 24, 64, 7 + i)[:, 0] for i in range(3)])
     arrays = a, b, scale_a, scale_b, np.array([8, 8, 40], np.int32)
-    found = hardware_on_cpu(Gemm("scaled_grouped_mm", BFLOAT16, HOPPER, (ROW, ROW)), arrays)
+    gemm = scaled_grouped_mm_call(*(Shaped(x.shape, x.dtype.name) for x in arrays))
+    found = hardware_on_cpu(EngineCall(gemm), arrays)
     assert_same_bits(found, reference.scaled_grouped_mm(*arrays))
 
 
@@ -83,11 +84,11 @@ def emulated_dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any) -
     return f8ref.jax.scaled_mm(a, b.T, one, one, out_dtype=jnp.dtype(dtype).name, use_fast_accum=use_fast_accum)
 
 
-def hardware_on_cpu(gemm: Gemm, arrays: tuple[Any, ...]) -> Any:
+def hardware_on_cpu(call: EngineCall, arrays: tuple[Any, ...]) -> Any:
     """A product of `gemm.hardware` with the tensor core's dot emulated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "_dot", emulated_dot)
-        return hardware._product(tuple(map(jnp.asarray, arrays)), gemm, True)
+        return hardware._product(tuple(map(jnp.asarray, arrays)), call, True)
 
 
 @pytest.mark.parametrize(("pair", "out"), [((TENSOR, TENSOR), FLOAT32), ((ROW, ROW), BFLOAT16)], ids=["tensor", "row"])
@@ -96,9 +97,10 @@ def test_what_surrounds_the_dot_on_hardware(pair: tuple[Granularity, Granularity
     arrays = operands(pair)
     options = {"granularity_a": pair[0], "granularity_b": pair[1], "out_dtype": out, "use_fast_accum": True}
     wanted = reference.scaled_mm(*arrays, **options)
+    gemm = scaled_mm_call(*(Shaped(x.shape, x.dtype.name) for x in arrays), **options)
     for transposed in (False, True):
-        gemm = Gemm("scaled_mm", out, HOPPER, pair, True, is_transposed=transposed)
-        assert_same_bits(hardware_on_cpu(gemm, arrays), wanted.T if transposed else wanted)
+        call = EngineCall(gemm, is_transposed=transposed)
+        assert_same_bits(hardware_on_cpu(call, arrays), wanted.T if transposed else wanted)
 
 
 def test_forms() -> None:
@@ -108,8 +110,10 @@ def test_forms() -> None:
     def form(
         pair: str, out: Format = BFLOAT16, *, bias: bool = False, powers: bool = True, excess: bool = True
     ) -> Form:
-        gemm = Gemm("scaled_mm", out, granularities=pairs[pair], powers_of_two=powers)
-        return form_of(gemm, has_bias=bias, excess_precision=excess)
+        gemm = GemmCall(
+            call="scaled_mm", sizes=(16, 16, 16), formats=(E4M3FN, E4M3FN), granularities=pairs[pair], out=out
+        )
+        return form_of(EngineCall(gemm, powers_of_two=powers), has_bias=bias, excess_precision=excess)
 
     assert form("tensor") is Form.FOLDED and form("row") is Form.BFLOAT16
     others = [form("tensor", excess=False), form("row", powers=False)]

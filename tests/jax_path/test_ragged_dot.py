@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 import f8emu.jax as f8
 import f8ref.numpy as reference
-from f8emu.jax.gemm.call import layer_split_k
 from f8emu.spec import (
+    BFLOAT16,
     HOPPER,
     ROWWISE,
     ROWWISE_WITH_GW_HP,
@@ -25,6 +25,8 @@ from f8emu.spec import (
     SpecError,
     UnsupportedError,
 )
+from f8emu.spec.gemm_call import layer_call
+from f8emu.split_k.ask import split_of
 from tests.jax_path.layers import assert_same_bits, draw, passes
 
 SIZES = (0, 1, 15, 17, 40)
@@ -117,12 +119,9 @@ def test_split_k_is_that_of_the_group() -> None:
     x, w, g = draw(12, k, seed=1), draw(2, k, n, seed=2), draw(12, n, seed=3)
 
     def split_k(m: int) -> dict[str, int]:
-        dtypes = "bfloat16", "float8_e5m2", "float8_e4m3fn"
-        asked = {"grad_input": (m, k, n), "grad_weight": (n, k, m)}
-        return {
-            name: layer_split_k(TENSORWISE.gemms[name], size, "", dtypes, chip=HOPPER).split_k
-            for name, size in asked.items()
-        }
+        sizes = {"grad_input": (m, k, n), "grad_weight": (n, k, m)}
+        gemms = {name: layer_call(TENSORWISE.gemms[name], size, BFLOAT16, HOPPER) for name, size in sizes.items()}
+        return {name: split_of(None, gemm).split_k for name, gemm in gemms.items()}
 
     slices = [split_k(size) for size in sizes.tolist()]
     assert max(s["grad_input"] for s in slices) > 1

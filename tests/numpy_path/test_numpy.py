@@ -248,7 +248,7 @@ def test_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_shape_without_a_plan_is_said_once() -> None:
     from f8emu.split_k import ask
 
-    ask._SAID.clear()
+    ask._WARNED.clear()
     a = np.ones((1, 65536), E4M3)
     with pytest.warns(UserWarning, match=r"f8emu\.numpy: the plan of .* has no split-K for this GEMM"):
         f8.scaled_mm(a, a.T, 1, 1)

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 import f8ref.numpy as f8
 from f8emu.conformance.run.oracle import exact_subject
 from f8emu.spec import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0FNU, FLOAT8, FLOAT16, FLOAT32, Format, Overflow
-from f8ref.exact import NAN, ZERO, Kind, Number, add, decode, encode, exponent_of, finite, infinity, multiply
+from f8ref.exact import NAN, ZERO, Number, NumberKind, add, decode, encode, exponent_of, finite, infinity, multiply
 from tests.oracle.exactly import codes_of, dtype_of, typed
 
 SATURATE, NONFINITE = Overflow.SATURATE, Overflow.NONFINITE
-MINUS_ZERO = Number(Kind.FINITE, negative=True)
+MINUS_ZERO = Number(NumberKind.FINITE, negative=True)
 FORMATS = pytest.mark.parametrize("format", FLOAT8, ids=str)
 POLICIES = pytest.mark.parametrize("overflow", Overflow, ids=lambda overflow: overflow.value)
 VERBS: dict[str, dict[str, Callable[..., Any]]] = {

@@ -13,8 +13,8 @@ import pytest
 import f8ref.numpy as reference
 from f8emu.conformance.record.record import COLUMNS, emulated, revealing_operands
 from f8emu.spec import HOPPER, Chip, Granularity
-from f8emu.split_k.gemm import BLOCKWISE_GEMMS
-from f8emu.split_k.plan import CHIP, LIBRARY, PlannedGemm, Source, shipped_plan, split_k
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, Source, planned_gemm
+from f8emu.split_k.plan import CHIP, LIBRARY, shipped_plan, split_k
 from tests.oracle import exactly
 
 RECORDING = json.loads((Path(__file__).parents[2] / "benchmarks/results/blockwise_split_k-h200.json").read_text())
@@ -92,7 +92,7 @@ def test_the_multiple_beside_squares_is_measured() -> None:
 
 def test_slices_found_by_bits_are_no_multiples_of_1024() -> None:
     """[CHAIN-3] K = 10240 in three slices of 3,584: with multiples of 1,024 no S gives the bits that told S."""
-    kind = PlannedGemm(m=1, n=COLUMNS, k=10240, gemm="blockwise_1x128_128x128", out_dtype="float32")
+    kind = planned_gemm(m=1, n=COLUMNS, k=10240, gemm="blockwise_1x128_128x128", out_dtype="float32")
     assert shipped_plan().recorded[kind.table, 4, 256, kind.k] == 3
     a_K, b_CK = revealing_operands(kind)
     pair = BLOCKWISE_GEMMS[kind.gemm]
@@ -124,5 +124,5 @@ def test_jax_and_exact(gemm: dict[str, Any]) -> None:
 def test_the_plan_knows_them(gemm: dict[str, Any]) -> None:
     assert (RECORDING["device"], RECORDING["library"]) == (CHIP, LIBRARY)
     for out_dtype, source in (("float32", Source.RECORDED), ("bfloat16", Source.PREDICTED)):
-        asked = PlannedGemm(m=gemm["m"], n=gemm["n"], k=gemm["k"], gemm=gemm["gemm"], out_dtype=out_dtype)
+        asked = planned_gemm(m=gemm["m"], n=gemm["n"], k=gemm["k"], gemm=gemm["gemm"], out_dtype=out_dtype)
         assert split_k(asked) == (gemm["split_k"], source)

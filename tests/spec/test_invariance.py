@@ -9,7 +9,7 @@ from ml_dtypes import bfloat16
 import f8emu.numpy as f8
 from f8emu.spec import RECIPES, SERVING_RECIPES, Recipe, SpecError
 from f8emu.spec.chips import CHIPS
-from f8emu.split_k.invariance import Invariance, Verdict, invariance
+from f8emu.split_k.invariance import Dependence, Invariance, invariance
 from f8emu.split_k.plan import weights_from_json
 
 N, K, ROWS = 256, 16384, 96
@@ -36,14 +36,14 @@ def test_a_verdict_is_what_the_bits_are(recipe: Recipe) -> None:
     else:
         assert _rows_differ(recipe, 8, ROWS) != verdict.is_invariant
     short = invariance(recipe, N, 2048, rows=ROWS)
-    assert short.verdict is (Verdict.DEPENDS if verdict.recipe == "tensorwise" else Verdict.BY_RULE)
+    assert short.verdict is (Dependence.DEPENDS if verdict.recipe == "tensorwise" else Dependence.BY_RULE)
 
 
 def test_the_plan_decides_where_no_rule_does() -> None:
     found = invariance(RECIPES["delayed"], 4096, 14336)
-    assert (found.verdict, found.splits) == (Verdict.DEPENDS, ((1, 2), (32, 1)))
-    assert invariance(RECIPES["delayed"], 4096, 14336, rows=31).verdict is Verdict.BY_PLAN
-    assert invariance(RECIPES["delayed"], 4096, 65536).verdict is Verdict.UNKNOWN
+    assert (found.verdict, found.splits) == (Dependence.DEPENDS, ((1, 2), (32, 1)))
+    assert invariance(RECIPES["delayed"], 4096, 14336, rows=31).verdict is Dependence.BY_PLAN
+    assert invariance(RECIPES["delayed"], 4096, 65536).verdict is Dependence.UNKNOWN
     # The gradient of the input sums over n.
     assert invariance(RECIPES["delayed"], 14336, 4096, gemm="grad_input").splits == found.splits
 
@@ -55,8 +55,8 @@ def test_what_nobody_measured_is_unknown() -> None:
     unplanned = [
         chip.name for chip in CHIPS.values() if not chip.plan and RECIPES["rowwise"].output.refusal(chip) is None
     ]
-    assert unplanned and all(on(name).verdict is Verdict.UNKNOWN for name in unplanned)
-    assert on("H100").verdict is Verdict.BY_RULE
+    assert unplanned and all(on(name).verdict is Dependence.UNKNOWN for name in unplanned)
+    assert on("H100").verdict is Dependence.BY_RULE
 
 
 def test_refusals() -> None:

@@ -17,15 +17,13 @@ import pytest
 
 from f8emu.conformance.cases.gemm import Mode
 from f8emu.conformance.cases.golden import shipped_golden
-from f8emu.spec import H100, HOPPER, Chip, SpecError
+from f8emu.spec import FORMATS, H100, HOPPER, Chip, SpecError
+from f8emu.spec.gemm_call import GemmCall
 from f8emu.split_k import plan
-from f8emu.split_k.gemm import BLOCKWISE_GEMMS, LAYOUTS, planned_gemm
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, LAYOUTS, PlannedGemm, Source, Split, planned, planned_gemm
 from f8emu.split_k.plan import (
     CHIP,
     LIBRARY,
-    PlannedGemm,
-    Source,
-    Split,
     gemms_from_json,
     plan_from_json,
     plan_to_json,
@@ -58,7 +56,7 @@ def kind_of(table: str) -> dict[str, Any]:
 
 
 def gemm(m: int, n: int, k: int, **kind: Any) -> PlannedGemm:
-    return PlannedGemm(m=m, n=n, k=k, **kind)
+    return planned_gemm(m=m, n=n, k=k, **kind)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -199,14 +197,20 @@ def test_the_recording_has_splits_worth_predicting() -> None:
 def test_the_plan_is_that_of_the_golden_kernels() -> None:
     """The kernels of the golden file tell S by their grids; promoted GEMMs are split as fast ones."""
     modes = (Mode.TENSORWISE, Mode.ROWWISE, Mode.BF16)
-    found = set[tuple[str, int]]()
+    found = set[tuple[bool, bool, int]]()
     for case in (case.gemm for case in shipped_golden().cases if case.gemm.mode in modes):
         pair = None if case.mode is Mode.BF16 else (case.granularity_a, case.granularity_b)
-        dtypes = case.out_dtype.name, case.a.dtype.name, case.b.dtype.name
-        asked = planned_gemm((*case.full_size, case.k), pair, dtypes, use_fast_accum=case.use_fast_accum)
-        assert split_k(asked).split_k == case.split_k
-        found.add((asked.accumulation, case.split_k))
-    assert found >= {("promoted", 3), ("promoted", 6), ("fast", 3), ("", 3)}
+        call = GemmCall(
+            call=case.verb,
+            sizes=(*case.full_size, case.k),
+            formats=(FORMATS[case.a.dtype.name], FORMATS[case.b.dtype.name]),
+            granularities=pair,
+            out=case.out_dtype,
+            use_fast_accum=case.use_fast_accum,
+        )
+        assert split_k(planned(call, "tn")).split_k == case.split_k
+        found.add((pair is None, call.use_fast_accum, case.split_k))
+    assert found >= {(False, False, 3), (False, False, 6), (False, True, 3), (True, False, 3)}
 
 
 def test_the_plan_is_what_operands_that_show_S_gave_on_the_hardware() -> None:

@@ -12,15 +12,15 @@ import torch
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import ADA, CHIPS, E4M3FNUZ, TENSORWISE, Cast, Gemm, Recipe, SpecError, UnsupportedError
-from f8emu.split_k.plan import warn_without_plan
+from f8emu.split_k import ask
 from tests.torch_path.bits import to_numpy
 from tests.torch_path.layers import draw
 
 
 @pytest.fixture(autouse=True)
-def not_planned() -> Iterator[None]:
+def not_planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No other chip has a plan of splits, which is said once."""
-    warn_without_plan.cache_clear()
+    monkeypatch.setattr(ask, "_WARNED", set())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="f8emu.torch: there is no split-K plan for Ada")
         yield

@@ -34,10 +34,9 @@ from f8emu.spec import (
     ScaleRule,
     UnsupportedError,
 )
-from f8emu.spec.gemm_call import GemmCall
-from f8emu.split_k.plan import Source
-from f8emu.torch.gemm import hardware
-from f8emu.torch.gemm.emulation import layer_split_k
+from f8emu.spec.gemm_call import GemmCall, layer_call
+from f8emu.split_k.gemm import Source
+from f8emu.torch.gemm import emulation, hardware
 from tests.torch_path.bits import assert_all_same_bits, assert_same_bits, expect, to_numpy
 from tests.torch_path.layers import COPIED, draw, gemm_operands, laid_out
 
@@ -456,8 +455,8 @@ def test_the_emulated_mm_and_what_is_captured_ask_too() -> None:
         f8.mm(a, b.t(), out_dtype=torch.float32, engine=engine) for engine in ("emulated", "hardware")
     )
     assert_same_bits(observed, expected)
-    output = RECIPES["tensorwise"].gemms["output"]
-    split = layer_split_k(output, a.to(E4M3), b.to(E4M3), out_dtype=torch.float32, chip=HOPPER)
+    gemm = layer_call(RECIPES["tensorwise"].gemms["output"], (56, 128, 7936), FLOAT32, HOPPER)
+    split = emulation.split_of(gemm, a.device, "tn", warns=False)
     assert split.source is Source.ASKED and split.split_k > 1
 
 

@@ -15,8 +15,9 @@ from f8emu.conformance.layers.layer import LayerCase, LayerMode
 from f8emu.conformance.layers.trace import layer_parts, planned_slices
 from f8emu.conformance.run.subject import load_subject
 from f8emu.spec import BLOCKWISE, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Granularity, Recipe
+from f8emu.spec.gemm_call import layer_call
 from f8emu.split_k import ask
-from f8emu.split_k.plan import Source, Split
+from f8emu.split_k.gemm import Source, Split
 from f8emu.torch.gemm import emulation as torch_emulation
 from f8emu.torch.gemm import operators
 from tests.torch_path.layers import draw, draw_codes
@@ -111,6 +112,23 @@ def test_the_plan_is_asked_for_padded_rows() -> None:
     assert slices == [{"output": 2}, {}]
 
 
+def test_zero_padding_leaves_the_layout_as_it_is() -> None:
+    """[PLAN-3] S of the bfloat16 `grad_weight` is that of nt, 1, also for a batch that is padded; as tn it is 2."""
+    import f8emu.numpy
+
+    x, weight, grad = (draw(rows, 512, seed=seed).float() for seed, rows in enumerate((4104, 512, 4104)))
+    layer = f8.Float8Linear(512, 512, False, recipe=ROWWISE_WITH_GW_HP)
+    layer.weight = torch.nn.Parameter(weight.clone())
+    layer(x).backward(grad)
+    tensors = [ARRAYS.store(tensor) for tensor in (x, weight, grad)]
+    assert layer.weight.grad is not None
+    for split_k in (None, 2):
+        slices = None if split_k is None else {"grad_weight": split_k}
+        trace = f8emu.numpy.linear(ROWWISE_WITH_GW_HP, *tensors, split_k=slices)
+        assert trace.grad_weight is not None
+        assert equal(layer.weight.grad, trace.grad_weight.product) is (split_k is None)
+
+
 def test_an_h100_has_a_plan_of_its_own() -> None:
     """20 x 512 x 11904 is cut into 4 on an H200 and into 3 on an H100, by every backend."""
     import jax.numpy as jnp
@@ -134,7 +152,7 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
     asked: list[Any] = []
     monkeypatch.setattr(operators, "_PREPARED", {})  # which remembers S
     monkeypatch.setattr(torch_emulation, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, a.device))
-    monkeypatch.setattr(ask, "split_k_at_hand", lambda gemm, chip: asked.append(gemm) or Split(2, Source.ASKED))
+    monkeypatch.setattr(ask, "split_k_at_hand", lambda gemm: asked.append(gemm) or Split(2, Source.ASKED))
     a, b, one = draw_codes(8, 8192, seed=1), draw_codes(64, 8192, seed=2).t(), torch.ones(())
     options: dict[str, Any] = {"out_dtype": torch.float32, "use_fast_accum": True, "engine": "emulated"}
     found = {s: f8.scaled_mm(a, b, one, one, **options, split_k=s) for s in (None, 2, 3)}
@@ -142,15 +160,15 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
     high: dict[str, Any] = {"out_dtype": torch.float32, "engine": "emulated"}
     of_mm = {s: f8.mm(a.bfloat16(), b.bfloat16(), **high, split_k=s) for s in (None, 2)}
     assert torch.equal(of_mm[None], of_mm[2])
-    split = torch_emulation.layer_split_k(TENSORWISE.gemms["output"], a, b.t(), out_dtype=torch.float32, chip=HOPPER)
-    assert split == (2, Source.ASKED)
+    gemm = layer_call(TENSORWISE.gemms["output"], (8, 64, 8192), FLOAT32, HOPPER)
+    assert torch_emulation.split_of(gemm, a.device, "tn", warns=False) == (2, Source.ASKED)
     assert [(gemm.table, gemm.k) for gemm in asked] == [
         *(("tensorwise float32", 8192), ("bfloat16 tn", 8192), ("tensorwise float32", 8192))
     ]
 
 
 def test_what_the_plan_does_not_know_is_said_once_for_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "_SAID", set())
+    monkeypatch.setattr(ask, "_WARNED", set())
     monkeypatch.setattr(operators, "_PREPARED", {})
     a, b = draw(4096, 12, seed=1).t(), draw(4096, 32, seed=2)  # rows of a are not 16 bytes apart
     with pytest.warns(UserWarning, match=r"plan of cuBLAS .* on NVIDIA H200 has no split-K for this GEMM.*layout='nt'"):

@@ -14,7 +14,7 @@ from f8emu.conformance.diagnosis.places import Misplaced, Places
 from f8emu.conformance.diagnosis.rules import Grid, Misreading, Reading, Rules, ScaleSign, ScaleValue
 from f8emu.spec import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, Format, Granularity, format_by_name
 from f8emu.spec.scaling import BLOCK
-from f8ref.numpy.accumulate import Operand, operand
+from f8ref.numpy.accumulate import Decoded, operand
 from f8ref.numpy.cast import convert
 
 Part = tuple[np.ndarray, np.ndarray]
@@ -136,12 +136,12 @@ def is_transposed(case: GemmCase, rules: Rules) -> bool:
     return Misreading.OUTPUT_TRANSPOSED in rules.misreads and len(case.a) == len(case.b)
 
 
-def operands(read: Arguments, rules: Rules) -> tuple[Operand, Operand]:
+def operands(read: Arguments, rules: Rules) -> tuple[Decoded, Decoded]:
     """Both operands, K first, as f8ref.numpy decodes them."""
     return _operand(read.a_MK, read.formats[0], rules), _operand(read.b_NK, read.formats[1], rules)
 
 
-def _operand(array: np.ndarray, fmt: Format, rules: Rules) -> Operand:
+def _operand(array: np.ndarray, fmt: Format, rules: Rules) -> Decoded:
     codes = read_codes(array, fmt, rules)
     decoded = operand(codes.view(dtype_of(fmt)), fmt, rules.model)
     if Misreading.NAN_AS_NUMBER not in rules.misreads or fmt != E4M3FN:

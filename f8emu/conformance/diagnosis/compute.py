@@ -37,7 +37,7 @@ from f8emu.conformance.diagnosis.rules import (
 )
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
 from f8emu.spec.scaling import BLOCK
-from f8ref.numpy.accumulate import Operand, chain, exponents_of, operand, power_of_two, side_by_side, to_last_place
+from f8ref.numpy.accumulate import Decoded, chain, exponents_of, operand, power_of_two, side_by_side, to_last_place
 from f8ref.numpy.cast import convert
 from f8ref.numpy.codec import canonical_nan
 from f8ref.numpy.scaled_mm import fma, rounded_sum
@@ -180,7 +180,7 @@ def _partials(read: Arguments, rules: Rules) -> np.ndarray:
 def _scaled_before(read: Arguments, rules: Rules) -> np.ndarray:
     """Operands decoded and scaled first, then multiplied, [M, N]."""
     model = replace(HOPPER.bfloat16, promote_k=rules.model.promote_k)
-    scaled: list[Operand] = []
+    scaled: list[Decoded] = []
     codes, factors = (read.a_MK, read.b_NK), (read.scale_a_MB, read.scale_b_BN.T)
     for array, fmt, factor in zip(codes, read.formats, factors, strict=True):
         values = read_codes(array, fmt, rules).view(dtype_of(fmt)).astype(np.float32)
@@ -188,7 +188,7 @@ def _scaled_before(read: Arguments, rules: Rules) -> np.ndarray:
         if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
             scaled.append(operand(convert(values, BFLOAT16), BFLOAT16, model))
         else:  # no tensor core adds float32: exponents do not count
-            scaled.append(Operand(values.T.astype(np.float64), np.zeros(values.T.shape, np.int32)))
+            scaled.append(Decoded(values.T.astype(np.float64), np.zeros(values.T.shape, np.int32)))
     if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
         rules = replace(rules, model=model)
     return sliced(scaled[0], scaled[1], rules)
@@ -286,7 +286,7 @@ def _rounded_output(x: np.ndarray, rules: Rules, out: Format) -> np.ndarray:
     return result
 
 
-def sliced(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
+def sliced(a: Decoded, b: Decoded, rules: Rules) -> np.ndarray:
     """The accumulator of a whole GEMM, [M, N] float32: the sum of its slices of K [CHAIN-3]."""
     total = np.zeros((a.rows, b.rows), np.float32)
     for part in slices(a.k, rules.split_k, rules.model.split_k_multiple):
@@ -300,7 +300,7 @@ def slices(k: int, split_k: int, multiple: int) -> Iterator[slice]:
     return (slice(start, min(start + length, k)) for start in range(0, k, length))
 
 
-def promoted(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
+def promoted(a: Decoded, b: Decoded, rules: Rules) -> np.ndarray:
     """The float32 total of the chains of one slice [CHAIN-1], [CHAIN-2], [M, N]."""
     total = np.zeros((*a.values.shape[1:], b.rows), np.float32)
     for chains in side_by_side(a, b, rules.model.promote_k or max(a.k, 1)):
@@ -309,7 +309,7 @@ def promoted(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     return total
 
 
-def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
+def _chain(a: Decoded, b: Decoded, rules: Rules) -> np.ndarray:
     """Chains over all of K, from zero, [chains, M, N] float32."""
     if rules.adder is Adder.TENSOR_CORE and rules.terms is Rounding.CUT and rules.sums is Rounding.CUT:
         return chain(a, b, rules.model)
@@ -364,7 +364,7 @@ def _in_float32(left: np.ndarray, right: np.ndarray, rules: Rules) -> np.ndarray
     return sums[0]
 
 
-def _rounded_steps(a: Operand, b: Operand, left: np.ndarray, right: np.ndarray, rules: Rules) -> np.ndarray:
+def _rounded_steps(a: Decoded, b: Decoded, left: np.ndarray, right: np.ndarray, rules: Rules) -> np.ndarray:
     """Tensor-core steps [ACC-1..5] whose terms or sums are rounded to nearest."""
     # Exact: numbers have at most 16 significant bits, or 24, and are below 2^52.
     model = rules.model

@@ -4,7 +4,7 @@
 as they enter a GEMM, its product, the output, the gradients that autograd leaves, and the state of delayed scaling.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -14,45 +14,38 @@ from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Verbs
 from f8emu.conformance.layers.layer import LayerCase, Parts, Place
 from f8emu.conformance.layers.training import Executed, Training
-from f8emu.spec.chips import chip_by_name
+from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.formats import Format
-from f8emu.spec.gemm import GEMM_NAMES, OPERANDS, Cast, GemmTrace, LinearTrace, OperandTrace
+from f8emu.spec.gemm import GEMM_NAMES, LAYER_LAYOUTS, OPERANDS, Cast, GemmTrace, LinearTrace, OperandTrace
+from f8emu.spec.gemm_call import layer_call
 from f8emu.spec.recipe import CastFrom, Recipe
 from f8emu.spec.scaling import DelayedState, Granularity
-from f8emu.split_k.gemm import PlannedGemm, of_layer
-from f8emu.split_k.plan import split_k
-
-_LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}  # of a bfloat16 GEMM, as cuBLAS names them
-SplitK = Callable[[PlannedGemm], int]  # S of a GEMM, as a library chooses it
+from f8emu.split_k.ask import split_of
 
 
-def planned(gemm: PlannedGemm) -> int:
-    """S by the shipped plan."""
-    return split_k(gemm).split_k
-
-
-def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> dict[str, int]:
+def planned_slices(case: LayerCase, layer: int, *, asks_library: bool = False) -> dict[str, int]:
     """GEMM -> S, for those whose K is cut [PLAN-1]. A layer that trains is emulated with the same S.
 
-    `slices_of` is asked for the sizes that the library sees, zero-padding included; that of rows it knows itself.
+    `asks_library`: S is that of the library of the Hopper GPU at hand, not the plan's.
     """
-    cut: dict[str, int] = {}
+    slices: dict[str, int] = {}
     for name, sizes in case.gemm_sizes(layer).items():
-        slices = slices_of(of_layer(case.recipe.gemms[name], sizes, case.dtype.name, _LAYOUTS[name]))
-        if slices > 1:
-            cut[name] = slices
-    return cut
+        call = layer_call(case.recipe.gemms[name], sizes, case.dtype, HOPPER)
+        split_k = split_of(None, call, LAYER_LAYOUTS[name], at_hand=asks_library).split_k
+        if split_k > 1:
+            slices[name] = split_k
+    return slices
 
 
 class Traced(Training):
     """The layers as the verb `linear` computes them, with the verbs of the state of delayed scaling."""
 
-    def __init__(self, case: LayerCase, verbs: Verbs, slices_of: SplitK) -> None:
+    def __init__(self, case: LayerCase, verbs: Verbs, asks_library: bool) -> None:
         super().__init__(case)
         delayed, self.verbs = case.recipe.delayed, verbs
         self.options: list[dict[str, Any]] = []
         for number in self.numbers:
-            slices = planned_slices(case, number, slices_of)
+            slices = planned_slices(case, number, asks_library=asks_library)
             self.options.append({"split_k": slices} if slices else {})
             if delayed is not None:
                 states = {tensor: verbs["initial_delayed_state"](delayed) for tensor in delayed.tensors}
@@ -124,18 +117,18 @@ class Traced(Training):
         return Executed(a, b, scales[0], scales[1], product)
 
 
-def layer_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Parts:
+def layer_parts(case: LayerCase, verbs: Verbs, asks_library: bool = False) -> Parts:
     """The parts that a layer that trains must give, in the order of computation.
 
     Zero-padding is no part of `codes`, `scale` and `product`; `padding` counts what is not zero in that of the codes.
     `gemms` is the number of GEMMs of a pass. `bias.grad` is a part where grad_output is of integers.
     """
-    return Traced(case, verbs, slices_of).parts()
+    return Traced(case, verbs, asks_library).parts()
 
 
-def trace_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Parts:
+def trace_parts(case: LayerCase, verbs: Verbs, asks_library: bool = False) -> Parts:
     """Part -> array, in the order of computation: `output.a.amax`, ..., `output.product`, `result`, ..."""
-    layers, parts = Traced(case, verbs, slices_of), Parts()
+    layers, parts = Traced(case, verbs, asks_library), Parts()
     for step in range(1, case.steps + 1):
         for turn in range(1, case.passes + 1):
             places = [Place(step, turn, number) for number in layers.numbers]

@@ -103,8 +103,8 @@ class CudaLauncher:
             scales = (ones[0], ones[0])
         # 3. The call.
         mode = Mode.BF16 if pair is None else Mode.BLOCKWISE if gemm.is_blockwise else Mode(gemm.gemm)
-        out_dtype = getattr(torch, gemm.out_dtype)
-        out = _tried(_Call(mode, a, b, out_dtype, scales, pair, use_fast_accum=gemm.accumulation == "fast"))
+        out_dtype = getattr(torch, gemm.call.out.name)
+        out = _tried(_Call(mode, a, b, out_dtype, scales, pair, use_fast_accum=gemm.call.use_fast_accum))
         return out if isinstance(out, Refused) else self.arrays.store(out[0, : len(b_CK)].contiguous())
 
 

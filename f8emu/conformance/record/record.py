@@ -31,11 +31,11 @@ from f8emu.conformance.run.result import StageResult, Status
 from f8emu.conformance.run.subject import load_subject
 from f8emu.conformance.run.verify import verify as run_suite
 from f8emu.environment import write_beside
-from f8emu.spec import BFLOAT16, HOPPER, F8Error, GoldenFileError, SpecError, format_by_name
+from f8emu.spec import HOPPER, F8Error, GoldenFileError, SpecError
 from f8emu.spec.scaling import BLOCK
 from f8emu.split_k.gemm import PlannedGemm, Source
 from f8emu.split_k.plan import CHIP, PLANS, plan_from_json, plan_to_json, shipped_plan
-from f8emu.split_k.trees import Plan
+from f8emu.split_k.trees import SplitPlan
 
 _T = TypeVar("_T")
 
@@ -158,7 +158,7 @@ class PlanRecording(NamedTuple):
     """The outcome for the shapes that were requested."""
 
     path: Path
-    plan: Plan
+    plan: SplitPlan
     found: int
     predicted: int  # how many of the shapes found the shipped plan also predicts, if it is of the same library and chip
     predicted_right: int
@@ -179,7 +179,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: CudaLau
     path = writable(path, SpecError)
     run = CudaLauncher() if runner is None else runner
     facts = run.metadata()
-    known = Plan(library=f"cuBLAS {facts['cublas']}", chip=facts["device"], torch=facts["torch"], recorded={})
+    known = SplitPlan(library=f"cuBLAS {facts['cublas']}", chip=facts["device"], torch=facts["torch"], recorded={})
     if path.exists():
         old = plan_from_json(path.read_text(encoding="utf-8"), str(path))
         if (old.library, old.chip) != (known.library, known.chip):
@@ -211,7 +211,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: CudaLau
 
 def _split_k(gemm: PlannedGemm, run: CudaLauncher, guess: int) -> int | Refused:
     # One row is compared, which does not depend on M, N and the layout: a list of many shapes has few of them.
-    kind = replace(gemm, m=1, n=COLUMNS, layout="tn")
+    kind = PlannedGemm(replace(gemm.call, sizes=(1, COLUMNS, gemm.k)))
     out = run.planned(gemm, *revealing_operands(kind))
     if isinstance(out, Refused):
         return out
@@ -234,7 +234,7 @@ def emulated(gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray, split_k: int)
     """One row as `f8ref.numpy` computes it, [C]."""
     import f8ref.numpy as oracle
 
-    out_dtype, pair = format_by_name(gemm.out_dtype), gemm.granularities
+    out_dtype, pair = gemm.call.out, gemm.granularities
     if pair is None:
         return oracle.mm(a_K[None], b_CK.T, out_dtype=out_dtype, split_k=split_k)[0]
     return oracle.scaled_mm(
@@ -245,7 +245,7 @@ def emulated(gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray, split_k: int)
         granularity_a=pair[0],
         granularity_b=pair[1],
         out_dtype=out_dtype,
-        use_fast_accum=gemm.accumulation == "fast",
+        use_fast_accum=gemm.call.use_fast_accum,
         split_k=split_k,
     )[0]
 
@@ -254,14 +254,11 @@ def emulated(gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray, split_k: int)
 def revealing_operands(gemm: PlannedGemm) -> tuple[np.ndarray, np.ndarray]:
     """A row of a, [K], and `COLUMNS` columns of b, [C, K], whose dot products are zero but for what is rounded away."""
     rng = np.random.default_rng(_PLAN_SEED)
-    formats = (BFLOAT16, BFLOAT16)
-    if gemm.gemm != "bfloat16":
-        formats = format_by_name(gemm.a_dtype), format_by_name(gemm.b_dtype)
     half = gemm.k // (2 * BLOCK) * BLOCK
     # 1. Blocks of one magnitude each. Under promotion one product a block, so that what is promoted is exact, and S
     # shows in the roundings of the float32 total alone.
     magnitude = np.repeat(np.exp2(rng.integers(-6, 8, size=half // BLOCK)), BLOCK)
-    if gemm.accumulation == "promoted" or gemm.is_blockwise:
+    if gemm.granularities is not None and not gemm.call.use_fast_accum:
         magnitude[np.arange(half) % BLOCK != 0] = 0
     first_a = rng.uniform(1, 2, half) * magnitude
     first_b = rng.uniform(1, 2, (COLUMNS, half)) * magnitude * rng.choice([-1, 1], (COLUMNS, half))
@@ -270,4 +267,5 @@ def revealing_operands(gemm: PlannedGemm) -> tuple[np.ndarray, np.ndarray]:
     a_K, b_CK = np.zeros(gemm.k), np.zeros((COLUMNS, gemm.k))
     a_K[: 2 * half] = np.concatenate([first_a, -first_a[order.ravel()]])
     b_CK[:, : 2 * half] = np.concatenate([first_b, first_b[:, order.ravel()]], axis=1)
-    return a_K.astype(dtype_of(formats[0])), b_CK.astype(dtype_of(formats[1]))
+    a_format, b_format = gemm.call.formats
+    return a_K.astype(dtype_of(a_format)), b_CK.astype(dtype_of(b_format))

@@ -31,7 +31,7 @@ from f8emu.conformance.cases.tables import (
 from f8emu.conformance.compare import abbreviated, different, hexadecimal
 from f8emu.conformance.layers.layer import LayerCase, LayerMode, describe_layer, layer_traits
 from f8emu.conformance.layers.layer_cases import layer_cases
-from f8emu.conformance.layers.trace import SplitK, layer_parts, trace_parts
+from f8emu.conformance.layers.trace import layer_parts, trace_parts
 from f8emu.conformance.run.check import Case, Parts, Slicing
 from f8emu.conformance.run.gemm_text import describe_gemm, gemm_traits, options_of, recorded_inputs, torch_snippet
 from f8emu.conformance.run.oracle import OwnSplit, gemm_oracle, layer_oracle, value_oracle
@@ -240,18 +240,18 @@ def _layers(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
         if (case.mode is LayerMode.TRACE) == (subject.train is None):
             yield Case(
                 id=case.id,
-                run=partial(_run_layer, case, subject.slices_of),
+                run=partial(_run_layer, case, subject.asks_library),
                 describe=partial(describe_layer, case),
                 traits=layer_traits(case),
-                context=subject.slices_of,
+                context=subject.asks_library,
             )
 
 
-def _run_layer(case: LayerCase, slices_of: SplitK, subject: Subject) -> Parts:
-    # `slices_of` is that of the subject that is verified, its judge included.
+def _run_layer(case: LayerCase, asks_library: bool, subject: Subject) -> Parts:
+    # `asks_library` is that of the subject that is verified, its judge included.
     if case.mode is LayerMode.TRACE:
-        return trace_parts(case, subject.verbs, slices_of)
-    return layer_parts(case, subject.verbs, slices_of) if subject.train is None else subject.train(case)
+        return trace_parts(case, subject.verbs, asks_library)
+    return layer_parts(case, subject.verbs, asks_library) if subject.train is None else subject.train(case)
 
 
 _VALUES = ("decode", "cast")

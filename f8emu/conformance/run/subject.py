@@ -25,7 +25,7 @@ from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.kernels.known import scaled_mm_kernel as scaled_mm_kernel
 from f8emu.conformance.kernels.loaded import load_kernel
 from f8emu.conformance.layers.layer import LayerCase
-from f8emu.conformance.layers.trace import SplitK, engine_linear, planned
+from f8emu.conformance.layers.trace import engine_linear
 from f8emu.conformance.layers.trained import JaxTraining, TorchTraining
 from f8emu.conformance.layers.training import train
 from f8emu.conformance.run.extra_gemms import engine_cases, kernel_cases
@@ -60,8 +60,8 @@ class Subject:
     """The grouped GEMMs that its verb has."""
     chooses_split_k: bool = False
     """True: the library chooses the split-K itself [CHAIN-3]; the verbs do not pass `split_k` on."""
-    slices_of: SplitK = planned
-    """S of the GEMMs of its layers: the plan's, or on a Hopper GPU what its library says."""
+    asks_library: bool = False
+    """Whether S of the GEMMs of its layers is what the library of a Hopper GPU says, not the plan's."""
     more_gemms: Callable[[], Iterable[GemmCase]] = tuple
     """Generated GEMMs for this subject alone."""
     kernel: Kernel | None = None
@@ -253,19 +253,17 @@ def _f8emu_native(width: str | None = None) -> Subject:
 
 def _torch() -> Subject:
     framework = torch_arrays("f8emu verify torch")
-    modules = ("f8emu.torch", "f8emu.torch.gemm.engine", "f8emu.split_k.ask")
-    implementation, engine, cublaslt = map(importlib.import_module, modules)
+    implementation, engine = map(importlib.import_module, ("f8emu.torch", "f8emu.torch.gemm.engine"))
     at = framework.load(np.zeros(1, np.float32)).device
     try:
         multiplies = engine.engine_of("cuda" if framework.on_gpu else "cpu")
     except MissingExtraError:  # its casts run all the same
         multiplies = "no GEMMs: JAX, which would emulate them, is not installed"
-    asks_library = engine.is_device_of(HOPPER, at)
     return replace(
         _production("torch", framework, implementation, multiplies, engine.has_float8_hardware(at)),
         train=partial(train, TorchTraining, framework),
         takes_any_size=False,
-        slices_of=(lambda gemm: cublaslt.split_k_at_hand(gemm, HOPPER).split_k) if asks_library else planned,
+        asks_library=engine.is_device_of(HOPPER, at),
     )
 
 

@@ -37,7 +37,7 @@ _FMA = "fma.rn.f32 $0, $1, $2, $3;"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class GemmLaunch:
     """How the output is cut into programs."""
 
     rows: int
@@ -57,13 +57,13 @@ class Launch:
     shared memory, and would wait for them before the dot. It takes registers."""
 
 
-SQUARE_LAUNCH = Launch(rows=64, cols=128, parts=1, warps=4, stages=3, group=8, ahead=True)
+SQUARE_LAUNCH = GemmLaunch(rows=64, cols=128, parts=1, warps=4, stages=3, group=8, ahead=True)
 """With a 128x128 side. Chosen from 15 on an H200: larger tiles were faster for a long N and slower for a long K."""
-VECTORS_LAUNCH = Launch(rows=128, cols=64, parts=2, warps=4, stages=3, group=8, ahead=False)
+VECTORS_LAUNCH = GemmLaunch(rows=128, cols=64, parts=2, warps=4, stages=3, group=8, ahead=False)
 """With 1x128 scales on both sides."""
 
 
-def launch_of(granularities: tuple[Granularity, Granularity]) -> Launch:
+def launch_of(granularities: tuple[Granularity, Granularity]) -> GemmLaunch:
     """The launch for a pair of scales."""
     return SQUARE_LAUNCH if _SQUARE in granularities else VECTORS_LAUNCH
 
@@ -75,17 +75,17 @@ def fits(m: int, n: int, k: int, slices: int) -> bool:
 
 
 class _Problem(NamedTuple):
-    """What is static of a GEMM."""
+    """The static part of a GEMM."""
 
     m: int
     n: int
     blocks: int
-    """Of K."""
+    """The number of blocks along K."""
     slice_blocks: int
     granularities: tuple[Granularity, Granularity]
-    """Of left and right."""
+    """The granularities of left and right."""
     right_first: bool
-    launch: Launch
+    launch: GemmLaunch
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -110,7 +110,7 @@ def block_mm(
     out_dtype: Format,
     slice_blocks: int,
     right_first: bool = False,
-    launch: Launch | None = None,
+    launch: GemmLaunch | None = None,
 ) -> jax.Array:
     """[EPI-5] `left @ right^T` of codes with block scales, K in slices of `slice_blocks` blocks [CHAIN-3].
 
@@ -187,7 +187,7 @@ def _kernel(
         ks = pl.ds(block * BLOCK, BLOCK)
         right = _load(right_ref.at[:, ks], _wide(cols_inside))
         parts = [one_part(part, block, ks) for part in range(launch.parts)]
-        found: list[jax.Array] = []
+        sums: list[jax.Array] = []
         for (left, of_rows), total in zip(parts, totals, strict=True):
             # 3. Four steps of the tensor core; then the second product is in one rounding with the sum.
             partial = _xla_dot(left, right) if launch.interpret else tensor_core_dot(left, right)
@@ -197,8 +197,8 @@ def _kernel(
                 factors = of_rows, of_cols
                 partial, scale = partial * factors[right_first], factors[not right_first]
             scale = jnp.broadcast_to(scale, partial.shape)
-            found.append(partial * scale + total if launch.interpret else _fma(partial, scale, total))
-        return (*carried, *found)
+            sums.append(partial * scale + total if launch.interpret else _fma(partial, scale, total))
+        return (*carried, *sums)
 
     # 4. A slice of K, from zero.
     first, end = 0, blocks
@@ -241,10 +241,10 @@ def tensor_core_dot(left: jax.Array, right: jax.Array) -> jax.Array:
 
 def _fma(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
     shape, constraints = jax.ShapeDtypeStruct(x.shape, jnp.float32), "=f,f,f,f"
-    (found,) = plgpu.elementwise_inline_asm(
+    (result,) = plgpu.elementwise_inline_asm(
         _FMA, args=[x, y, z], constraints=constraints, pack=1, result_shape_dtypes=[shape]
     )
-    return found
+    return result
 
 
 def _xla_dot(left: jax.Array, right: jax.Array) -> jax.Array:

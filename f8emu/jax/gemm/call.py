@@ -19,6 +19,7 @@ folded into the GEMM would be rounded to bfloat16. And it would gather what the 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -31,47 +32,39 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from f8emu.jax.compiling import is_device_of, is_partitioned, lower_jaxpr
-from f8emu.spec import recipe
-from f8emu.spec.chip import AccumulationModel, Chip
-from f8emu.spec.chips import HOPPER
+from f8emu.spec.chip import Chip
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.formats import Format
+from f8emu.spec.gemm_call import GemmCall
 from f8emu.spec.scaling import BLOCK, Granularity
-from f8emu.split_k.ask import known_split_k, split_of
-from f8emu.split_k.gemm import Source, Split, planned_gemm
+from f8emu.split_k.ask import split_of
 
 _CALLER = "f8emu.jax"
 SUM, GATHER = "sum", "gather"
 WAYS = (SUM, GATHER)
-"""What is done where both operands are divided along K."""
+"""The ways to multiply two operands that are both divided along K."""
 
 Names = tuple[str | None, ...]
-"""What the dimensions of an array are: "m", "n", "k", or None for one that is never divided."""
+"""The dimensions of an array: "m", "n", "k", or None for one that is never divided."""
 Axes = tuple[str, ...]
 """Axes of the mesh along which a dimension is divided."""
 
 
-class Gemm(NamedTuple):
-    """What is static of a GEMM. Its operands are `a, b` of an `mm`, `a, b, scale_a, scale_b` and a bias if there is one
-    of a `scaled_mm`, `a, b, scale_a, scale_b, offs` of a `scaled_grouped_mm`.
+class EngineCall(NamedTuple):
+    """The static part of a GEMM.
+
+    Operands: `a, b` of an `mm`; `a, b, scale_a, scale_b` of a `scaled_mm`, and a bias if there is one;
+    `a, b, scale_a, scale_b, offs` of a `scaled_grouped_mm`.
     """
 
-    call: str
-    """The verb."""
-    out_dtype: Format
-    chip: Chip = HOPPER
-    granularities: tuple[Granularity, Granularity] | None = None
-    """The granularities of scale_a and scale_b; None: an `mm`."""
-    use_fast_accum: bool = False
-    split_k: int | None = None
-    """The number of slices of K that the caller gives; None: the library's or the plan's."""
+    gemm: GemmCall
+    """Its `split_k` is that of the caller; None: the library's or the plan's."""
     engine: str = "auto"
     is_transposed: bool = False
     """Whether the product is wanted as [N, M]."""
     layout: str = "nn"
     """How the operands of an `mm` lie in memory, as the plan names it."""
     sharded_k: str = GATHER
-    """What is done where XLA divides both operands along K."""
+    """One of `WAYS`."""
     powers_of_two: bool = False
     """Whether a product may be rounded before it is scaled (`hardware.form_of`)."""
     emulated_split_k: int | None = None
@@ -79,48 +72,33 @@ class Gemm(NamedTuple):
 
     @property
     def is_blockwise(self) -> bool:
-        return self.granularities is not None and self.granularities[0].is_blockwise
+        return self.gemm.granularities is not None and self.gemm.granularities[0].is_blockwise
 
     @property
-    def model(self) -> AccumulationModel:
-        """How the chip adds."""
-        return self.chip.accumulation(self.granularities, use_fast_accum=self.use_fast_accum)
+    def has_own_split(self) -> bool:
+        """Whether the caller gives an S that a library would have to take."""
+        return self.gemm.split_k is not None and not self.is_blockwise and not self.gemm.groups
+
+    def split(self, a: jax.Array, b: jax.Array) -> "EngineCall":
+        """The call with its S and the sizes of these operands, which may be a device's part of the whole."""
+        gemm = replace(self.gemm, sizes=(a.shape[0], b.shape[-1], a.shape[1]))
+        if self.emulated_split_k is not None:
+            gemm = replace(gemm, split_k=self.emulated_split_k)
+        split = split_of(_CALLER, gemm, self.layout, at_hand=is_at_hand(gemm.chip, a))
+        return self._replace(gemm=replace(gemm, split_k=split.split_k), emulated_split_k=None)
 
 
-def split_k_of(gemm: Gemm, a: jax.Array, b: jax.Array) -> int:
-    """S of a verb's GEMM or of an engine's."""
-    if gemm.split_k is not None:
-        return gemm.split_k
-    sizes = a.shape[0], b.shape[-1], a.shape[1]
-    if gemm.call == "scaled_grouped_mm" or 0 in sizes:
-        return 1
-    options = {"use_fast_accum": gemm.use_fast_accum, "layout": gemm.layout}
-    dtypes = gemm.out_dtype.name, a.dtype.name, b.dtype.name
-    question = planned_gemm(sizes, gemm.granularities, dtypes, **options)
-    return known_split_k(_CALLER, question, gemm.chip, lambda: _is_at_hand(gemm.chip, a))
-
-
-def layer_split_k(
-    spec: recipe.Gemm, sizes: tuple[int, int, int], layout: str, dtypes: tuple[str, str, str], *, chip: Chip
-) -> Split:
-    """S of a GEMM of a layer; `dtypes` are those of the product, a and b, `layout` counts in high precision."""
-    if 0 in sizes or not spec.split_k:
-        return Split(1, Source.RECORDED)
-    pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
-    gemm = planned_gemm(sizes, pair, dtypes, use_fast_accum=spec.use_fast_accum, layout=layout)
-    return split_of(_CALLER, gemm, chip, lambda: _is_at_hand(chip, None))
-
-
-def _is_at_hand(chip: Chip, a: jax.Array | None) -> bool:
+def is_at_hand(chip: Chip, a: jax.Array | None = None) -> bool:
+    """Whether GEMMs of `a` run on a GPU that is the chip; those of a trace run on JAX's default device."""
     devices = jax.devices() if a is None or isinstance(a, Tracer) else a.devices()
     return all(is_device_of(chip, device) for device in devices)
 
 
-class Layout(NamedTuple):
+class Dims(NamedTuple):
     """The dimensions of a GEMM's arrays."""
 
     operands: tuple[Names, ...]
-    """Layouts of `a` and `b`, then of the other operands."""
+    """The dimensions of `a` and `b`, then of the other operands."""
     result: Names
     sharded_k: str = GATHER
 
@@ -131,32 +109,33 @@ def check_sharded_k(call: str, sharded_k: str) -> None:
         raise OperandError(f"{call}: sharded_k must be one of {', '.join(WAYS)}; got {sharded_k!r}")
 
 
-def layout_of(gemm: Gemm, has_bias: bool = False) -> Layout:
-    """The layout of a GEMM."""
-    if gemm.call == "scaled_grouped_mm":
-        return Layout(((None, None), (None, None, "n"), (None,), (None, "n"), (None,)), (None, "n"))
+def dims_of(call: EngineCall, has_bias: bool = False) -> Dims:
+    """The dimensions of a GEMM's arrays."""
+    granularities = call.gemm.granularities
+    if call.gemm.groups:
+        return Dims(((None, None), (None, None, "n"), (None,), (None, "n"), (None,)), (None, "n"))
     operands: tuple[Names, ...] = (("m", "k"), ("k", "n"))
-    if gemm.granularities is not None:
-        operands += (_scale(gemm.granularities[0], "m"), _scale(gemm.granularities[1], "n")[::-1])
+    if granularities is not None:
+        operands += (_scale(granularities[0], "m"), _scale(granularities[1], "n")[::-1])
     if has_bias:
         operands += (("n",),)
-    # Slices that the caller counts are those of the whole of K, and a bias is added once.
-    way = GATHER if has_bias or gemm.split_k is not None else gemm.sharded_k
-    return Layout(operands, ("n", "m") if gemm.is_transposed else ("m", "n"), way)
+    return Dims(operands, ("n", "m") if call.is_transposed else ("m", "n"), call.sharded_k)
 
 
-def in_parts(product: Callable[..., jax.Array], gemm: Gemm, operands: Sequence[Any], *, is_emulated: bool) -> jax.Array:
-    """`product(gemm, *operands)`, of which each device computes its part where XLA partitions the program.
+def in_parts(
+    product: Callable[..., jax.Array], call: EngineCall, operands: Sequence[Any], *, is_emulated: bool
+) -> jax.Array:
+    """`product(call, *operands)`, of which each device computes its part where XLA partitions the program.
 
     `product` takes arrays of any extents. It is traced without the axes of a mesh, so that in `jax.shard_map` loops of
     the emulation need not say along which they vary.
     """
-    layout = layout_of(gemm, len(operands) == 5)
+    dims = dims_of(call, len(operands) == 5)
     arrays = [jnp.asarray(x) for x in operands]
     dtypes = [x.dtype for x in arrays]
 
     def whole(*arrays: Any) -> jax.Array:
-        return product(gemm, *arrays)
+        return product(call, *arrays)
 
     def of_bytes(*arrays: Any) -> jax.Array:
         return whole(*(lax.bitcast_convert_type(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)))
@@ -178,7 +157,7 @@ def in_parts(product: Callable[..., jax.Array], gemm: Gemm, operands: Sequence[A
     # 2. And of a device's part of each.
     product_of_part = of_bytes if is_emulated else whole
     parted = custom_partitioning(product_of_part)
-    parted.def_partition(functools.partial(_partition, layout, product_of_part), sharding_rule=_rule(layout))
+    parted.def_partition(functools.partial(_partition, dims, product_of_part), sharding_rule=_rule(dims))
     of_parts = jax.make_jaxpr(from_bytes if is_emulated else parted)(*bare)
     like_product = jax.make_jaxpr(like)(*arrays)
     return _gemm.bind(*arrays, whole=of_whole, parted=of_parts, like=like_product, is_emulated=is_emulated)
@@ -199,7 +178,7 @@ def _lower(
 ) -> Sequence[Any]:
     chosen = whole
     if is_partitioned(ctx):
-        # XLA takes no partitioning of ours for what is left to it inside of jax.shard_map.
+        # XLA takes no partitioning of ours for the axes that jax.shard_map leaves to it.
         is_left_over = bool(getattr(ctx.module_context.axis_context, "manual_axes", ()))
         if is_left_over and not is_emulated:
             raise UnsupportedError(
@@ -215,18 +194,18 @@ mlir.register_lowering(_gemm, _lower)
 
 
 def _partition(
-    layout: Layout, product: Callable[..., jax.Array], mesh: Any, args: Sequence[Any], result: Any
+    dims: Dims, product: Callable[..., jax.Array], mesh: Any, args: Sequence[Any], result: Any
 ) -> tuple[Any, Callable[..., jax.Array], NamedSharding, tuple[NamedSharding, ...]]:
-    """What each device computes, and how its operands and its product lie."""
-    arrays = [*zip(args, layout.operands, strict=True)]
+    """The function that each device computes, and the shardings of its operands and of its product."""
+    arrays = [*zip(args, dims.operands, strict=True)]
     # 1. Along which axes K is divided in both operands.
     k_axes = _common(_axes(arrays[0], "k"), _axes(arrays[1], "k"))
     k_axes = _divides(mesh, arrays, "k", k_axes)
-    summed = k_axes if layout.sharded_k == SUM else ()
+    summed = k_axes if dims.sharded_k == SUM else ()
     # 2. M and N: as the product is wanted, or else as the operands are; no axis twice.
     taken, chosen = set(summed), {"k": summed}
     for name, operand in (("m", arrays[0]), ("n", arrays[1])):
-        axes = _axes((result, layout.result), name) or _axes(operand, name)
+        axes = _axes((result, dims.result), name) or _axes(operand, name)
         axes = _divides(mesh, arrays, name, tuple(axis for axis in axes if axis not in taken))
         chosen[name] = axes
         taken.update(axes)
@@ -235,13 +214,13 @@ def _partition(
     chosen["m"] = _divides(mesh, arrays, "m", chosen["m"] + spare)
 
     def part(*operands: jax.Array) -> jax.Array:
-        found = product(*operands)
-        return lax.psum(found, summed) if summed else found
+        total = product(*operands)
+        return lax.psum(total, summed) if summed else total
 
     def sharding(names: Names) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*(chosen.get(name or "") or None for name in names)))
 
-    return mesh, part, sharding(layout.result), tuple(map(sharding, layout.operands))
+    return mesh, part, sharding(dims.result), tuple(map(sharding, dims.operands))
 
 
 def _axes(array: tuple[Any, Names], name: str) -> Axes:
@@ -261,33 +240,33 @@ def _common(a: Axes, b: Axes) -> Axes:
 def _divides(mesh: Any, arrays: Sequence[tuple[Any, Names]], name: str, axes: Axes) -> Axes:
     """The first of `axes` that divide the dimension evenly, and between blocks that share a scale."""
     sizes = {size for x, names in arrays for n, size in zip(names, x.shape, strict=True) if n == name}
-    found: Axes = ()
+    divisors: Axes = ()
     for axis in axes:
-        parts = math.prod(mesh.shape[a] for a in (*found, axis))
+        parts = math.prod(mesh.shape[a] for a in (*divisors, axis))
         unit = parts * (BLOCK if len(sizes) > 1 else 1)
         if not sizes or max(sizes) % unit:
             break
-        found += (axis,)
-    return found
+        divisors += (axis,)
+    return divisors
 
 
-def _rule(layout: Layout) -> str:
+def _rule(dims: Dims) -> str:
     """The dimensions, as XLA's partitioner takes them."""
     # One that is divided in blocks has another size, and a name of its own.
     names: dict[int, str] = {}
 
     def words(of_array: Names, is_scale: bool) -> str:
-        found = []
+        dims = []
         for name in of_array:
             if name is None or is_scale:
                 names[len(names)] = word = f"s{len(names)}"
-                found.append(word)
+                dims.append(word)
             else:
-                found.append(name)
-        return " ".join(found)
+                dims.append(name)
+        return " ".join(dims)
 
-    operands = [words(of_array, i >= 2) for i, of_array in enumerate(layout.operands)]
-    return ", ".join(operands) + " -> " + words(layout.result, False)
+    operands = [words(of_array, i >= 2) for i, of_array in enumerate(dims.operands)]
+    return ", ".join(operands) + " -> " + words(dims.result, False)
 
 
 def _scale(granularity: Granularity, rows: str) -> Names:

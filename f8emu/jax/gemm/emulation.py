@@ -1,6 +1,6 @@
 """The GEMMs without a tensor core, emulated by the native engine, a custom call of XLA, or by `f8ref.jax`.
 
-Only this module of f8emu.jax knows either. They give the bits of the chip (NUMERICS 1 to 5, 11).
+No other module of f8emu.jax uses either. They give the bits of the chip (NUMERICS 1 to 5, 11).
 
 A GEMM here is one primitive. What computes it is chosen when JAX lowers it: on a CPU the engine, elsewhere, in
 `jax.export` and on a machine without the engine the program of `f8ref.jax`, which is traced only then.
@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 
 import f8ref.jax
 from f8emu.jax.compiling import compiled
-from f8emu.jax.gemm.call import Gemm, split_k_of
+from f8emu.jax.gemm.call import EngineCall
 from f8emu.native import gemm as engine
 from f8emu.native import library
 from f8emu.spec.scaling import Granularity
@@ -47,85 +47,84 @@ class _Options(ctypes.Structure):
     )
 
 
-def multiply(gemm: Gemm, *operands: Any) -> jax.Array:
+def multiply(call: EngineCall, *operands: Any) -> jax.Array:
     """A checked GEMM, [N, M] if it is transposed."""
-    split_k = gemm.emulated_split_k or split_k_of(gemm, *operands[:2])
-    return _gemm.bind(*operands, gemm=gemm._replace(split_k=split_k, emulated_split_k=None))
+    return _gemm.bind(*operands, call=call.split(*operands[:2]))
 
 
 def is_available() -> bool:
-    """Whether there is an engine."""
+    """Whether the native engine is there."""
     return library.library() is not None
 
 
-@functools.cache
-def _program(gemm: Gemm) -> Any:
-    return compiled(functools.partial(_gemm.bind, gemm=gemm))
+@functools.lru_cache(maxsize=4096)
+def _program(call: EngineCall) -> Any:
+    return compiled(functools.partial(_gemm.bind, call=call))
 
 
-def _run(*operands: Any, gemm: Gemm) -> jax.Array:
+def _run(*operands: Any, call: EngineCall) -> jax.Array:
     """An eager call: one program for each shape, or those of f8ref.jax."""
     if all(device.platform == "cpu" for device in operands[0].devices()) and _is_registered():
-        return _program(gemm)(*operands)
-    return _by_reference(*operands, gemm=gemm)
+        return _program(call)(*operands)
+    return _by_reference(*operands, call=call)
 
 
-def _by_reference(*operands: Any, gemm: Gemm) -> jax.Array:
-    options: dict[str, Any] = {"out_dtype": gemm.out_dtype, "chip": gemm.chip}
-    if gemm.call != "scaled_grouped_mm":
+def _by_reference(*operands: Any, call: EngineCall) -> jax.Array:
+    gemm = call.gemm
+    options: dict[str, Any] = {"out_dtype": gemm.out, "chip": gemm.chip}
+    if not gemm.groups:
         options["split_k"] = gemm.split_k
-    if gemm.granularities is not None and gemm.call == "scaled_mm":
+    if gemm.granularities is not None and not gemm.groups:
         operands, bias = operands[:4], operands[4:]
         options |= {"granularity_a": gemm.granularities[0], "granularity_b": gemm.granularities[1]}
         options["bias"] = bias[0] if bias else None
-    if gemm.call != "mm":
+    if gemm.granularities is not None:
         options["use_fast_accum"] = gemm.use_fast_accum
     product = getattr(f8ref.jax, gemm.call)(*operands, **options)
-    return product.T if gemm.is_transposed else product
+    return product.T if call.is_transposed else product
 
 
-def _attribute(gemm: Gemm, k: int) -> np.ndarray:
-    scaling, numbers = engine.UNSCALED if gemm.call == "mm" else engine.GROUPED, [0, 0]
-    if gemm.granularities is not None and gemm.call == "scaled_mm":
-        scaling = engine.scaling_of(gemm.granularities)
+def _attribute(call: EngineCall, k: int) -> np.ndarray:
+    gemm, numbers = call.gemm, [0, 0]
+    if gemm.granularities is not None and not gemm.groups:
         numbers = [_GRANULARITIES[granularity] for granularity in gemm.granularities]
-    found = _Options(
+    options = _Options(
         size=ctypes.sizeof(_Options),
         width=-1,
         threads=0,
-        scaling=scaling,
+        scaling=engine.scaling_of(gemm),
         granularity_a=numbers[0],
         granularity_b=numbers[1],
-        is_transposed=gemm.is_transposed,
+        is_transposed=call.is_transposed,
         slice_k=engine.slice_k(gemm.model, k, gemm.split_k or 1),
         model=engine.model_of(gemm.model),
     )
-    return np.frombuffer(bytes(found), np.uint8)
+    return np.frombuffer(bytes(options), np.uint8)
 
 
-def _shape(a: Any, b: Any, *_: Any, gemm: Gemm) -> ShapedArray:
+def _shape(a: Any, b: Any, *_: Any, call: EngineCall) -> ShapedArray:
     sizes = (a.shape[0], b.shape[-1])
-    return ShapedArray(sizes[::-1] if gemm.is_transposed else sizes, jnp.dtype(gemm.out_dtype.name))
+    return ShapedArray(sizes[::-1] if call.is_transposed else sizes, jnp.dtype(call.gemm.out.name))
 
 
 @functools.cache
 def _is_registered() -> bool:
-    """Whether there is an engine; XLA then knows it."""
-    found = library.library()
-    if found is not None:
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(found.f8_xla_gemm), platform="cpu")
-    return found is not None
+    """Whether the native engine is there; if so, it is registered with XLA."""
+    native = library.library()
+    if native is not None:
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(native.f8_xla_gemm), platform="cpu")
+    return native is not None
 
 
-def _lower_reference(ctx: mlir.LoweringRuleContext, *operands: Any, gemm: Gemm) -> Sequence[Any]:
-    return mlir.lower_fun(functools.partial(_by_reference, gemm=gemm), multiple_results=False)(ctx, *operands)
+def _lower_reference(ctx: mlir.LoweringRuleContext, *operands: Any, call: EngineCall) -> Sequence[Any]:
+    return mlir.lower_fun(functools.partial(_by_reference, call=call), multiple_results=False)(ctx, *operands)
 
 
-def _lower_native(ctx: mlir.LoweringRuleContext, *operands: Any, gemm: Gemm) -> Sequence[Any]:
+def _lower_native(ctx: mlir.LoweringRuleContext, *operands: Any, call: EngineCall) -> Sequence[Any]:
     if ctx.module_context.lowering_parameters.for_export or not _is_registered():
-        return _lower_reference(ctx, *operands, gemm=gemm)
+        return _lower_reference(ctx, *operands, call=call)
     a: Any = ctx.avals_in[0]
-    options: Any = _attribute(gemm, a.shape[-1])
+    options: Any = _attribute(call, a.shape[-1])
     return jax.ffi.ffi_lowering(_TARGET)(ctx, *operands, options=options)
 
 

@@ -28,13 +28,13 @@ from f8emu.jax.compiling import (
     refuse_lowering,
 )
 from f8emu.jax.gemm import emulation, hardware
-from f8emu.jax.gemm.call import Gemm, in_parts
+from f8emu.jax.gemm.call import EngineCall, in_parts
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
 
 AUTO, HARDWARE, EMULATED = ENGINES = ("auto", "hardware", "emulated")
-"""What computes a GEMM; "auto": the hardware on a GPU that is the chip whose bits are asked for, else the emulation."""
+"""The engines of a GEMM; "auto": the hardware on a GPU that is the requested chip, else the emulation."""
 
 
 def check_engine(call: str, engine: str) -> None:
@@ -61,95 +61,92 @@ def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HO
     if engine == HARDWARE:
         raise UnsupportedError(_no_hardware("engine_of", str(device), chip))
     by = "f8emu.native" if device.platform == "cpu" and emulation.is_available() else "f8ref.jax"
-    found = f"emulated by {by} on {device.platform}"
-    return found if chip == HOPPER else f"{chip} {found}"
+    words = f"emulated by {by} on {device.platform}"
+    return words if chip == HOPPER else f"{chip} {words}"
 
 
-def multiply(gemm: Gemm, operands: tuple[Any, ...]) -> jax.Array:
+def multiply(call: EngineCall, operands: tuple[Any, ...]) -> jax.Array:
     """The product by the engine of the device, or of the backend that the trace is lowered for."""
-    check_engine(gemm.call, gemm.engine)
+    check_engine(call.gemm.call, call.engine)
     # 1. A trace does not know where it will run: both engines, and under vmap one GEMM after another.
     if not is_eager(operands):
-        traced = functools.partial(_traced, gemm, known_excess_precision())
+        traced = functools.partial(_traced, call, known_excess_precision())
         return (sequential_vmap(traced) if any(isinstance(x, Tracer) for x in operands) else traced)(*operands)
     # 2. Arrays on several devices: a program that XLA partitions.
     operands = tuple(map(jnp.asarray, operands))  # numpy's, kept for a backward pass
     if any(len(x.devices()) > 1 for x in operands):
-        return _program(gemm)(*operands)
+        return _program(call)(*operands)
     # 3. One device: its own library if that has the chip's bits, else the emulation.
     (device,) = operands[0].devices()
-    if gemm.engine != EMULATED and is_device_of(gemm.chip, device):
-        if _has_own_split(gemm):
-            raise UnsupportedError(_own_split(gemm))
-        return hardware.multiply(gemm, *operands)
-    if gemm.engine == HARDWARE:
-        raise UnsupportedError(_no_hardware(gemm.call, str(device), gemm.chip))
-    if gemm.engine == AUTO and capability_of(device) >= FLOAT8_CAPABILITY:
-        warn_of_idle_gpu(gemm.chip)
-    return emulation.multiply(gemm, *operands)
+    if call.engine != EMULATED and is_device_of(call.gemm.chip, device):
+        if call.has_own_split:
+            raise UnsupportedError(_own_split(call))
+        return hardware.multiply(call, *operands)
+    if call.engine == HARDWARE:
+        raise UnsupportedError(_no_hardware(call.gemm.call, str(device), call.gemm.chip))
+    if call.engine == AUTO and capability_of(device) >= FLOAT8_CAPABILITY:
+        warn_of_idle_gpu(call.gemm.chip)
+    return emulation.multiply(call, *operands)
 
 
-@functools.cache
-def _program(gemm: Gemm) -> Callable[..., jax.Array]:
+@functools.lru_cache(maxsize=4096)
+def _program(call: EngineCall) -> Callable[..., jax.Array]:
     """The program of an eager call with arrays on several devices, each of which computes a part."""
     options = compiler_options()
-    return compiled(functools.partial(_traced, gemm, options[EXCESS_PRECISION]), compiler_options=options)
+    return compiled(functools.partial(_traced, call, options[EXCESS_PRECISION]), compiler_options=options)
 
 
-def _traced(gemm: Gemm, excess_precision: bool | None, *operands: Any) -> jax.Array:
+def _traced(call: EngineCall, excess_precision: bool | None, *operands: Any) -> jax.Array:
     """Both engines, of which JAX lowers one."""
+    verb, chip = call.gemm.call, call.gemm.chip
 
     def emulated(*operands: Any) -> jax.Array:
-        return in_parts(emulation.multiply, gemm, operands, is_emulated=True)
+        return in_parts(emulation.multiply, call, operands, is_emulated=True)
 
     def on_cuda(*operands: Any) -> jax.Array:
-        if gemm.chip.capability is None or not all(is_device_of(gemm.chip, device) for device in cuda_devices()):
+        if chip.capability is None or not all(is_device_of(chip, device) for device in cuda_devices()):
             is_idle = jax.default_backend() == "gpu" and max(map(capability_of, cuda_devices())) >= FLOAT8_CAPABILITY
-            if is_idle and gemm.engine != HARDWARE:
-                warn_of_idle_gpu(gemm.chip)
+            if is_idle and call.engine != HARDWARE:
+                warn_of_idle_gpu(chip)
             return elsewhere(*operands)
-        if _has_own_split(gemm):
-            operands = (refuse_lowering(operands[0], _own_split(gemm)), *operands[1:])
+        if call.has_own_split:
+            operands = (refuse_lowering(operands[0], _own_split(call)), *operands[1:])
         if excess_precision is None:
-            operands = hardware.refuse_unknown_options(gemm.call, operands)
+            operands = hardware.refuse_unknown_options(verb, operands)
         multiply = functools.partial(hardware.multiply, excess_precision=bool(excess_precision))
-        return in_parts(multiply, gemm, operands, is_emulated=False)
+        return in_parts(multiply, call, operands, is_emulated=False)
 
     def elsewhere(*operands: Any) -> jax.Array:
-        if gemm.engine == HARDWARE:
-            refusal = _no_hardware(gemm.call, "another device", gemm.chip)
+        if call.engine == HARDWARE:
+            refusal = _no_hardware(verb, "another device", chip)
             operands = (refuse_lowering(operands[0], refusal), *operands[1:])
         return emulated(*operands)
 
-    if gemm.engine == EMULATED:
+    if call.engine == EMULATED:
         return emulated(*operands)
     return lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
 
 
-def _has_own_split(gemm: Gemm) -> bool:
-    """Whether the caller gives an S that a library would have to take."""
-    return gemm.split_k is not None and not gemm.is_blockwise
+def _own_split(call: EngineCall) -> str:
+    verb = call.gemm.call
+    return f"{verb}: on hardware the library chooses split_k; got a value; leave it out, or pass engine='emulated'"
 
 
-def _own_split(gemm: Gemm) -> str:
-    return f"{gemm.call}: on hardware the library chooses split_k; got a value; leave it out, or pass engine='emulated'"
-
-
-def _no_hardware(call: str, found: str, chip: Chip) -> str:
+def _no_hardware(call: str, place: str, chip: Chip) -> str:
     if chip.capability is None:
         wanted = f"a device whose library has the bits of {chip}, and JAX has no such device"
     else:
         major, minor = chip.capability
         wanted = f"a CUDA device of compute capability {major}.{minor}, {chip}"
     return (
-        f"{call}: engine='hardware' needs {wanted}; got {found}; run it on one, or pass engine='emulated' for the bits "
+        f"{call}: engine='hardware' needs {wanted}; got {place}; run it on one, or pass engine='emulated' for the bits "
         f"of {chip} on any device, or pass the device's own profile: chip= one of {', '.join(CHIPS)}"
     )
 
 
 @functools.cache
 def warn_of_idle_gpu(chip: Chip) -> None:
-    """A GPU that could multiply stands idle: that costs time, and must be seen."""
+    """Warn that a GPU that could multiply stands idle, which costs time."""
     warnings.warn(
         f"f8emu.jax: the GPU is not {chip}, whose bits were requested, so GEMMs are emulated, which is slow; for the "
         f"GPU's own bits and speed pass its profile, chip= one of {', '.join(CHIPS)}. This appears once per chip",

@@ -29,7 +29,7 @@ from f8emu.jax.compiling import (
     refuse_lowering,
 )
 from f8emu.jax.gemm import block_kernel, emulation
-from f8emu.jax.gemm.call import Gemm, split_k_of
+from f8emu.jax.gemm.call import EngineCall
 from f8emu.spec.formats import BFLOAT16, FLOAT32, Format
 from f8emu.spec.scaling import BLOCK, Granularity
 
@@ -51,7 +51,7 @@ class Form(Enum):
     output travels once more, and as float32."""
 
 
-def form_of(gemm: Gemm, *, has_bias: bool, excess_precision: bool) -> Form:
+def form_of(call: EngineCall, *, has_bias: bool, excess_precision: bool) -> Form:
     """How the scales of a GEMM, which are not of blocks, are applied: the fastest form that is exact.
 
     `powers_of_two`: all scales are powers of two, by the recipe's rule, from amaxes of their operands. Multiplying by
@@ -63,33 +63,35 @@ def form_of(gemm: Gemm, *, has_bias: bool, excess_precision: bool) -> Form:
       rounded accumulator makes an infinity of it. An accumulator is below K * 2^18, so this takes a row of the weight
       with an amax above 2^98 / K * 2^20.
     """
-    if gemm.out_dtype != BFLOAT16 or has_bias:
+    if call.gemm.out != BFLOAT16 or has_bias:
         return Form.FLOAT32
-    if gemm.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
+    if call.gemm.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
         return Form.FOLDED if excess_precision else Form.FLOAT32
-    return Form.BFLOAT16 if gemm.powers_of_two else Form.FLOAT32
+    return Form.BFLOAT16 if call.powers_of_two else Form.FLOAT32
 
 
-def multiply(gemm: Gemm, *operands: jax.Array, excess_precision: bool | None = None) -> jax.Array:
+def multiply(call: EngineCall, *operands: jax.Array, excess_precision: bool | None = None) -> jax.Array:
     """A checked GEMM of any extents, which are zero-padded; [N, M] if it is transposed, which costs nothing here.
 
-    S is asked for block scales only: in other GEMMs the library chooses it. XLA measures which kernel of a bfloat16
+    Only GEMMs with block scales need S: in others the library chooses it. XLA measures which kernel of a bfloat16
     `mm` is the fastest, and those that split K [BF16-2] are among them.
     """
-    if gemm.is_blockwise:
-        gemm = gemm._replace(split_k=gemm.emulated_split_k or split_k_of(gemm, *operands[:2]))
+    if call.is_blockwise:
+        call = call.split(*operands[:2])
     if is_eager(operands):
-        return _program()(operands, gemm, compiler_options()[EXCESS_PRECISION])
-    assert excess_precision is not None, "what is not known was refused"
-    return _product(operands, gemm, excess_precision)
+        return _program()(operands, call, compiler_options()[EXCESS_PRECISION])
+    assert excess_precision is not None, "unknown options were refused"
+    return _product(operands, call, excess_precision)
 
 
-def _product(operands: tuple[jax.Array, ...], gemm: Gemm, excess_precision: bool) -> jax.Array:
-    if gemm.is_blockwise:
-        return _block_scaled(gemm, *operands)
-    if gemm.call == "scaled_mm":
-        return _scaled_mm(gemm, excess_precision, *operands)
-    return (_mm if gemm.call == "mm" else _scaled_grouped_mm)(gemm, *operands)
+def _product(operands: tuple[jax.Array, ...], call: EngineCall, excess_precision: bool) -> jax.Array:
+    if call.is_blockwise:
+        return _block_scaled(call, *operands)
+    if call.gemm.groups:
+        return _scaled_grouped_mm(call, *operands)
+    if call.gemm.granularities is None:
+        return _mm(call, *operands)
+    return _scaled_mm(call, excess_precision, *operands)
 
 
 def refuse_unknown_options(call: str, operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -109,10 +111,10 @@ def _program() -> Callable[..., jax.Array]:
     return compiled(_product, static_argnums=(1, 2), compiler_options=compiler_options())
 
 
-def _scaled_mm(gemm: Gemm, excess_precision: bool, *operands: jax.Array) -> jax.Array:
+def _scaled_mm(call: EngineCall, excess_precision: bool, *operands: jax.Array) -> jax.Array:
     a, b, scale_a, scale_b, *bias = operands
-    transposed = gemm.is_transposed
-    form = form_of(gemm, has_bias=bool(bias), excess_precision=excess_precision)
+    transposed = call.is_transposed
+    form = form_of(call, has_bias=bool(bias), excess_precision=excess_precision)
     # 1. The left operand of the dot, and the factors of its rows and of its columns in the order of [EPI-2].
     b, scale_b = b.T, scale_b.T
     left, right = (b, a) if transposed else (a, b)
@@ -122,14 +124,14 @@ def _scaled_mm(gemm: Gemm, excess_precision: bool, *operands: jax.Array) -> jax.
         case Form.FOLDED:
             # Without the barrier XLA rounds the factor to bfloat16 before it looks for something to fold.
             factor = lax.optimization_barrier(scale_a.reshape(()) * scale_b.reshape(())).astype(jnp.bfloat16)
-            return _ended(_dot(left, right, gemm.use_fast_accum, jnp.bfloat16, factor))
+            return _ended(_dot(left, right, call.gemm.use_fast_accum, jnp.bfloat16, factor))
         case Form.BFLOAT16:
-            product = _dot(left, right, gemm.use_fast_accum, jnp.bfloat16).astype(jnp.float32)
+            product = _dot(left, right, call.gemm.use_fast_accum, jnp.bfloat16).astype(jnp.float32)
             return (product * factors[0] * factors[1]).astype(jnp.bfloat16)
         case _:
-            product = _dot(left, right, gemm.use_fast_accum, jnp.float32)
+            product = _dot(left, right, call.gemm.use_fast_accum, jnp.float32)
     # 3. Scales, bias and one rounding.
-    if gemm.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
+    if call.gemm.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
         product = product * (scale_a * scale_b)
         product = jnp.where(product == 0, jnp.zeros_like(product), product)  # [EPI-1] XLA drops `+ 0`, which -0 needs
     else:
@@ -138,10 +140,10 @@ def _scaled_mm(gemm: Gemm, excess_precision: bool, *operands: jax.Array) -> jax.
         addend = bias[0].astype(jnp.float32)
         product = lax.optimization_barrier(product)  # [EPI-3] a fused multiply-add would round once
         product = product + (addend[:, None] if transposed else addend[None, :])
-    return _rounded(product, gemm.out_dtype)
+    return _rounded(product, call.gemm.out)
 
 
-def _scaled_grouped_mm(gemm: Gemm, *operands: jax.Array) -> jax.Array:
+def _scaled_grouped_mm(call: EngineCall, *operands: jax.Array) -> jax.Array:
     # [EPI-6] XLA has no grouped GEMM: one of all rows for every group, of which the group's own are kept.
     a, b, scale_a, scale_b, offs = operands
     rows = jnp.arange(a.shape[0], dtype=offs.dtype)[:, None]
@@ -149,20 +151,20 @@ def _scaled_grouped_mm(gemm: Gemm, *operands: jax.Array) -> jax.Array:
 
     def one_group(total: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         b_g, scale_g, start, end = group
-        product = _dot(a, b_g.T, gemm.use_fast_accum, jnp.float32)
-        product = _rounded((product * scale_a[:, None]) * scale_g[None, :], gemm.out_dtype)
+        product = _dot(a, b_g.T, call.gemm.use_fast_accum, jnp.float32)
+        product = _rounded((product * scale_a[:, None]) * scale_g[None, :], call.gemm.out)
         return jnp.where((rows >= start) & (rows < end), product, total), None
 
-    total = jnp.zeros((a.shape[0], b.shape[2]), gemm.out_dtype.name)
+    total = jnp.zeros((a.shape[0], b.shape[2]), call.gemm.out.name)
     return lax.scan(one_group, total, (b, scale_b, starts, offs))[0]
 
 
-def _mm(gemm: Gemm, *operands: jax.Array) -> jax.Array:
+def _mm(call: EngineCall, *operands: jax.Array) -> jax.Array:
     a, b = _apart(*operands)
-    dtype = jnp.bfloat16 if gemm.out_dtype == BFLOAT16 else jnp.float32
-    left, right, contracting = (b, a, ((0,), (1,))) if gemm.is_transposed else (a, b, ((1,), (0,)))
+    dtype = jnp.bfloat16 if call.gemm.out == BFLOAT16 else jnp.float32
+    left, right, contracting = (b, a, ((0,), (1,))) if call.is_transposed else (a, b, ((1,), (0,)))
     product = lax.dot_general(left, right, (contracting, ((), ())), preferred_element_type=dtype)
-    return _ended(product) if gemm.out_dtype == BFLOAT16 else _rounded(product, gemm.out_dtype)
+    return _ended(product) if call.gemm.out == BFLOAT16 else _rounded(product, call.gemm.out)
 
 
 def _dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
@@ -174,7 +176,7 @@ def _dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any, factor: j
     if factor is not None:
         # XLA folds a factor that follows the dot directly: before the padding is cut off, and as rows. Before a
         # transpose it would lay dot and product as columns, with a bitcast between them that hides the dot. XLA's
-        # partitioner would gather what is constrained; `call.in_parts` runs this for each device's part.
+        # partitioner would gather a constrained array; `call.in_parts` runs this for each device's part.
         product = with_layout_constraint(product * factor, _ROW_MAJOR)
     return product[:m, :n]
 
@@ -186,33 +188,35 @@ def _padded(codes: jax.Array) -> jax.Array:
     return lax.pad(codes, jnp.zeros((), codes.dtype), ((0, rows, 0), (0, columns, 0)))
 
 
-def _block_scaled(gemm: Gemm, *operands: jax.Array) -> jax.Array:
+def _block_scaled(call: EngineCall, *operands: jax.Array) -> jax.Array:
     # [EPI-5] XLA has no GEMM with block scales: a kernel, and the emulation for what that does not take.
     a, b, _, _, *bias = operands
-    emulated = functools.partial(emulation.multiply, gemm)
-    if bias or not block_kernel.fits(a.shape[0], b.shape[1], a.shape[1], gemm.split_k or 1):
+    emulated = functools.partial(emulation.multiply, call)
+    if bias or not block_kernel.fits(a.shape[0], b.shape[1], a.shape[1], call.gemm.split_k or 1):
         return emulated(*operands)
-    return kernel_or_plain(functools.partial(_by_kernel, gemm), emulated, *operands, runs_here=are_hopper)
+    return kernel_or_plain(functools.partial(_by_kernel, call), emulated, *operands, runs_here=are_hopper)
 
 
-def _by_kernel(gemm: Gemm, a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array, **how: Any) -> jax.Array:
+def _by_kernel(call: EngineCall, *operands: jax.Array, **how: Any) -> jax.Array:
     """`_block_scaled` by a kernel on the tensor cores; `how` it is launched."""
+    a, b, scale_a, scale_b = operands
+    gemm = call.gemm
     assert gemm.granularities is not None, "a GEMM with block scales"
-    of_a, of_b = gemm.granularities
+    granularity_a, granularity_b = gemm.granularities
     k, multiple = a.shape[1], gemm.model.split_k_multiple
     b, scale_b = b.T, scale_b.T
     slices = block_kernel.block_mm(
-        *((b, a, scale_b, scale_a) if gemm.is_transposed else (a, b, scale_a, scale_b)),
-        (of_b, of_a) if gemm.is_transposed else (of_a, of_b),
-        out_dtype=gemm.out_dtype,
+        *((b, a, scale_b, scale_a) if call.is_transposed else (a, b, scale_a, scale_b)),
+        (granularity_b, granularity_a) if call.is_transposed else (granularity_a, granularity_b),
+        out_dtype=gemm.out,
         # [CHAIN-3] The blocks of a slice.
         slice_blocks=math.ceil(math.ceil(k / (gemm.split_k or 1)) / multiple) * multiple // BLOCK,
-        right_first=gemm.is_transposed,
+        right_first=call.is_transposed,
         **how,
     )
     if slices.shape[0] == 1:
         return slices[0]
-    return _rounded(functools.reduce(jnp.add, slices), gemm.out_dtype)  # [CHAIN-3] in order
+    return _rounded(functools.reduce(jnp.add, slices), call.gemm.out)  # [CHAIN-3] in order
 
 
 def _apart(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

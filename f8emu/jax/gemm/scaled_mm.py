@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from f8emu.jax.bits import output_format, require_known_sizes
 from f8emu.jax.compiling import without_gradient
 from f8emu.jax.gemm import engine as engines
-from f8emu.jax.gemm.call import Gemm
+from f8emu.jax.gemm.call import EngineCall
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
@@ -112,7 +112,7 @@ def mm(
 
 def _product(
     describe: Callable[..., GemmCall],
-    given: Mapping[str, Any],
+    operands: Mapping[str, Any],
     out_dtype: Any,
     engine: str,
     chip: Chip | str,
@@ -122,19 +122,18 @@ def _product(
     # 1. What is refused.
     out = output_format(call, out_dtype)
     engines.check_engine(call, engine)
-    shaped = {name: _shaped(call, name, x) for name, x in given.items()}
-    require_known_sizes(call, *given.values())
-    found = describe(**shaped, out_dtype=out, chip=chip_by_name(call, chip), **options)
-    if found.group_kind not in (None, GroupKind.ROWS):
+    shaped = {name: _shaped(call, name, x) for name, x in operands.items()}
+    require_known_sizes(call, *operands.values())
+    gemm = describe(**shaped, out_dtype=out, chip=chip_by_name(call, chip), **options)
+    if gemm.group_kind not in (None, GroupKind.ROWS):
         raise UnsupportedError(f"{call}: in JAX offs divides the rows of a; use jax.vmap of scaled_mm, or f8emu.numpy")
     # 2. The operands as arrays, tensorwise scales [1, 1].
-    arrays = {name: jnp.asarray(x) for name, x in given.items()}
-    if found.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
+    arrays = {name: jnp.asarray(x) for name, x in operands.items()}
+    if gemm.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
         arrays |= {name: arrays[name].reshape(1, 1) for name in ("scale_a", "scale_b")}
-    if 0 in found.sizes and "bias" not in arrays:
-        return jnp.zeros((found.sizes[0], found.sizes[1]), out.name)
-    gemm = Gemm(call, out, found.chip, found.granularities, found.use_fast_accum, options.get("split_k"), engine)
-    return engines.multiply(gemm, without_gradient(call, tuple(arrays.values())))
+    if 0 in gemm.sizes and "bias" not in arrays:
+        return jnp.zeros(gemm.sizes[:2], out.name)
+    return engines.multiply(EngineCall(gemm, engine), without_gradient(call, tuple(arrays.values())))
 
 
 def _shaped(call: str, name: str, x: Any) -> Shaped:

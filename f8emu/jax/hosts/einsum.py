@@ -43,8 +43,7 @@ def einsum(subscripts: str, input: Any, weight: Any, *, dot_general: Callable[..
     dimensions = [[names.index(name) for name in axes] for axes in (summed, batch) for names in (x, w)]
     product = dot_general(input, weight, (tuple(dimensions[:2]), tuple(dimensions[2:])))
     # 2. `dot_general` gives batch, input, weight, in this order; the caller may want another.
-    own = [[name for name in names if name not in (*batch, *summed)] for names in (x, w)]
-    order = [*batch, *own[0], *own[1]]
+    order = [*batch, *(name for name in x + w if name not in (*batch, *summed))]
     return jnp.transpose(product, [order.index(name) for name in result])
 
 

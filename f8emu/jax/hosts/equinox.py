@@ -130,15 +130,15 @@ def _batch(leaves: Any, axes: Any, *, product: _Product, jaxpr: ClosedJaxpr) -> 
 
 def _jvp(primals: Any, tangents: Any, *, product: _Product, jaxpr: ClosedJaxpr) -> tuple[jax.Array, jax.Array]:
     # Leaves without a tangent stay constants.
-    given = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    changing = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
     def of_given(*changed: jax.Array) -> jax.Array:
         leaves = list(primals)
-        for i, leaf in zip(given, changed, strict=True):
+        for i, leaf in zip(changing, changed, strict=True):
             leaves[i] = leaf
         return product(*leaves)
 
-    return jax.jvp(of_given, [primals[i] for i in given], [tangents[i] for i in given])
+    return jax.jvp(of_given, [primals[i] for i in changing], [tangents[i] for i in changing])
 
 
 mlir.register_lowering(_linear, lambda ctx, *leaves, jaxpr, product: lower_jaxpr(ctx, jaxpr, leaves))

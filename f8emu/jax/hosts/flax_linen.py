@@ -59,13 +59,13 @@ class Float8DotGeneral(nn.Module):
             OperandError, UnsupportedError: as for `f8emu.jax.dot_general`.
         """
         recipe = recipe_by_name(self.recipe) if isinstance(self.recipe, str) else self.recipe
-        given = (dimension_numbers, precision, preferred_element_type)
+        arguments = (dimension_numbers, precision, preferred_element_type)
         if recipe.delayed is None:
-            return dot_general(recipe, engine=self.engine)(lhs, rhs, *given, **options)
+            return dot_general(recipe, engine=self.engine)(lhs, rhs, *arguments, **options)
         self._note_call()
         state = self.variable(OVERWRITE_WITH_GRADIENT, "state", linear_delayed_state, recipe).value
         state = overwrite_with_gradient(state, recipe) if self.overwrites else state
-        return delayed_dot_general(recipe, engine=self.engine)(lhs, rhs, state, *given, **options)
+        return delayed_dot_general(recipe, engine=self.engine)(lhs, rhs, state, *arguments, **options)
 
     def _note_call(self) -> None:
         scope = self.scope
@@ -96,10 +96,10 @@ def with_float8_states(variables: Mapping[str, Any], states: Mapping[str, Any]) 
         OperandError: states of other layers.
     """
     mine = variables.get(OVERWRITE_WITH_GRADIENT, {})
-    wanted, found = jax.tree.structure(_without_module(mine)), jax.tree.structure(states)
-    if wanted != found:
+    wanted, got = jax.tree.structure(_without_module(mine)), jax.tree.structure(states)
+    if wanted != got:
         raise OperandError(
-            f"with_float8_states: states must be of the layers of these variables, {wanted}; got {found}; convert them "
+            f"with_float8_states: states must be of the layers of these variables, {wanted}; got {got}; convert them "
             "with the rules of the parameters"
         )
     filled = jax.tree.unflatten(jax.tree.structure(mine), jax.tree.leaves(states))
@@ -108,11 +108,11 @@ def with_float8_states(variables: Mapping[str, Any], states: Mapping[str, Any]) 
 
 def _without_module(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The collection without the two innermost names: of the module in its layer, and of its variable."""
-    found: dict[str, Any] = {}
+    below_layers: dict[str, Any] = {}
     for name, below in tree.items():
         inner = below.get("state") if len(below) == 1 else None
         if isinstance(inner, Float8State):
             assert len(tree) == 1, "a linear layer has one dot_general"
             return inner  # type: ignore[return-value]
-        found[name] = _without_module(below)
-    return found
+        below_layers[name] = _without_module(below)
+    return below_layers

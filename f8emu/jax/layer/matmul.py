@@ -20,7 +20,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from f8emu.jax.compiling import differentiable_no_more, refuse_mapped_alone, reverse_mode
-from f8emu.jax.gemm.call import Gemm
+from f8emu.jax.gemm.call import EngineCall
 from f8emu.jax.gemm.engine import multiply
 from f8emu.jax.layer.operands import Deferred, Operand, Side, cast_matrix
 from f8emu.jax.layer.sharding import Axes, Divided, as_gradient, gathered, scattered_sum, varying
@@ -29,11 +29,11 @@ from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, Format
+from f8emu.spec.gemm import LAYER_LAYOUTS
+from f8emu.spec.gemm_call import layer_call
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import DelayedState, Float8State, Granularity, ScaleRule
 
-LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
-"""How the operands of a bfloat16 GEMM lie in memory, as the plan names it."""
 TWICE = (
     "f8emu.jax: a float8 layer is differentiable once; got a second derivative; codes are constants to JAX, which "
     "would make it 0; use jax.lax.dot_general where second derivatives are needed, or jax.lax.stop_gradient around "
@@ -210,23 +210,19 @@ def _product(
 ) -> jax.Array:
     """`a @ b^T` as one GEMM of the recipe, or its transpose."""
     assert isinstance(a, Operand) and isinstance(b, Operand), "they were cast for it"
+    sizes = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
+    gemm = layer_call(spec, sizes, out_dtype, CHIPS[layer.recipe.chip])
     scales: tuple[jax.Array, ...] = ()
-    granularities = None
-    if not spec.is_high_precision:
-        granularities = spec.scaled_gemm_granularities
-        scales = _scale(a, granularities[0]), _scale(b, granularities[1]).T
-    call = Gemm(
-        "scaled_mm" if scales else "mm",
-        out_dtype,
-        CHIPS[layer.recipe.chip],
-        granularities,
-        spec.use_fast_accum,
-        engine=layer.engine,
+    if gemm.granularities is not None:
+        scales = _scale(a, gemm.granularities[0]), _scale(b, gemm.granularities[1]).T
+    call = EngineCall(
+        gemm,
+        layer.engine,
         is_transposed=transposed,
-        layout=LAYOUTS[name],
+        layout=LAYER_LAYOUTS[name],
         sharded_k=layer.sharded_k,
         powers_of_two=_has_safe_powers_of_two(layer.recipe, spec),
-        emulated_split_k=dict(layer.split_k).get(name) if spec.split_k else 1,
+        emulated_split_k=dict(layer.split_k).get(name),
     )
     product = multiply(call, (a.codes, b.codes.T, *scales))
     if layer.tap is not None:

@@ -20,14 +20,18 @@ from jax.custom_derivatives import SymbolicZero
 
 from f8emu.jax.bits import format_of, output_format, require_known_sizes
 from f8emu.jax.compiling import differentiable_no_more, jit, reverse_mode
-from f8emu.jax.gemm.call import GATHER, layer_split_k
+from f8emu.jax.gemm.call import GATHER, is_at_hand
 from f8emu.jax.layer.dot_general import checked_settings, refuse_precision
-from f8emu.jax.layer.matmul import LAYOUTS, TWICE, LayerCall, float8_matmul
+from f8emu.jax.layer.matmul import TWICE, LayerCall, float8_matmul
 from f8emu.jax.layer.sharding import explicit_mesh, vary_alike
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, E4M3FN
+from f8emu.spec.gemm import GEMM_NAMES, LAYER_LAYOUTS
+from f8emu.spec.gemm_call import layer_call
 from f8emu.spec.recipe import Recipe, recipe_by_name
+from f8emu.split_k.ask import split_of
+from f8emu.split_k.gemm import unsplit_rows
 
 _Case = tuple[int, LayerCall]
 """The rows of a group with padding, and how it is computed."""
@@ -206,11 +210,11 @@ def _cases(layer: LayerCall, rows: int, groups: int, k: int, n: int) -> tuple[li
     sizes_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for size in range(1, rows + 1):
         sizes = {"output": (size, n, k), "grad_input": (size, k, n), "grad_weight": (n, k, size)}
-        split_k = tuple(_split_k(layer, name, *sizes[name]) for name in LAYOUTS)
+        split_k = tuple(_split_k(layer, name, *sizes[name]) for name in GEMM_NAMES)
         sizes_of.setdefault((extents[bisect.bisect_left(extents, size)], split_k), []).append(size)
     case_of, cases = np.zeros(rows + 1, np.int32), list[_Case]()
     for (extent, split_k), members in sorted(sizes_of.items()):
-        cases.append((extent, layer._replace(split_k=tuple(zip(LAYOUTS, split_k, strict=True)))))
+        cases.append((extent, layer._replace(split_k=tuple(zip(GEMM_NAMES, split_k, strict=True)))))
         case_of[members] = len(cases)
     return cases, case_of
 
@@ -220,11 +224,11 @@ def _split_k(layer: LayerCall, name: str, m: int, n: int, k: int) -> int:
     spec, dtype = layer.recipe.gemms[name], layer.out_dtype if name == "output" else layer.input_dtype
     is_grouped = spec.a.format == spec.b.format and spec.a.format in (E4M3FN, None) and dtype == BFLOAT16
     # [PLAN-2], [PLAN-4] Others are not asked for, of which there may be one a size.
-    is_never = spec.a.format is not None and (k <= 5_120 or m * n >= 131_072)
+    is_never = spec.a.format is not None and unsplit_rows(m, n, k) == m
     if is_grouped or is_never:
         return 1
-    dtypes = dtype.name, (spec.a.format or BFLOAT16).name, (spec.b.format or BFLOAT16).name
-    return layer_split_k(spec, (m, n, k), LAYOUTS[name], dtypes, chip=CHIPS[layer.recipe.chip]).split_k
+    call = layer_call(spec, (m, n, k), dtype, CHIPS[layer.recipe.chip])
+    return split_of(None, call, LAYER_LAYOUTS[name], at_hand=is_at_hand(call.chip)).split_k
 
 
 def _group(x: jax.Array, case: _Case, start: jax.Array, size: jax.Array) -> jax.Array:

@@ -17,14 +17,12 @@ from torch import Tensor
 from f8emu import interop
 from f8emu.native import gemm as native
 from f8emu.native import library
-from f8emu.spec.chip import Chip
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.gemm_call import GemmCall, GroupKind, group_parts
-from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
-from f8emu.split_k.ask import known_split_k, split_of
-from f8emu.split_k.gemm import Source, Split, of_call, of_layer
-from f8emu.torch.chip import CHIP, dtype_of, is_device_of, name_of
+from f8emu.split_k import ask
+from f8emu.split_k.gemm import Split
+from f8emu.torch.chip import dtype_of, is_device_of, name_of
 
 _CALLER = "f8emu.torch"
 
@@ -36,7 +34,7 @@ def scaled_mm(
     scale_b: Tensor,
     bias: Tensor | None,
     gemm: GemmCall,
-    of_engine: native.Gemm | None = None,
+    of_engine: native.GemmStruct | None = None,
 ) -> Tensor:
     """A `scaled_mm`; `of_engine` is what `described` gave for operands of the same signature."""
     of_engine = of_engine or described(gemm, a, b, scale_a, scale_b, bias)
@@ -74,7 +72,7 @@ def scaled_grouped_mm(
     return out
 
 
-def mm(a: Tensor, b: Tensor, gemm: GemmCall, of_engine: native.Gemm | None = None) -> Tensor:
+def mm(a: Tensor, b: Tensor, gemm: GemmCall, of_engine: native.GemmStruct | None = None) -> Tensor:
     """An `mm`."""
     of_engine = of_engine or described(gemm, a, b)
     return _run_jax(gemm, (a, b), split_k=gemm.split_k) if of_engine is None else _run(of_engine, gemm, a, b)
@@ -87,7 +85,7 @@ def described(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     bias: Tensor | None = None,
-) -> native.Gemm | None:
+) -> native.GemmStruct | None:
     """The engine's description of a GEMM, for all operands of these shapes, strides and dtypes; None: not its own."""
     if not _is_native(a.device):
         return None
@@ -98,40 +96,20 @@ def described(
 
 
 def emulator_name(device: torch.device) -> str:
-    """What emulates a GEMM of tensors on `device`, for reports."""
+    """The emulator of GEMMs of tensors on `device`, in words for a report."""
     if _is_native(device):
         return "emulated by f8emu.native on cpu"
     return f"emulated by f8ref.jax on {interop.jax_device(device).platform}"
 
 
-def split_k_of(gemm: GemmCall, a: Tensor, b: Tensor) -> int:
-    """S of a GEMM: the library's on a GPU that is the chip, else the plan's [CHAIN-3]."""
-    return known_split_k(_CALLER, of_call(gemm, _layout(a, b)), gemm.chip, lambda: is_device_of(gemm.chip, a.device))
+def split_of(gemm: GemmCall, device: torch.device, layout: str, *, warns: bool = True) -> Split:
+    """S of a GEMM of tensors on `device`: the library's on a GPU that is the chip, else the plan's [CHAIN-3]."""
+    return ask.split_of(_CALLER if warns else None, gemm, layout, at_hand=is_device_of(gemm.chip, device))
 
 
-def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, chip: Chip) -> Split:
-    """S of a GEMM of a layer, `a @ b^T`, as it runs: zero-padded.
-
-    Shapes:
-        a [M, K], b [N, K], before padding; only sizes, strides and dtypes are read.
-    """
-    if 0 in a.shape or 0 in b.shape:
-        return Split(1, Source.RECORDED)
-    pad_k, pad_n = -a.shape[1] % CHIP.size_multiple, -b.shape[0] % CHIP.size_multiple
-    layout = _layout(_padded(a, 0, pad_k), _padded(b, pad_n, pad_k).t())
-    asked = of_layer(spec, (a.shape[0], b.shape[0], a.shape[1]), name_of(out_dtype), layout)
-    return split_of(_CALLER, asked, chip, lambda: is_device_of(chip, a.device))
-
-
-def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    # Padding, if there is any, leaves a matrix in memory of its own; here without values.
-    if not rows and not columns:
-        return x
-    return torch.empty((x.shape[0] + rows, x.shape[1] + columns), dtype=x.dtype, device="meta")
-
-
-def _layout(a: Tensor, b: Tensor) -> str:
-    # As cuBLAS names the layout of `a @ b`. Torch copies a matrix that is contiguous in no direction.
+def layout_of(a: Tensor, b: Tensor) -> str:
+    """The layout of `a @ b` in cuBLAS's letters."""
+    # Torch copies a matrix that is contiguous in no direction.
     return "".join("t" if x.stride(1) != 1 and x.stride(0) == 1 else "n" for x in (b, a))
 
 
@@ -160,7 +138,7 @@ def _output(out: Tensor, bias: Tensor | None) -> native.Output:
 
 
 def _run(
-    of_engine: native.Gemm,
+    of_engine: native.GemmStruct,
     gemm: GemmCall,
     a: Tensor,
     b: Tensor,

@@ -24,9 +24,9 @@ from f8emu.torch.torch_internals import is_dtensor
 
 
 class Engine(Enum):
-    """What computes a GEMM."""
+    """The engines that compute GEMMs."""
 
-    AUTO = "auto"  # HARDWARE if the device is the chip whose bits are asked for, otherwise EMULATED
+    AUTO = "auto"  # HARDWARE if the device is the requested chip, otherwise EMULATED
     HARDWARE = "hardware"
     EMULATED = "emulated"
 
@@ -70,8 +70,8 @@ def engine_of(device: torch.device | str, engine: str = "auto", *, chip: Chip | 
     device, chip = torch.device(device), chip_by_name("engine_of", chip)
     if resolve_engine("engine_of", device, engine, chip) is Engine.HARDWARE:
         return f"torch._scaled_mm on {torch.cuda.get_device_name(device)}"
-    found = emulation.emulator_name(device)
-    return found if chip == HOPPER else f"{chip} {found}"
+    words = emulation.emulator_name(device)
+    return words if chip == HOPPER else f"{chip} {words}"
 
 
 # Checks: each has the arguments of its operator (`operators`), raises what the public verb documents, and gives the
@@ -165,13 +165,13 @@ def _output_name(call: str, dtype: torch.dtype) -> str:
 
 
 def _with_engine(gemm: GemmCall, a: Tensor, engine: str) -> Checked:
-    found = resolve_engine(gemm.call, a.device, engine, gemm.chip)
-    if found is Engine.HARDWARE and gemm.split_k is not None and not gemm.groups:
+    chosen = resolve_engine(gemm.call, a.device, engine, gemm.chip)
+    if chosen is Engine.HARDWARE and gemm.split_k is not None and not gemm.groups:
         raise UnsupportedError(
             f"{gemm.call}: on the hardware the library's heuristic decides the split of K; got split_k={gemm.split_k}; "
             "pass None, or engine='emulated'"
         )
-    return gemm, found
+    return gemm, chosen
 
 
 def _check_float8_layout(gemm: GemmCall, a: Tensor, b: Tensor) -> None:
@@ -209,19 +209,21 @@ def _no_hardware(device: torch.device, chip: Chip) -> str:
     else:
         major, minor = chip.capability
         wanted = f"tensors on a CUDA device of compute capability {major}.{minor}, {chip}"
-    own = [c for c in CHIPS.values() if c != chip and is_device_of(c, device)]
+    others = [c for c in CHIPS.values() if c != chip and is_device_of(c, device)]
     return (
         f"engine='hardware' needs {wanted}; got {device}; move the tensors to one, "
-        + "".join(f"pass chip={c.name!r} for what the device is, " for c in own)
+        + "".join(f"pass chip={c.name!r} for what the device is, " for c in others)
         + f"or pass engine='emulated' for the bits of {chip} on any device"
     )
 
 
 @cache
 def warn_of_idle_gpu(device: torch.device, chip: Chip) -> None:
-    """A GPU that could multiply stands idle: that costs time, and must be seen."""
-    own = [c for c in CHIPS.values() if is_device_of(c, device)]
-    remedy = f"pass chip={own[0].name!r}" if own else "call torch._scaled_mm itself, since the GPU has no profile"
+    """Warn that a GPU that could multiply stands idle, which costs time."""
+    profiles = [c for c in CHIPS.values() if is_device_of(c, device)]
+    remedy = (
+        f"pass chip={profiles[0].name!r}" if profiles else "call torch._scaled_mm itself, since the GPU has no profile"
+    )
     warnings.warn(
         f"f8emu.torch: {device} multiplies float8 but is not {chip}, whose bits were requested, so GEMMs are emulated, "
         f"which is slow; for the GPU's own bits and speed {remedy}. This warning appears once per device and chip",

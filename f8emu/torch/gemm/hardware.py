@@ -120,7 +120,7 @@ def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:
 
 
 def _are_plainly_aligned(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
-    # None of the functions below would copy: told in a few calls.
+    # Whether none of the functions below would copy, in a few calls.
     places = a.data_ptr() | b.data_ptr() | scale_a.data_ptr() | scale_b.data_ptr()
     return (places | a.stride(0) | b.stride(1)) % _ALIGNMENT == 0 and a.shape[0] > 1 and b.shape[1] > 1
 

@@ -36,7 +36,7 @@ from f8emu.torch.gemm.engine import (
     checked_scaled_mm,
     resolve_engine,
 )
-from f8emu.torch.library import fake, has_dispatch_mode, operator, seen_as_mm
+from f8emu.torch.library import fake, has_dispatch_mode, is_known, operator, seen_as_mm
 from f8emu.torch.torch_internals import is_dtensor
 
 _MULTIPLE = 16  # of the columns that a rank multiplies: the hardware's rule
@@ -61,7 +61,7 @@ class _Prepared(NamedTuple):
 
     gemm: GemmCall
     engine: Engine
-    described: native.Gemm | None  # the engine's description of an emulated one; None: it is not the engine's
+    described: native.GemmStruct | None  # the engine's description of an emulated one; None: it is not the engine's
 
 
 _PREPARED: dict[Any, _Prepared] = {}  # signature of a GEMM -> the GEMM; emptied when it is full
@@ -78,9 +78,8 @@ def _prepared(check: Callable[..., Checked], operands: tuple[Any, ...], options:
         gemm, engine = check(*operands, *options)
         described = None
         if engine is Engine.EMULATED:
-            # 2. S [CHAIN-3]. It is asked here and not at the call, where sizes may be symbols of a compiler.
-            if gemm.split_k is None:
-                gemm = replace(gemm, split_k=emulation.split_k_of(gemm, *operands[:2]))
+            # 2. S [CHAIN-3]: here and not at the call, where sizes may be symbols of a compiler.
+            gemm = replace(gemm, split_k=_split_k(gemm, *operands[:2]))
             # 3. The engine's struct, whose addresses alone change from call to call.
             described = None if gemm.groups else emulation.described(gemm, *operands)
         known = _Prepared(gemm, engine, described)
@@ -162,9 +161,9 @@ def multiply_groups(
     out, start = a.new_zeros(shape, dtype=out_dtype), 0
     for group, end in enumerate(offs.tolist()):
         run = slice(start, end)
-        one = (a[run], b[group]) if is_of_rows else (a[:, run], b[run])
+        operands = (a[run], b[group]) if is_of_rows else (a[:, run], b[run])
         if start < end:
-            out[run if is_of_rows else group] = _of_one_group(*one, scale_a, scale_b, run, group, groups, options)
+            out[run if is_of_rows else group] = _of_one_group(*operands, scale_a, scale_b, run, group, groups, options)
         start = end
     return out
 
@@ -173,9 +172,9 @@ def _as_vectors(scale_a: Tensor, scale_b: Tensor, rows: int, columns: int) -> tu
     # Ones [rows], and [G, columns] of the products of both scales of a group.
     groups = scale_a.shape[0]
     if (plans := kernels_for(scale_a)) is not None:
-        found = scale_a.new_empty(rows), scale_a.new_empty(groups, columns)
-        plans.scales_of_groups(rows, columns, groups)(scale_a, scale_b, *found)
-        return found
+        vectors = scale_a.new_empty(rows), scale_a.new_empty(groups, columns)
+        plans.scales_of_groups(rows, columns, groups)(scale_a, scale_b, *vectors)
+        return vectors
     return scale_a.new_ones(rows), (scale_a * scale_b).expand(groups, columns).contiguous()
 
 
@@ -191,8 +190,8 @@ def _of_one_group(
 ) -> Tensor:
     out_dtype, use_fast_accum, engine, chip = options
     if scale_a is None or scale_b is None:
-        lacking = -a.shape[1] % CHIPS[chip].size_multiple
-        a, b = pad(a, (0, lacking)), pad(b, (0, 0, 0, lacking))
+        pad_k = -a.shape[1] % CHIPS[chip].size_multiple
+        a, b = padded(a, 0, pad_k), padded(b, pad_k, 0)
         return run_mm.function(a, b, out_dtype, engine, 1 if out_dtype is torch.bfloat16 else None, chip)
     if scale_a.shape == (groups, 1):
         names, scales = ("tensorwise",) * 2, (scale_a[group].view(1, 1), scale_b[group].view(1, 1))
@@ -201,6 +200,17 @@ def _of_one_group(
         own_a = scale_a[run] if scale_b.ndim == 2 else scale_a.view(groups, -1)[group]
         scales = own_a.reshape(-1, 1), scale_b.view(groups, -1)[group].view(1, -1)
     return run_scaled_mm.function(a, b, *scales, None, out_dtype, use_fast_accum, engine, *names, None, chip)
+
+
+def padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """An operand with so many more rows and columns of zeros, in its own layout, on which S depends [PLAN-3]."""
+    if is_known(rows + columns == 0):
+        return x
+    if x.stride(1) != 1 and x.stride(0) == 1:
+        return padded(x.t(), columns, rows).t()
+    if x.dtype is torch.bfloat16:
+        return pad(x, (0, columns, 0, rows))
+    return pad(x.view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)
 
 
 def _of_groups(a: Tensor, b: Tensor, offs: Tensor) -> tuple[int, ...]:
@@ -229,8 +239,11 @@ def _of_whole(gemm: GemmCall, engine: Engine, a: Tensor, b: Tensor) -> int | Non
     if not is_dtensor(a) and not is_dtensor(b):
         return gemm.split_k
     _tell_dtensor()
-    is_chosen = gemm.split_k is not None or engine is Engine.HARDWARE
-    return gemm.split_k if is_chosen else emulation.split_k_of(gemm, a, b)
+    return gemm.split_k if engine is Engine.HARDWARE else _split_k(gemm, a, b)
+
+
+def _split_k(gemm: GemmCall, a: Tensor, b: Tensor) -> int:
+    return emulation.split_of(gemm, a.device, "tn" if gemm.groups else emulation.layout_of(a, b)).split_k
 
 
 @fake(run_scaled_mm)
@@ -267,7 +280,7 @@ def _tunes_gemms() -> bool:
 
 @cache
 def _tell_dtensor() -> None:
-    """Tell DTensor of the GEMMs, once, when one gets a DTensor."""
+    """Register the GEMMs with DTensor, once, when one gets a DTensor."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -275,12 +288,12 @@ def _tell_dtensor() -> None:
 
     def acceptable(a: Any, b: Any, scales: tuple[Any, ...], bias: tuple[Any, ...], options: Any) -> list[Any]:
         def placed(dim: int | None) -> list[Any]:
-            """Of a, b, their scales, the bias and the options, if the product is sharded along `dim`."""
-            found = [Shard(0) if dim == 0 else whole, Shard(1) if dim == 1 else whole]
+            """The placements of a, b, scales, bias and options for a product that is sharded along `dim`."""
+            placements = [Shard(0) if dim == 0 else whole, Shard(1) if dim == 1 else whole]
             # A scale of its own for each row or column goes with it; one scale for all is on every rank.
-            found += [Shard(dim) if dim == i and not _is_one(scale) else whole for i, scale in enumerate(scales)]
-            found += [None if x is None else Shard(0) if dim == 1 else whole for x in bias]
-            return [*found, *[None] * len(options)]
+            placements += [Shard(dim) if dim == i and not _is_one(scale) else whole for i, scale in enumerate(scales)]
+            placements += [None if x is None else Shard(0) if dim == 1 else whole for x in bias]
+            return [*placements, *[None] * len(options)]
 
         sizes, ranks = (a.shape[0], b.shape[1]), a.mesh.size()
         dims = [i for i in (0, 1) if not scales or _is_one(scales[i]) or scales[i].shape[i] == sizes[i]]

@@ -1,7 +1,5 @@
 """One GEMM of a recipe on operands of any sizes, and the three of a linear layer as one autograd function.
 
-`gemm` is the one place where torch's GEMMs are padded.
-
     output      = cast(input)         @ cast(weight)^T        forward
     grad_input  = cast(grad_output)   @ cast(weight^T)^T      backward
     grad_weight = cast(grad_output^T) @ cast(input^T)^T       backward
@@ -70,7 +68,9 @@ def gemm(
         split_k = 1
     if granularity_a is Granularity.BLOCKWISE_1X128:
         pad_m += _to_multiple(m + pad_m, CHIP.vector_multiple)
-    padded_a, padded_b = _padded(a.codes, pad_m, pad_k), _padded(b.codes, pad_n, pad_k)
+    padded_a, padded_b = a.codes, b.codes
+    if not is_known(pad_m + pad_n + pad_k == 0):
+        padded_a, padded_b = operators.padded(padded_a, pad_m, pad_k), operators.padded(padded_b, pad_n, pad_k)
     # 2. Multiply.
     if spec.a.format is None:
         product = operators.mm(padded_a, padded_b.t(), dtype, engine, split_k, chip)
@@ -87,14 +87,6 @@ def gemm(
 def _to_multiple(size: int, multiple: int) -> int:
     # What `size` lacks of a multiple; not `-size % multiple`: of this sum a compiler knows that it is one.
     return -(-size // multiple) * multiple - size
-
-
-def _padded(codes: Tensor, rows: int, cols: int) -> Tensor:
-    if is_known(rows + cols == 0):
-        return codes
-    if codes.dtype is torch.bfloat16:
-        return pad(codes, (0, cols, 0, rows))
-    return pad(codes.view(torch.uint8), (0, cols, 0, rows)).view(codes.dtype)
 
 
 def _padded_scale(operand: Operand, granularity: Granularity, rows: int) -> Tensor:

@@ -21,9 +21,12 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from f8emu.spec.chips import CHIPS
+from f8emu.spec.formats import FORMATS
+from f8emu.spec.gemm_call import layer_call
 from f8emu.spec.recipe import TRANSPOSED, Gemm, Recipe
 from f8emu.torch.casts.operand import Operand, weight_to_cast
-from f8emu.torch.gemm.emulation import layer_split_k
+from f8emu.torch.chip import name_of
+from f8emu.torch.gemm import emulation
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.layer.float8_layer import Float8Layer
 from f8emu.torch.library import fake, operator
@@ -239,7 +242,9 @@ def observe_gemm(
         return
     a, b = _in_memory(gemm, a, scale_a, b, scale_b)
     recipe, spec, chip = layer.recipe, layer.recipe.gemms[gemm], CHIPS[layer.recipe.chip]
-    split, source = layer_split_k(spec, a, b, out_dtype=product.dtype, chip=chip)
+    sizes = a.shape[0], b.shape[0], a.shape[1]
+    gemm_call = layer_call(spec, sizes, FORMATS[name_of(product.dtype)], chip)
+    split, source = emulation.split_of(gemm_call, a.device, emulation.layout_of(a, b.t()), warns=False)
     seen = GemmSeen(
         layer=watched.name,
         gemm=gemm,

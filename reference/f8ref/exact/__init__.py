@@ -29,8 +29,8 @@ from f8ref.exact.cast import scale_from_amax as scale_from_amax
 from f8ref.exact.cast import update_delayed_state as update_delayed_state
 from f8ref.exact.number import NAN as NAN
 from f8ref.exact.number import ZERO as ZERO
-from f8ref.exact.number import Kind as Kind
 from f8ref.exact.number import Number as Number
+from f8ref.exact.number import NumberKind as NumberKind
 from f8ref.exact.number import add as add
 from f8ref.exact.number import exponent_of as exponent_of
 from f8ref.exact.number import finite as finite

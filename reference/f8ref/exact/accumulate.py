@@ -20,7 +20,7 @@ from f8emu.spec.chip import AccumulationModel, FlooredSum, Rounding
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import Format
 from f8ref.exact.cast import decode, encode, float32, round_to
-from f8ref.exact.number import NAN, ZERO, Kind, Number, add, exponent_of, finite, infinity, multiply, power_of_two
+from f8ref.exact.number import NAN, ZERO, Number, NumberKind, add, exponent_of, finite, infinity, multiply, power_of_two
 
 
 class Product(NamedTuple):
@@ -67,12 +67,12 @@ def products_of(
         a, b = _converted(a, a_format, model.operand), _converted(b, b_format, model.operand)
         a_format = b_format = model.operand
     known = _known_products(a_format, b_format)
-    found = [known(code_a, code_b) for code_a, code_b in zip(a, b, strict=True)]
+    products = [known(code_a, code_b) for code_a, code_b in zip(a, b, strict=True)]
     if not model.order:
-        return found
+        return products
     length = len(model.order)
-    found += [Product(ZERO, 0)] * (-len(found) % length)
-    return [found[start + k] for start in range(0, len(found), length) for k in model.order]
+    products += [Product(ZERO, 0)] * (-len(products) % length)
+    return [products[start + k] for start in range(0, len(products), length) for k in model.order]
 
 
 def _converted(codes: Sequence[int], format: Format, into: Format) -> Sequence[int]:
@@ -144,7 +144,7 @@ def _own_exponent(accumulator: Number, model: AccumulationModel) -> int:
 
 
 def _rounded(total: Fraction, model: AccumulationModel) -> Number:
-    """[ACC-5] The sum of a step normalised and cut, or [CHIP-4] rounded to nearest even; what is zero then is +0."""
+    """[ACC-5] The sum of a step normalised and cut, or [CHIP-4] rounded to nearest even; a zero result is +0."""
     if total == 0:
         return ZERO
     # 1. [CHIP-4] To nearest even. 2. [ACC-5] Or cut: below the smallest normal the last place keeps its weight.
@@ -159,14 +159,14 @@ def _rounded(total: Fraction, model: AccumulationModel) -> Number:
 
 
 def _cut(number: Number, unit: Fraction) -> int:
-    """How many whole units a finite number has: toward zero, because the magnitude is what is cut."""
+    """How many whole units a finite number has: toward zero, because the magnitude is cut."""
     count = number.magnitude // unit
     return -count if number.negative else count
 
 
 def _special_sum(terms: Sequence[Number]) -> Number | None:
     """[SPEC-1] NaN if a term is (inf * 0 is) or infinities have both signs; else infinity; None without specials."""
-    if all(term.kind is Kind.FINITE for term in terms):
+    if all(term.kind is NumberKind.FINITE for term in terms):
         return None
     if any(term.is_nan for term in terms):
         return NAN

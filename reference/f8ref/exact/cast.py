@@ -7,7 +7,7 @@ from functools import lru_cache
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import FLOAT32, Format, Overflow, Specials
 from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, DelayedState, ScaleRule, Scales
-from f8ref.exact.number import NAN, ZERO, Kind, Number, exponent_of, finite, infinity, multiply, power_of_two
+from f8ref.exact.number import NAN, ZERO, Number, NumberKind, exponent_of, finite, infinity, multiply, power_of_two
 
 
 @lru_cache(maxsize=1 << 17)  # holds all codes of 16 bits, which are cast to every format
@@ -40,7 +40,7 @@ def decode(code: int, format: Format) -> Number:
         significand, exponent = fraction, 1 - format.bias
     else:
         significand, exponent = (1 << format.fraction_bits) | fraction, field - format.bias
-    return Number(Kind.FINITE, negative, significand * power_of_two(exponent - format.fraction_bits))
+    return Number(NumberKind.FINITE, negative, significand * power_of_two(exponent - format.fraction_bits))
 
 
 def encode(number: Number, format: Format, overflow: Overflow = Overflow.NONFINITE) -> int:
@@ -144,7 +144,7 @@ def amax(codes: Iterable[int], format: Format) -> int:
         if number.is_infinite or largest.is_infinite:
             largest = infinity()
         else:
-            largest = Number(Kind.FINITE, magnitude=max(largest.magnitude, number.magnitude))
+            largest = Number(NumberKind.FINITE, magnitude=max(largest.magnitude, number.magnitude))
     return encode(largest, FLOAT32)
 
 

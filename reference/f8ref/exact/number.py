@@ -14,8 +14,8 @@ from fractions import Fraction
 from functools import cache
 
 
-class Kind(Enum):
-    """What a number is."""
+class NumberKind(Enum):
+    """The kinds of numbers."""
 
     FINITE = "finite"
     INFINITE = "infinite"
@@ -26,46 +26,46 @@ class Kind(Enum):
 class Number:
     """`(-1)^negative * magnitude`, or an infinity of that sign, or NaN (whose sign and payload do not exist here)."""
 
-    kind: Kind
+    kind: NumberKind
     negative: bool = False
     magnitude: Fraction = Fraction(0)
 
     @property
     def is_nan(self) -> bool:
-        return self.kind is Kind.NAN
+        return self.kind is NumberKind.NAN
 
     @property
     def is_infinite(self) -> bool:
-        return self.kind is Kind.INFINITE
+        return self.kind is NumberKind.INFINITE
 
     @property
     def is_zero(self) -> bool:
-        return self.kind is Kind.FINITE and not self.magnitude
+        return self.kind is NumberKind.FINITE and not self.magnitude
 
     @property
     def value(self) -> Fraction:
         """The real number; only for a finite one."""
-        assert self.kind is Kind.FINITE, self
+        assert self.kind is NumberKind.FINITE, self
         return -self.magnitude if self.negative else self.magnitude
 
 
-NAN = Number(Kind.NAN)
+NAN = Number(NumberKind.NAN)
 """NaN."""
-ZERO = Number(Kind.FINITE)
+ZERO = Number(NumberKind.FINITE)
 """+0."""
 
 
 def infinity(negative: bool = False) -> Number:
     """The infinity with this sign."""
-    return Number(Kind.INFINITE, negative)
+    return Number(NumberKind.INFINITE, negative)
 
 
 def finite(value: Fraction | int) -> Number:
     """The number with this real value; 0 gives +0."""
-    return Number(Kind.FINITE, value < 0, abs(Fraction(value)))
+    return Number(NumberKind.FINITE, value < 0, abs(Fraction(value)))
 
 
-@cache  # the exponents of formats are few, and each is asked for a million times
+@cache  # the exponents of formats are few, and each is used a million times
 def power_of_two(exponent: int) -> Fraction:
     """`2^exponent`."""
     return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
@@ -88,7 +88,7 @@ def multiply(x: Number, y: Number) -> Number:
     negative = x.negative != y.negative
     if x.is_infinite or y.is_infinite:
         return NAN if x.is_zero or y.is_zero else infinity(negative)
-    return Number(Kind.FINITE, negative, x.magnitude * y.magnitude)
+    return Number(NumberKind.FINITE, negative, x.magnitude * y.magnitude)
 
 
 def add(x: Number, y: Number) -> Number:
@@ -101,5 +101,5 @@ def add(x: Number, y: Number) -> Number:
         return x if x.is_infinite else y
     total = x.value + y.value
     if total == 0:
-        return Number(Kind.FINITE, x.negative and y.negative)
+        return Number(NumberKind.FINITE, x.negative and y.negative)
     return finite(total)

@@ -3,7 +3,7 @@
 float8 [ACC-1..5] runs in float32 with every operation exact: a product of two codes has at most 8 significant bits and
 a raw exponent of -20..23 (E5M2 x E4M3, the widest pair), the accumulator has 14 bits and, being a multiple of
 2^(-20 - 13) at any time, no exponent below -33, and the sum of a step is a whole number below 2^24. Nothing finite is
-rounded or overflows on the way, and what is subnormal is cut to zero, so neither flushing, contraction nor
+rounded or overflows on the way, and subnormals are cut to zero, so neither flushing, contraction nor
 reassociation can change a bit. Infinities and NaN are carried as IEEE 754 does [SPEC-1].
 
 bfloat16 [BF16-1] aligns to 25 bits in the exponent range of float32. Its terms are products of integer significands
@@ -32,7 +32,7 @@ _EXPONENT_OFFSET = -_ZERO_FLOAT8
 _NOT_FINITE, _NAN, _NEGATIVE = 1 << 14, 1 << 13, 1 << 15
 
 
-class Operand(NamedTuple):
+class Unpacked(NamedTuple):
     """A block of codes, taken apart."""
 
     value: jax.Array
@@ -58,31 +58,31 @@ def unpacked_float8(code: jax.Array, format: Format) -> jax.Array:
     return (sign | special | exponent | sig).astype(jnp.uint16)
 
 
-def float8_operand(x: jax.Array) -> Operand:
+def float8_operand(x: jax.Array) -> Unpacked:
     """A block of unpacked float8 codes taken apart."""
     exponent = ((x >> _FRACTION_BITS + 1) & 0x7F).astype(jnp.int32) - _EXPONENT_OFFSET
     last_place = exponent + (FLOAT32.bias - _FRACTION_BITS) << FLOAT32.fraction_bits
     magnitude = (x & 0xF).astype(jnp.float32) * _float32(last_place)
     special = jnp.where(x & _NAN != 0, jnp.float32(jnp.nan), jnp.float32(jnp.inf))
     magnitude = jnp.where(x & _NOT_FINITE != 0, special, magnitude)
-    return Operand(jnp.where(x >= _NEGATIVE, -magnitude, magnitude), exponent.astype(jnp.int8))
+    return Unpacked(jnp.where(x >= _NEGATIVE, -magnitude, magnitude), exponent.astype(jnp.int8))
 
 
-def integer_operand(code: jax.Array, format: Format) -> Operand:
+def integer_operand(code: jax.Array, format: Format) -> Unpacked:
     """A block of codes (uint32) of at most 16 bits taken apart, their significands as integers."""
     sig, exponent = _fields(code, format, ZERO_EXPONENT)
     sig = sig.astype(jnp.float32)
-    return Operand(jnp.where(code >= format.sign_mask, -sig, sig), exponent.astype(jnp.int16))
+    return Unpacked(jnp.where(code >= format.sign_mask, -sig, sig), exponent.astype(jnp.int16))
 
 
 def _fields(code: jax.Array, format: Format, exponent_of_zero: int) -> tuple[jax.Array, jax.Array]:
-    """Integer significands without sign (uint32) and raw exponents (int32); 0 for what is not finite."""
+    """Integer significands without sign (uint32) and raw exponents (int32); 0 for NaN and infinities."""
     is_term = is_finite(code, format) & ((code & format.magnitude_mask) != 0)
     sig = (code & format.fraction_mask) | _hidden_bit(code, format)
     return (jnp.where(is_term, sig, jnp.uint32(0)), jnp.where(is_term, _raw_exponent(code, format), exponent_of_zero))
 
 
-def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b: Operand) -> jax.Array:
+def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Unpacked, b: Unpacked) -> jax.Array:
     """The accumulator after one step, [TM, TN] float32: [ACC-2] to [ACC-5].
 
     Shapes: a [TM, step_k], b [step_k, TN].
@@ -92,10 +92,10 @@ def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b:
     product_exponent = _largest_exponent(a, b).astype(jnp.int32)
     e_max = jnp.maximum(product_exponent, -60) + FLOAT32.bias << fraction
     e_max = jnp.maximum(e_max, _int32_bits(accumulator) & softfloat.INFINITY)
-    # 2. [ACC-3] In units of 2^(e_max - 13) a term is below 2^15; the integer next to it toward zero is what is left.
+    # 2. [ACC-3] In units of 2^(e_max - 13) a term is below 2^15; the integer next to it toward zero is left.
     unit = e_max - (aligned << fraction)
     to_units, from_units = _float32((2 * FLOAT32.bias << fraction) - unit), _float32(unit)
-    # 3. [ACC-4] Added exactly; what is not finite as IEEE 754 does [SPEC-1].
+    # 3. [ACC-4] Added exactly; NaN and infinities as in IEEE 754 [SPEC-1].
     total = _cut(accumulator * to_units)
     for a_k, b_k in _outer_pairs(a.value, b.value):
         total = total + _cut_product(a_k, b_k, to_units)
@@ -104,7 +104,7 @@ def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b:
     return jnp.where(total == 0, 0, _float32(_int32_bits(total) & ~dropped) * from_units)
 
 
-def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b: Operand) -> jax.Array:
+def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Unpacked, b: Unpacked) -> jax.Array:
     """The accumulator after one step, [TM, TN] uint32 float32 bit patterns: [BF16-1].
 
     Shapes: a [TM, step_k], b [step_k, TN].
@@ -132,7 +132,7 @@ def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, 
     total = terms + kept
     is_negative = jnp.where((terms < 0) == (kept < 0), terms < 0, total < 0)
     units = jnp.where(is_negative, -total, total).astype(jnp.uint32)
-    # 4. [ACC-5] Normalise and cut to float32; what is cut to nothing is +0. An infinity, from overflow, stays.
+    # 4. [ACC-5] Normalise and cut to float32; a sum that is cut to nothing is +0. An infinity, from overflow, stays.
     shift = softfloat.leading_zeros(units)
     packed = softfloat.pack_toward_zero(e_max + 31 - aligned - shift.astype(jnp.int32), units << shift)
     result = jnp.where(is_negative & (packed != 0), packed | (jnp.uint32(1) << 31), packed)
@@ -140,7 +140,7 @@ def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, 
 
 
 def special_terms(a: jax.Array, b: jax.Array) -> jax.Array:
-    """What the terms that are not finite make of each sum: NaN, +-inf, or a finite number [SPEC-1].
+    """The effect of NaN and infinite terms on each sum: NaN, +-inf, or a finite number [SPEC-1].
 
     IEEE arithmetic says the rule by itself, in any order, once every finite value is replaced by its sign.
 
@@ -151,14 +151,14 @@ def special_terms(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def sign_values(code: jax.Array, format: Format) -> jax.Array:
     """Float32: NaN, +-inf, 0, or the sign of any other value."""
-    # The exponent bits alone tell what is not finite; any other value but zero becomes its sign.
+    # The exponent bits alone tell NaN and infinities; any other value but zero becomes its sign.
     bits = float32_bits(code, format)
     magnitude = bits & softfloat.INFINITY
-    one = jnp.where(bits << 1 == 0, jnp.uint32(0), jnp.uint32(softfloat.ONE) | (bits >> 31) << 31)
-    return softfloat.from_bits(jnp.where(magnitude == softfloat.INFINITY, bits, one))
+    sign = jnp.where(bits << 1 == 0, jnp.uint32(0), jnp.uint32(softfloat.ONE) | (bits >> 31) << 31)
+    return softfloat.from_bits(jnp.where(magnitude == softfloat.INFINITY, bits, sign))
 
 
-def _largest_exponent(a: Operand, b: Operand) -> jax.Array:
+def _largest_exponent(a: Unpacked, b: Unpacked) -> jax.Array:
     """[ACC-2] The largest exponent among the products, [TM, TN], in the operands' own narrow integers."""
     sums = (a_k + b_k for a_k, b_k in _outer_pairs(a.exponent, b.exponent))
     return functools.reduce(jnp.maximum, sums)
@@ -169,8 +169,8 @@ def _outer_pairs(a: jax.Array, b: jax.Array) -> list[tuple[jax.Array, jax.Array]
 
     Shapes: a [TM, K], b [K, TN] -> K pairs of [TM, 1] and [1, TN].
     """
-    ones = (1,) * a.shape[1]
-    return list(zip(lax.split(a, ones, 1), lax.split(b, ones, 0), strict=True))
+    widths = (1,) * a.shape[1]
+    return list(zip(lax.split(a, widths, 1), lax.split(b, widths, 0), strict=True))
 
 
 def _raw_exponent(code: jax.Array, format: Format) -> jax.Array:
@@ -191,7 +191,7 @@ def _cut_product(a: jax.Array, b: jax.Array, to_units: jax.Array) -> jax.Array:
 
 
 def _cut(x: jax.Array) -> jax.Array:
-    """The integer next to x toward zero, with its sign; what is not finite as it is."""
+    """The integer next to x toward zero, with its sign; NaN and infinities stay."""
     magnitude = _int32_bits(lax.floor(lax.abs(x)))
     return _float32(magnitude | (_int32_bits(x) & -0x80000000))
 

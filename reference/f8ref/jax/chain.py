@@ -17,7 +17,7 @@ from jax import lax
 from f8emu.spec import BFLOAT16, E4M3FN, AccumulationModel, Format, Rounding
 from f8ref.jax import softfloat
 from f8ref.jax.accumulate import (
-    Operand,
+    Unpacked,
     bfloat16_step,
     float8_operand,
     float8_step,
@@ -42,7 +42,7 @@ class Step(Enum):
 
 
 class Chain(NamedTuple):
-    """What is static about the sums of one GEMM."""
+    """The static part of the sums of one GEMM."""
 
     model: AccumulationModel
     a_format: Format
@@ -56,7 +56,7 @@ class Chain(NamedTuple):
 
     @property
     def step(self) -> Step:
-        """What computes the steps: float32 or int32 where their terms fit it."""
+        """The type that computes the steps: float32 or int32 where their terms fit it."""
         # The fast steps cut and do not round, and their sums fit 24 or 32 bits; all else is general.
         model = self.model
         is_cut = model.rounding is Rounding.TOWARD_ZERO and model.floored is None
@@ -122,7 +122,7 @@ def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
     Shapes: operands a [TM, padded_k], b [padded_k, TN] -> [TM, TN].
     """
     zero = _zero(chain, a, b)
-    # What is finite of float8 is 0 or of 2^-33 to 2^60: XLA's own float32 addition has nothing to flush.
+    # Finite terms of float8 are 0 or of 2^-33 to 2^60: XLA's own float32 addition has nothing to flush.
     add = jnp.add if chain.step is Step.FLOAT8 else functools.partial(rounded_sum, chain.model)
     block_sum = _block_sum(chain, a, b)
 
@@ -150,7 +150,7 @@ def multiply_add(chain: Chain, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.
     else:
         zero = jnp.zeros_like(c)
         total = lax.fori_loop(0, chain.blocks, lambda i, t: rounded_sum(chain.model, t, block_sum(i, zero)), c)
-    # [SPEC-1] IEEE's sum of what is not finite: where the products have nothing of it, adding them changes nothing.
+    # [SPEC-1] IEEE's sum of NaN and infinities; adding finite products to it changes nothing.
     from_products = _with_specials(chain, a, b, jnp.zeros_like(c))
     special = softfloat.add(from_products, c)
     is_special = ((from_products & 0x7FFFFFFF) >= softfloat.INFINITY) | ((c & 0x7FFFFFFF) >= softfloat.INFINITY)
@@ -180,9 +180,9 @@ def blockwise_sum(
         return one_slice(0, chain.blocks)
 
     def add_slice(s: jax.Array, total: jax.Array) -> jax.Array:  # [CHAIN-3]
-        found = one_slice(*chain.slice_blocks(s))
+        slice_total = one_slice(*chain.slice_blocks(s))
         # The first total is not added to +0, which would turn -0 into +0.
-        return jnp.where(s == 0, found, softfloat.add(total, found))
+        return jnp.where(s == 0, slice_total, softfloat.add(total, slice_total))
 
     return lax.fori_loop(0, chain.slices, add_slice, jnp.zeros(zero.shape, jnp.uint32))
 
@@ -216,7 +216,7 @@ def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array,
 
     fraction_bits = chain.a_format.fraction_bits + chain.b_format.fraction_bits
 
-    def one_step(accumulator: jax.Array, a_s: Operand, b_s: Operand) -> jax.Array:
+    def one_step(accumulator: jax.Array, a_s: Unpacked, b_s: Unpacked) -> jax.Array:
         if chain.step is Step.GENERAL:
             return general_step(chain.model, fraction_bits, accumulator, a_s, b_s)
         return bfloat16_step(chain.model, accumulator, a_s, b_s)
@@ -227,8 +227,8 @@ def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array,
         b_i = integer_operand(_block(chain, b, i, 0).astype(jnp.uint32), chain.b_format)
 
         def body(step: jax.Array, accumulator: jax.Array) -> jax.Array:
-            a_s = Operand(*(lax.dynamic_slice_in_dim(x, step * step_k, step_k, 1) for x in a_i))
-            b_s = Operand(*(lax.dynamic_slice_in_dim(x, step * step_k, step_k, 0) for x in b_i))
+            a_s = Unpacked(*(lax.dynamic_slice_in_dim(x, step * step_k, step_k, 1) for x in a_i))
+            b_s = Unpacked(*(lax.dynamic_slice_in_dim(x, step * step_k, step_k, 0) for x in b_i))
             return one_step(accumulator, a_s, b_s)
 
         return lax.fori_loop(0, steps, body, accumulator)
@@ -239,8 +239,8 @@ def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array,
 def _with_specials(chain: Chain, a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
     """[SPEC-1] The totals as bit patterns, with NaN and infinities where the operands ask for them."""
     if chain.step is Step.FLOAT8:  # the steps carried them
-        found = softfloat.bits(total)
-        return jnp.where(found & 0x7FFFFFFF > softfloat.INFINITY, jnp.uint32(softfloat.NAN), found)
+        bits = softfloat.bits(total)
+        return jnp.where(bits & 0x7FFFFFFF > softfloat.INFINITY, jnp.uint32(softfloat.NAN), bits)
 
     def replaced(a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
         signs = sign_values(a.astype(jnp.uint32), chain.a_format), sign_values(b.astype(jnp.uint32), chain.b_format)

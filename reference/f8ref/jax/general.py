@@ -12,7 +12,7 @@ from jax import lax
 
 from f8emu.spec import FLOAT32, AccumulationModel, FlooredSum, Format, Rounding
 from f8ref.jax import softfloat
-from f8ref.jax.accumulate import ZERO_EXPONENT, Operand
+from f8ref.jax.accumulate import ZERO_EXPONENT, Unpacked
 from f8ref.jax.codec import codes, float32_bits, round_to_code, typed
 
 _INT32_TERMS = 16
@@ -44,7 +44,7 @@ def taken(
 
 @functools.partial(jax.jit, static_argnames=("format", "into"))
 def _converted(x: jax.Array, format: Format, into: Format) -> jax.Array:
-    # On bit patterns: XLA may flush what is subnormal.
+    # On bit patterns: XLA may flush subnormals.
     return typed(round_to_code(float32_bits(codes(x, format), format), into), into)
 
 
@@ -56,7 +56,7 @@ def _ordered(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
 
 
 def general_step(
-    model: AccumulationModel, fraction_bits: int, accumulator: jax.Array, a: Operand, b: Operand
+    model: AccumulationModel, fraction_bits: int, accumulator: jax.Array, a: Unpacked, b: Unpacked
 ) -> jax.Array:
     """The accumulator after one step, [TM, TN] uint32 float32 bit patterns.
 
@@ -65,12 +65,12 @@ def general_step(
     # 1. The accumulator's significand and exponent.
     magnitude = accumulator & 0x7FFFFFFF
     field = (magnitude >> FLOAT32.fraction_bits).astype(jnp.int32)
-    own = jnp.maximum(field, 1) - FLOAT32.bias
+    exponents = jnp.maximum(field, 1) - FLOAT32.bias
     sig = (accumulator & FLOAT32.fraction_mask | (field > 0).astype(jnp.uint32) << FLOAT32.fraction_bits).astype(
         jnp.int32
     )
     # [ACC-2] float32 holds a subnormal of float16 normalised; its exponent is float16's smallest.
-    limited = jnp.maximum(own, model.accumulator.min_exponent)
+    limited = jnp.maximum(exponents, model.accumulator.min_exponent)
     e_acc = jnp.where(magnitude == 0, 2 * ZERO_EXPONENT, limited)
     is_negative = accumulator >> 31 != 0
 
@@ -79,11 +79,11 @@ def general_step(
         e_max = jnp.maximum(_largest(a, b, range(model.step_k)), e_acc)
         unit = e_max - model.aligned_fraction_bits
         total = _cut_sum(fraction_bits, a, b, range(model.step_k), unit)
-        start = _cut(sig, own - FLOAT32.fraction_bits - unit)
+        start = _cut(sig, exponents - FLOAT32.fraction_bits - unit)
         total = _plus(total, _widened(jnp.where(is_negative, -start, start)))
     else:
         signed = jnp.where(is_negative, -sig, sig)
-        total, unit = _floored_total(model, model.floored, fraction_bits, a, b, signed, own, e_acc)
+        total, unit = _floored_total(model, model.floored, fraction_bits, a, b, signed, exponents, e_acc)
     # 3. [ACC-5], [CHIP-4] Cut or rounded. An infinite accumulator stays.
     result = _rounded(model, total, unit)
     return jnp.where(magnitude == softfloat.INFINITY, accumulator, result)
@@ -94,20 +94,20 @@ def rounded_sum(model: AccumulationModel, total: jax.Array, partial: jax.Array) 
 
     float32 has 24 bits, twice the 11 of float16 and two more, so rounding twice is rounding once.
     """
-    found = softfloat.add(total, partial)
+    total_sum = softfloat.add(total, partial)
     if model.accumulator == FLOAT32:
-        return found
-    return float32_bits(round_to_code(found, model.accumulator), model.accumulator)
+        return total_sum
+    return float32_bits(round_to_code(total_sum, model.accumulator), model.accumulator)
 
 
 def _floored_total(
     model: AccumulationModel,
     floored: FlooredSum,
     fraction_bits: int,
-    a: Operand,
-    b: Operand,
+    a: Unpacked,
+    b: Unpacked,
     sig: jax.Array,
-    own: jax.Array,
+    exponents: jax.Array,
     e_acc: jax.Array,
 ) -> tuple[Wide, jax.Array]:
     """[CHIP-6] The sum of the products and the accumulator, each floored to its own unit, and the smaller unit."""
@@ -125,25 +125,25 @@ def _floored_total(
     finer = floored.fraction_bits - model.aligned_fraction_bits
     total = _floored(_shifted_left(_widened(dot), finer), e_max - e_dot)
     scaled = sig << (floored.accumulator_fraction_bits - FLOAT32.fraction_bits)
-    kept = scaled >> jnp.clip(e_max - own, 0, 31)
+    kept = scaled >> jnp.clip(e_max - exponents, 0, 31)
     if floored.accumulator_reach is not None:
         kept = jnp.where(e_max - e_acc > floored.accumulator_reach, 0, kept)
     start = _shifted_left(_widened(kept), floored.fraction_bits - floored.accumulator_fraction_bits)
     return _plus(total, start), e_max - floored.fraction_bits
 
 
-def _largest(a: Operand, b: Operand, group: range) -> jax.Array:
+def _largest(a: Unpacked, b: Unpacked, group: range) -> jax.Array:
     sums = (a.exponent[:, k, None] + b.exponent[k, None, :] for k in group)
     return functools.reduce(jnp.maximum, sums).astype(jnp.int32)
 
 
-def _cut_sum(fraction_bits: int, a: Operand, b: Operand, group: range, unit: jax.Array) -> Wide:
+def _cut_sum(fraction_bits: int, a: Unpacked, b: Unpacked, group: range, unit: jax.Array) -> Wide:
     # Int32 holds the sum of so many terms; the sums of these are 64 bits wide.
     parts = (group[i : i + _INT32_TERMS] for i in range(0, len(group), _INT32_TERMS))
     return functools.reduce(_plus, (_widened(_int32_sum(fraction_bits, a, b, part, unit)) for part in parts))
 
 
-def _int32_sum(fraction_bits: int, a: Operand, b: Operand, group: range, unit: jax.Array) -> jax.Array:
+def _int32_sum(fraction_bits: int, a: Unpacked, b: Unpacked, group: range, unit: jax.Array) -> jax.Array:
     """[ACC-3], [ACC-4] The products of a group in units of `2^unit`, each cut toward zero."""
     total = jnp.zeros_like(unit)
     for k in group:
@@ -161,7 +161,7 @@ def _cut(magnitude: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def _rounded(model: AccumulationModel, total: Wide, unit: jax.Array) -> jax.Array:
-    """[ACC-5], [CHIP-4] Float32 bit patterns of `total * 2^unit`, cut or rounded; what is zero then is +0."""
+    """[ACC-5], [CHIP-4] Float32 bit patterns of `total * 2^unit`, cut or rounded; a zero result is +0."""
     high, low = _magnitude(total)
     zeros, top = _normalised(high, low)
     exponent = unit + 63 - zeros

@@ -44,7 +44,7 @@ def scaled_mm(
         split_k=split_k,
         chip=chip,
     )
-    # 2. The operands as the steps take them [CHIP-1], [CHIP-2], and what is static of their sums.
+    # 2. The operands as the steps take them [CHIP-1], [CHIP-2], and the static part of their sums.
     pair = gemm.granularities
     assert pair is not None, "a scaled_mm has scales"
     a, b, scale_a, scale_b = map(jnp.asarray, (a, b, scale_a, scale_b))

@@ -26,7 +26,7 @@ Float64 = NDArray[np.float64]
 Exponents = NDArray[np.integer[Any]]
 
 
-class Operand(NamedTuple):
+class Decoded(NamedTuple):
     """An operand of a GEMM, decoded, K first.
 
     Chains that do not depend on each other may stand side by side: [K of one, chains, rows] (`side_by_side`).
@@ -47,20 +47,19 @@ class Operand(NamedTuple):
     def rows(self) -> int:
         return self.values.shape[-1]
 
-    def part(self, k: slice = slice(None), rows: slice = slice(None)) -> "Operand":
+    def part(self, k: slice = slice(None), rows: slice = slice(None)) -> "Decoded":
         """Some of K and some of the rows; no copy."""
-        return Operand(self.values[k, ..., rows], self.exponents[k, ..., rows], self.is_paired)
+        return Decoded(self.values[k, ..., rows], self.exponents[k, ..., rows], self.is_paired)
 
-    def chains(self, k: slice, length: int) -> "Operand":
+    def chains(self, k: slice, length: int) -> "Decoded":
         """Some of K, whole times `length`, as chains of that length side by side; no copy."""
         values, exponents = self.values[k], self.exponents[k]
         shape = (len(values) // length, length, *values.shape[1:])
-        return Operand(
-            values.reshape(shape).swapaxes(0, 1), exponents.reshape(shape).swapaxes(0, 1), self.is_paired
-        )  # fmt: skip
+        values, exponents = (x.reshape(shape).swapaxes(0, 1) for x in (values, exponents))
+        return Decoded(values, exponents, self.is_paired)
 
 
-def operand(x: Array, format: Format, model: AccumulationModel) -> Operand:
+def operand(x: Array, format: Format, model: AccumulationModel) -> Decoded:
     """A typed matrix [rows, K] as an operand.
 
     Where the model says so, it is converted [CHIP-1], and K put in an order and padded to whole ones [CHIP-2].
@@ -78,7 +77,7 @@ def operand(x: Array, format: Format, model: AccumulationModel) -> Operand:
     # 3. [OP-1] Values and raw exponents by tables, K first.
     codes = np.ascontiguousarray(codes_of(x, format).T)
     values = decode_table(format)[codes]
-    return Operand(
+    return Decoded(
         values if are_exact_in_float32(format, model) else values.astype(np.float64), exponent_table(format)[codes]
     )
 
@@ -94,7 +93,7 @@ def are_exact_in_float32(format: Format, model: AccumulationModel) -> bool:
     return is_small and model.floored is None and sum_bits <= FLOAT32.fraction_bits + 1
 
 
-def tensor_core_step(accumulator: Float64, a: Operand, b: Operand, model: AccumulationModel) -> Float64:
+def tensor_core_step(accumulator: Float64, a: Decoded, b: Decoded, model: AccumulationModel) -> Float64:
     """`accumulator + sum over k of a * b`, as the tensor core adds: aligned and cut, on Hopper never rounded.
 
     Shapes: `a` [step_k, M], `b` [step_k, N]; `accumulator` and the result [M, N]. If paired, `a` and `b`
@@ -120,7 +119,7 @@ def tensor_core_step(accumulator: Float64, a: Operand, b: Operand, model: Accumu
     return _normalized(total, model)
 
 
-def products(a: Operand, b: Operand) -> tuple[Any, Exponents]:
+def products(a: Decoded, b: Decoded) -> tuple[Any, Exponents]:
     """[OP-2] Exact, with the sum of the exponents: not normalised. Those of a zero take no part in [ACC-2]."""
     values_a, values_b = _meeting(a, b, a.values, b.values)
     exponents_a, exponents_b = _meeting(a, b, a.exponents, b.exponents)
@@ -147,13 +146,13 @@ def power_of_two(n: Exponents) -> Float64:
     return np.ldexp(1.0, n)
 
 
-def _meeting(a: Operand, b: Operand, of_a: Array, of_b: Array) -> tuple[Array, Array]:
+def _meeting(a: Decoded, b: Decoded, of_a: Array, of_b: Array) -> tuple[Array, Array]:
     """Something of each operand, [K, rows], so that what meets is multiplied elementwise."""
     return (of_a, of_b) if a.is_paired and b.is_paired else (of_a[..., :, None], of_b[..., None, :])
 
 
 def exponents_of(accumulator: Float64, format: Format) -> Exponents:
-    """[ACC-2] Of a subnormal its format's smallest, of zero `ABSENT`; of what is not finite any."""
+    """[ACC-2] The exponent of each number: a subnormal has its format's smallest, zero `ABSENT`, NaN and inf any."""
     return np.where(accumulator == 0, ABSENT, _limited_exponents(accumulator, format))
 
 
@@ -201,7 +200,7 @@ def _floored_total(
 
 
 def chain(
-    a: Operand, b: Operand, model: AccumulationModel, start: NDArray[np.float32] | None = None
+    a: Decoded, b: Decoded, model: AccumulationModel, start: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
     """Steps from `start`, or zero, over all of K, each on the accumulator of the one before [ACC-1], [CHAIN-1].
 
@@ -215,11 +214,11 @@ def chain(
     return accumulator.astype(np.float32)  # exact: at most 24 significant bits, in range
 
 
-def _outputs_shape(a: Operand, b: Operand) -> tuple[int, ...]:
+def _outputs_shape(a: Decoded, b: Decoded) -> tuple[int, ...]:
     return a.values.shape[1:] if a.is_paired else (*a.values.shape[1:], b.rows)
 
 
-def side_by_side(a: Operand, b: Operand, length: int) -> Iterator[tuple[Operand, Operand]]:
+def side_by_side(a: Decoded, b: Decoded, length: int) -> Iterator[tuple[Decoded, Decoded]]:
     """Chains of `length` along K, in order, as many side by side as fill a tile; a shorter one at the end by itself."""
     width = max(TILE // max(prod(_outputs_shape(a, b)), 1), 1) * length
     whole = a.k - a.k % length
@@ -231,7 +230,7 @@ def side_by_side(a: Operand, b: Operand, length: int) -> Iterator[tuple[Operand,
         yield a.chains(part, a.k - whole), b.chains(part, a.k - whole)
 
 
-def partials(a: Operand, b: Operand, model: AccumulationModel) -> Iterator[NDArray[np.float32]]:
+def partials(a: Decoded, b: Decoded, model: AccumulationModel) -> Iterator[NDArray[np.float32]]:
     """The chains, in order of K, that a total takes up: one every `promote_k` [CHAIN-2], or a single one.
 
     Shapes: `a` [K, M], `b` [K, N]; each is [M, N].
@@ -240,7 +239,7 @@ def partials(a: Operand, b: Operand, model: AccumulationModel) -> Iterator[NDArr
         yield from chain(*chains, model)
 
 
-def accumulate(a: Operand, b: Operand, model: AccumulationModel, split_k: int = 1) -> NDArray[np.float32]:
+def accumulate(a: Decoded, b: Decoded, model: AccumulationModel, split_k: int = 1) -> NDArray[np.float32]:
     """The accumulator of a whole GEMM, before any scale.
 
     Shapes: `a` [K, M], `b` [K, N]; the result [M, N].
@@ -261,7 +260,7 @@ def accumulate(a: Operand, b: Operand, model: AccumulationModel, split_k: int = 
     return total
 
 
-def multiply_add(a: Operand, b: Operand, c: NDArray[np.float32], model: AccumulationModel) -> NDArray[np.float32]:
+def multiply_add(a: Decoded, b: Decoded, c: NDArray[np.float32], model: AccumulationModel) -> NDArray[np.float32]:
     """`dot(a, b) + c` of each case, c being the first accumulator, or the first total of a model that promotes.
 
     Shapes: paired `a`, `b` [K, cases]; c and the result [cases].
@@ -297,5 +296,5 @@ def _sum(total: NDArray[np.float32], partial: NDArray[np.float32], format: Forma
     Exactness: float32 has 24 bits, twice the 11 of float16 and two more, so rounding twice is rounding once.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        found = total + partial
-        return found if format == FLOAT32 else np.asarray(found, np.float16).astype(np.float32)
+        result = total + partial
+        return result if format == FLOAT32 else np.asarray(result, np.float16).astype(np.float32)

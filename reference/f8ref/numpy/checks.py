@@ -14,8 +14,8 @@ from f8emu.spec.gemm_call import GemmCall, Shaped, group_parts, mm_call, scaled_
 from f8ref.numpy.codec import Array, as_float32
 
 
-class Gemm(NamedTuple):
-    """A GEMM that is not refused."""
+class GemmArrays(NamedTuple):
+    """The arrays of a GEMM that is not refused."""
 
     call: GemmCall
     a_MK: Array
@@ -29,23 +29,23 @@ class Gemm(NamedTuple):
 
 def checked_scaled_mm(
     a: ArrayLike, b: ArrayLike, scale_a: ArrayLike, scale_b: ArrayLike, *, bias: ArrayLike | None = None, **options: Any
-) -> Gemm:
+) -> GemmArrays:
     """The arguments of `scaled_mm`; raises what that raises."""
     tensorwise = dict.fromkeys(("granularity_a", "granularity_b"), Granularity.TENSORWISE)
     arrays = [np.asarray(x) for x in (a, b, scale_a, scale_b)]
     addend = None if bias is None else np.asarray(bias)
-    given: dict[str, Any] = {"split_k": 1, **tensorwise, **options}
-    call = scaled_mm_call(*map(_shaped, arrays), bias=None if addend is None else _shaped(addend), **given)
+    defaults: dict[str, Any] = {"split_k": 1, **tensorwise, **options}
+    call = scaled_mm_call(*map(_shaped, arrays), bias=None if addend is None else _shaped(addend), **defaults)
     a_MK, b_KN, factor_a, factor_b = arrays
     # A tensorwise scale may have any shape of one element.
     if call.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
         factor_a, factor_b = factor_a.reshape(1, 1), factor_b.reshape(1, 1)
     values = None if addend is None else as_float32(addend, "scaled_mm: bias")
-    return Gemm(call, a_MK, b_KN.T, factor_a, factor_b.T, values)
+    return GemmArrays(call, a_MK, b_KN.T, factor_a, factor_b.T, values)
 
 
 def grouped_product(
-    product: Callable[[Gemm], Array],
+    product: Callable[[GemmArrays], Array],
     a: ArrayLike,
     b: ArrayLike,
     scale_a: ArrayLike,
@@ -64,19 +64,19 @@ def grouped_product(
     parts = group_parts(call, None if ends is None else ends.tolist())
     scales = [(scale_a[part.scale_a][:, None], scale_b[part.scale_b][:, None]) for part in parts]
     # 2. Their products, each in its place.
-    gemms = [Gemm(part.gemm, a[part.a], b[part.b].T, *of) for part, of in zip(parts, scales, strict=True)]
+    gemms = [GemmArrays(part.gemm, a[part.a], b[part.b].T, *of) for part, of in zip(parts, scales, strict=True)]
     products = [product(gemm) for gemm in gemms]
     out = np.zeros(call.out_shape, products[0].dtype)  # beyond the last group
-    for part, found in zip(parts, products, strict=True):
-        out[part.out] = found
+    for part, product_of_part in zip(parts, products, strict=True):
+        out[part.out] = product_of_part
     return out
 
 
-def checked_mm(a: ArrayLike, b: ArrayLike, **options: Any) -> Gemm:
+def checked_mm(a: ArrayLike, b: ArrayLike, **options: Any) -> GemmArrays:
     """The arguments of `mm`; raises what that raises."""
     a_MK, b_KN = np.asarray(a), np.asarray(b)
-    given: dict[str, Any] = {"split_k": 1, **options}
-    return Gemm(mm_call(_shaped(a_MK), _shaped(b_KN), **given), a_MK, b_KN.T)
+    defaults: dict[str, Any] = {"split_k": 1, **options}
+    return GemmArrays(mm_call(_shaped(a_MK), _shaped(b_KN), **defaults), a_MK, b_KN.T)
 
 
 def _shaped(x: Array) -> Shaped:

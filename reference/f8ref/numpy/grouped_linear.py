@@ -85,8 +85,8 @@ def by_expert(
         return GroupedLinearTrace(experts, result, None, None)
     grad_input = rows([trace.grad_input.product for trace in experts if trace.grad_input], w.shape[2])
     grad_weight = np.zeros(w.shape, x.dtype)
-    for own, trace in zip(grad_weight, experts, strict=True):
-        own[...] = trace.grad_weight.product if trace.grad_weight else 0
+    for gradient, trace in zip(grad_weight, experts, strict=True):
+        gradient[...] = trace.grad_weight.product if trace.grad_weight else 0
     return GroupedLinearTrace(experts, result, grad_input, grad_weight)
 
 

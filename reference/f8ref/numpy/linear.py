@@ -42,12 +42,12 @@ DelayedStates = Mapping[str, DelayedState]
 
 
 class Verbs(NamedTuple):
-    """What computes a layer: functions with the arguments and the bits of those of `f8ref.numpy`."""
+    """The functions that compute a layer, with the arguments and the bits of those of `f8ref.numpy`."""
 
     amax: Callable[..., NDArray[np.float32]]
     scale_from_amax: Callable[..., Scales]
     quantize: Callable[..., Array]
-    product: Callable[[checks.Gemm], Array]
+    product: Callable[[checks.GemmArrays], Array]
 
 
 def linear(
@@ -118,7 +118,7 @@ def traced(
         )
         return GemmTrace(a, b, _product(a, b, spec, out_format, split_k.get(name, 1), chip, verbs))
 
-    # 3. The forward, the backward where it is asked for, and the bias.
+    # 3. The forward, the backward if there is a grad_output, and the bias.
     output = gemm("output")
     grad_input = grad_weight = None
     if grad_output is not None:
@@ -218,7 +218,7 @@ def _delayed_states(recipe: Recipe, delayed_state: DelayedStates | None, tensors
                 "leave it out"
             )
         return {}
-    # Of a tensor that no GEMM casts to float8, no state is needed.
+    # A tensor that no GEMM casts to float8 needs no state.
     needed = {t for t in tensors if any(not cast.is_high_precision for _, _, cast in recipe.casts(t))}
     needed &= set(recipe.delayed.tensors)
     missing = sorted(needed - set(delayed_state or {}))

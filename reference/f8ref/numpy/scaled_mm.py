@@ -20,9 +20,9 @@ from f8emu.spec import (
     output_format,
 )
 from f8emu.spec.gemm_call import GemmCall
-from f8ref.numpy.accumulate import TILE, Operand, accumulate, chain, multiply_add, operand, side_by_side
+from f8ref.numpy.accumulate import TILE, Decoded, accumulate, chain, multiply_add, operand, side_by_side
 from f8ref.numpy.cast import convert
-from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm, grouped_product
+from f8ref.numpy.checks import GemmArrays, checked_mm, checked_scaled_mm, grouped_product
 from f8ref.numpy.codec import Array, as_float32, typed_array
 
 _TILE_N = 256
@@ -158,7 +158,7 @@ def mma(a: ArrayLike, b: ArrayLike, c: ArrayLike, *, chip: Chip = HOPPER, out_dt
         return convert(multiply_add(left, right, as_float32(c_C, "mma: c"), model), out_format)
 
 
-def product(gemm: Gemm) -> Array:
+def product(gemm: GemmArrays) -> Array:
     """The output [M, N] of a GEMM."""
     call, model = gemm.call, gemm.call.model
     a_KM, b_KN = (operand(x, f, model) for x, f in zip((gemm.a_MK, gemm.b_NK), call.formats, strict=True))
@@ -203,7 +203,7 @@ def with_bias(result: Array, bias: Array) -> Array:
 
 
 def _blockwise(
-    a: Operand, b: Operand, scale_a: NDArray[np.float32], scale_b: NDArray[np.float32], call: GemmCall
+    a: Decoded, b: Decoded, scale_a: NDArray[np.float32], scale_b: NDArray[np.float32], call: GemmCall
 ) -> NDArray[np.float32]:
     """The float32 total of a blockwise GEMM [EPI-5], or the sum of those of the slices of K [CHAIN-3]."""
     both_vectors = call.granularities == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
@@ -241,7 +241,7 @@ def _blockwise(
     return _tiled(a.rows, b.rows, tile)
 
 
-def _accumulated(a: Operand, b: Operand, model: AccumulationModel, split_k: int) -> NDArray[np.float32]:
+def _accumulated(a: Decoded, b: Decoded, model: AccumulationModel, split_k: int) -> NDArray[np.float32]:
     """`accumulate` of the whole matrices."""
     return _tiled(
         a.rows, b.rows, lambda rows, columns: accumulate(a.part(rows=rows), b.part(rows=columns), model, split_k)
