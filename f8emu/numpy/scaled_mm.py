@@ -256,8 +256,8 @@ def grouped_linear(
     """Every amax, scale, code and product of a grouped linear layer; the backward too if `grad_output` is given.
 
     Expert by expert a `linear` of the rows from `offs[e - 1]` (0 for the first) up to `offs[e]`, which may be none, and
-    of `weight[e]`, with scales of its own. `delayed_state` gives the states of each expert. The plan splits K only
-    where an operand is E5M2: the grouped kernels, which multiply E4M3 or bfloat16, split nothing.
+    of `weight[e]`, with scales of its own. `delayed_state` gives the states of each expert. GEMMs of E4M3 or bfloat16
+    with a bfloat16 product are not split, as the grouped kernels split none; for the others S is the plan's.
 
     Shapes:
         input [T, K], weight [E, N, K], offs integers [E], grad_output [T, N] -> result [T, N], grad_input [T, K],
@@ -268,15 +268,17 @@ def grouped_linear(
         SpecError: an unknown recipe or chip.
     """
     call, plan = "grouped_linear", recipe if isinstance(recipe, Recipe) else recipe_by_name(recipe)
-    unsplit = {name: 1 for name, gemm in plan.gemms.items() if {gemm.a.format, gemm.b.format} <= {E4M3FN, None}}
+    x, weights = typed(call, "input", input), typed(call, "weight", weight)
+    is_bfloat16 = x.dtype.name == BFLOAT16.name
+    gemms = plan.gemms.items() if is_bfloat16 else ()
+    unsplit = {name: 1 for name, gemm in gemms if {gemm.a.format, gemm.b.format} <= {E4M3FN, None}}
 
     def expert(number: int, x: Array, w: Array, g: Array | None) -> LinearTrace:
         state = None if delayed_state is None else delayed_state[number]
         return linear(plan, x, w, g, delayed_state=state, split_k=unsplit, chip=chip)
 
     g = None if grad_output is None else typed(call, "grad_output", grad_output)
-    tensors = typed(call, "input", input), typed(call, "weight", weight)
-    return by_expert(expert, *tensors, _ends(call, offs), g)
+    return by_expert(expert, x, weights, _ends(call, offs), g)
 
 
 def _ends(call: str, offs: ArrayLike) -> Array:

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import f8emu.jax as f8
+import f8emu.numpy
 import f8ref.numpy as reference
 from f8emu.spec import (
     BFLOAT16,
@@ -111,6 +112,15 @@ def test_nonfinite_values_stay_in_their_groups() -> None:
     assert not any(np.asarray(a, np.float32)[sum(SIZES) :].any() for a in found[:2])
     # More rows than there are: what is there is the group's.
     assert_same_bits(step(x, w, g, 9 * sizes)[0], step(x, w, g, np.array([0, 9, 71, 0, 0], np.int32))[0])
+
+
+def test_only_a_bfloat16_product_keeps_k_whole() -> None:
+    """The grouped kernels have no other product: float32 ones are split by the plan, in numpy as in JAX."""
+    x, w = draw(16, 8192, seed=1).astype(np.float32), draw(2, 8192, 64, seed=2).astype(np.float32)
+    outputs = [np.asarray(f8.ragged_dot(x, w, np.array([8, 8], np.int32), recipe=TENSORWISE))]
+    outputs += [f8emu.numpy.grouped_linear(TENSORWISE, x, w.swapaxes(1, 2), np.array([8, 16], np.int32)).result]
+    whole = reference.grouped_linear(TENSORWISE, x, w.swapaxes(1, 2), np.array([8, 16], np.int32)).result
+    assert outputs[0].tobytes() == outputs[1].tobytes() != whole.tobytes()
 
 
 def test_split_k_is_that_of_the_group() -> None:
