@@ -285,8 +285,7 @@ def group_parts(gemm: GemmCall, ends: Sequence[int] | None) -> list[GroupPart]:
     whole, parts = slice(None), list[GroupPart]()
     for group, run in enumerate(runs):
         places = {"G": group, divided: run}
-        extent = run.stop - run.start
-        sizes = [extent if dim == divided else size for dim, size in zip("MNK", gemm.sizes, strict=True)]
+        sizes = [run.stop - run.start if dim == divided else size for dim, size in zip("MNK", gemm.sizes, strict=True)]
         m, n, _ = sizes
         places |= {"G*M": slice(group * m, (group + 1) * m), "G*N": slice(group * n, (group + 1) * n)}
         indices = [tuple([places.get(dim, whole) for dim in dims]) for dims in kind.value[:5]]
