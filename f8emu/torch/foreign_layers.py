@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from f8emu.capture.handle import name_of
 from f8emu.environment import version_of
 from f8emu.torch.chip import FLOAT8_DTYPES, HIGH_PRECISION_DTYPES
 from f8emu.torch.layer.float8_layer import Float8Layer
-from f8emu.torch.torch_internals import is_in_backward_pass, named_modules, not_compiled
+from f8emu.torch.torch_internals import TorchDispatchMode, is_in_backward_pass, named_modules, not_compiled, schema_of
 
 _OPERATORS = {
     "aten::_scaled_mm": (0, 2),
@@ -54,8 +53,8 @@ def _is_foreign(module: nn.Module) -> bool:
 
 def _scale_of(module: nn.Module) -> Tensor | None:
     # despite its name `weight_scale_inv`, of DeepSeek's checkpoints, is the factor that decodes
-    found = (getattr(module, name, None) for name in ("weight_scale_inv", "weight_scale"))
-    return next((scale.detach() for scale in found if isinstance(scale, Tensor)), None)
+    scales = (getattr(module, name, None) for name in ("weight_scale_inv", "weight_scale"))
+    return next((scale.detach() for scale in scales if isinstance(scale, Tensor)), None)
 
 
 class ForeignWatch:
@@ -85,7 +84,7 @@ class ForeignWatch:
                 return
             mode = modes.pop()
             mode.__exit__(None, None, None)
-            x = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             y = output[0] if isinstance(output, tuple) else output  # of vLLM's with its bias beside it
             # a call that failed has no output; what activation checkpointing repeats is seen once
             if x is None or not isinstance(y, Tensor) or is_in_backward_pass():
@@ -107,15 +106,15 @@ class _Operands(TorchDispatchMode):
     b: Operand | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        name, kwargs = func._schema.name, kwargs or {}
+        name, kwargs = schema_of(func).name, kwargs or {}
         if self.a is None and name in _OPERATORS:
-            names = [one.name for one in func._schema.arguments]
+            names = [x.name for x in schema_of(func).arguments]
             codes, scale = (args[i] if i < len(args) else kwargs.get(names[i]) for i in _OPERATORS[name])
             if isinstance(codes, Tensor) and isinstance(scale, Tensor) and codes.dtype in FLOAT8_DTYPES:
                 self.a = codes.detach(), scale.detach()
-        elif self.a is None and name == "aten::mm" and all(hasattr(one, "_data") for one in args):
+        elif self.a is None and name == "aten::mm" and all(hasattr(x, "_data") for x in args):
             # torchao keeps the factor that encodes; its product takes the reciprocal
-            self.a, (codes, scale) = ((one._data.detach(), one._scale.detach().reciprocal()) for one in args)
+            self.a, (codes, scale) = ((x._data.detach(), x._scale.detach().reciprocal()) for x in args)
             self.b = codes.t(), scale.t()
         return func(*args, **kwargs)
 
@@ -143,12 +142,12 @@ def _seen(
     # 2. What was shown of them.
     of_b = _shown(b, n, k, block, tuple(getattr(module, "logical_widths", ())))
     for side, (shown, (rows, columns)) in (("a", _shown(a, m, k, block and (1, block[1]))), ("b", of_b)):
-        arrays |= {f"{side}.{part}": one for part, one in shown.items()}
-        names = {part: name_of(one.dtype) for part, one in shown.items()}
+        arrays |= {f"{side}.{part}": tensor for part, tensor in shown.items()}
+        names = {part: name_of(tensor.dtype) for part, tensor in shown.items()}
         facts |= {f"{side}_format": names.get("codes", ""), f"{side}_scale": names.get("scale", "")}
         facts |= {f"{side}_block_rows": rows, f"{side}_block_columns": columns}
     tensors = {"input": x, "weight": weight.detach()}
-    return {name: one for name, one in tensors.items() if one.dtype in HIGH_PRECISION_DTYPES}, arrays, facts
+    return {name: tensor for name, tensor in tensors.items() if tensor.dtype in HIGH_PRECISION_DTYPES}, arrays, facts
 
 
 def _shown(

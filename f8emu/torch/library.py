@@ -17,16 +17,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.torch_internals import (
+    OpOverload,
     checkpoint_modes,
     dispatch_modes,
     functorch_transform,
     is_batched,
+    no_torch_function,
+    schema_of,
+    tree_map_only,
 )
 
 _LIBRARY = torch.library.Library("f8emu", "FRAGMENT")  # the operators are registered as long as this object lives
@@ -84,8 +86,8 @@ class Operator:
 
     __slots__ = ("function", "name", "overload")
 
-    def __init__(self, function: Implementation, overload: torch._ops.OpOverload) -> None:
-        self.name = overload._schema.name.removeprefix("f8emu::")
+    def __init__(self, function: Implementation, overload: OpOverload) -> None:
+        self.name = schema_of(overload).name.removeprefix("f8emu::")
         self.function = function
         self.overload = overload
 
@@ -154,12 +156,12 @@ def differentiable_once(backward: Implementation) -> Implementation:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            results = backward(ctx, *grads)
         if torch.compiler.is_compiling():
-            return found
+            return results
         if not any(isinstance(grad, Tensor) and grad.requires_grad for grad in grads):
-            return found
-        return tuple(x if x is None else _NoDerivative.apply(x, *grads) for x in found)
+            return results
+        return tuple(x if x is None else _NoDerivative.apply(x, *grads) for x in results)
 
     return call
 
@@ -168,8 +170,8 @@ class _NoDerivative(torch.autograd.Function):
     """The first argument, as a function of the others that has no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, found: Tensor, *grads: Any) -> Tensor:
-        return found.detach()
+    def forward(ctx: Any, gradient: Tensor, *grads: Any) -> Tensor:
+        return gradient.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -210,14 +212,14 @@ class _SeenCall:
         keeps, self.is_given = checkpoint_modes()
         self.is_kept = keeps or self.is_given
 
-    def seen_by_modes(self, found: Tensor) -> Tensor:
+    def seen_by_modes(self, result: Tensor) -> Tensor:
         """`found`, which the modes gave; what a checkpoint keeps is the result of this call, never another."""
         if self.result is None and not self.is_given:
             raise UnsupportedError(
                 f"f8emu.torch: within a selective checkpoint a dispatch mode gave {self.seen} other tensors than the "
                 "layer did; let the mode read its arguments, or leave the float8 layers out of the checkpoint"
             )
-        return found
+        return result
 
     def __call__(self) -> Tensor:
         if self.result is None:
@@ -233,11 +235,11 @@ class _StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, dtype: torch.dtype, read: _Run, call: _SeenCall) -> "_StandIn":
-        found = Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)  # pyright: ignore[reportAttributeAccessIssue]
-        found.read, found.call = read, call
-        return found
+        stand_in = Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)  # pyright: ignore[reportAttributeAccessIssue]
+        stand_in.read, stand_in.call = read, call
+        return stand_in
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -262,10 +264,10 @@ def seen_as_mm(a: Tensor, b: Tensor, dtype: torch.dtype, run: _Run, read_a: _Run
         return run()
     call = _SeenCall(torch.ops.aten.mm.default, run)
     with torch.autocast(a.device.type, enabled=False):  # it would cast the stand-ins
-        found = torch.mm(_StandIn(a, dtype, read_a, call), _StandIn(b, dtype, read_b, call))
+        product = torch.mm(_StandIn(a, dtype, read_a, call), _StandIn(b, dtype, read_b, call))
     if call.is_kept:
-        return call.seen_by_modes(found)
-    return found if call.result is not None else call()  # a mode has multiplied other operands
+        return call.seen_by_modes(product)
+    return product if call.result is not None else call()  # a mode has multiplied other operands
 
 
 def seen_as_max(x: Tensor, run: _Run) -> Tensor:
@@ -273,21 +275,21 @@ def seen_as_max(x: Tensor, run: _Run) -> Tensor:
     if not has_dispatch_mode() or x.numel() == 0:  # aten's has no maximum of nothing
         return run()
     call = _SeenCall(torch.ops.aten.max.default, run)
-    found = torch.max(_StandIn(x, x.dtype, lambda: x, call))
+    largest = torch.max(_StandIn(x, x.dtype, lambda: x, call))
     if call.is_kept:
-        return call.seen_by_modes(found)
+        return call.seen_by_modes(largest)
     return call()  # `max` of a stand-in is the maximum of x, which a mode may read
 
 
 def saved_ops() -> tuple[OpOverload, ...]:
-    """What is worth keeping: GEMMs, amaxes and scales."""
+    """The operators worth keeping: GEMMs, amaxes and scales."""
     # GEMMs are expensive to recompute for the memory they take. Each of the others reads a whole tensor and gives a few
     # numbers. Casts are left out: their float8 results take memory that checkpointing is meant to free, and recomputing
     # them takes one pass over the tensor.
     ours = torch.ops.f8emu
     names = ["row_amax", "scales", "multiply_groups", "amaxes_of_groups", "amaxes_of_hidden"]
-    own = [getattr(ours, name).default for name in names]
-    return torch.ops.aten.mm.default, torch.ops.aten.max.default, *own
+    kept = [getattr(ours, name).default for name in names]
+    return torch.ops.aten.mm.default, torch.ops.aten.max.default, *kept
 
 
 def float8_checkpoint_policy(also: Collection[OpOverload] = ()) -> Callable[..., CheckpointPolicy]:

@@ -18,9 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload as OpOverload
 from torch.autograd import forward_ad
 from torch.utils import checkpoint as _checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 if TYPE_CHECKING:
 
@@ -35,7 +39,7 @@ else:
 
 
 def part(module: str, path: str, otherwise: Any) -> Any:
-    """What `path` names in a module of torch; `otherwise` where this torch has none."""
+    """The object that `path` names in a module of torch; `otherwise` where this torch has none."""
     try:
         return operator.attrgetter(path)(importlib.import_module(module))
     except (AttributeError, ImportError):
@@ -86,6 +90,11 @@ keeping_version: Callable[[Tensor], Any] = torch.autograd._unsafe_preserve_versi
 with_aliases: Callable[[Any, Any, Any, Any], Any] = return_and_correct_aliasing
 
 
+def schema_of(operator: Any) -> Any:
+    """The schema of an operator: its name, its arguments, what it returns and writes to."""
+    return operator._schema
+
+
 def memory_of(x: Any) -> tuple[int, int]:
     """Which memory a tensor has: its storage and its place there. Also of fake tensors, which have no address."""
     return x.untyped_storage()._cdata, x.storage_offset()
@@ -108,15 +117,15 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """`list(module.modules())`, in a quarter of the time."""
-    found: dict[nn.Module, None] = {}
+    modules: dict[nn.Module, None] = {}
     left: list[nn.Module | None] = [module]
     while left:
         current = left.pop()
-        if current is not None and current not in found:
-            found[current] = None
+        if current is not None and current not in modules:
+            modules[current] = None
             if children := current._modules:
                 left += [*children.values()][::-1]
-    return list(found)
+    return list(modules)
 
 
 # Where torch.compile, activation checkpointing and offloading, FSDP1 and Lightning Fabric hold what they wrap; two more
@@ -156,8 +165,11 @@ def replace_modules(module: nn.Module, new: Mapping[int, nn.Module]) -> nn.Modul
 
 
 def copied_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of `module`; its dicts, such as those of parameters and hooks, are copied."""
-    attributes: dict[str, Any] = module.__dict__
+    """The attributes of `module`; its dicts, such as those of parameters and hooks, are copied.
+
+    `module.compile()` sets one that is left out: it would run the forward of `module`.
+    """
+    attributes: dict[str, Any] = {name: x for name, x in module.__dict__.items() if name != "_compiled_call_impl"}
     return {name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes.items()}
 
 
@@ -279,8 +291,8 @@ def trace_number() -> int:
     """The number of the trace that a compiler is making; 0 outside of a trace. Otherwise a new one each time."""
     if _tracing_context is None:
         return next(_unknown_traces)
-    found: object = _tracing_context()
-    return 0 if found is None else id(found)
+    context: object = _tracing_context()
+    return 0 if context is None else id(context)
 
 
 def is_in_autograd_function() -> bool:
@@ -302,11 +314,11 @@ def pipeline_stage() -> tuple[Any, bool] | None:
     Before its first step a stage runs forward and backward on empty memory, to learn shapes (torch 2.13 to 2.15).
     """
     module = sys.modules.get("torch.distributed.pipelining.stage")
-    frame, own = None if module is None else inspect.currentframe(), getattr(module, "__dict__", None)
-    while frame is not None and frame.f_globals is not own:
+    frame, namespace = None if module is None else inspect.currentframe(), getattr(module, "__dict__", None)
+    while frame is not None and frame.f_globals is not namespace:
         frame = frame.f_back
     names, stage = set[str](), None
-    while frame is not None and frame.f_globals is own:
+    while frame is not None and frame.f_globals is namespace:
         names.add(frame.f_code.co_name)
         stage, frame = frame.f_locals.get("self"), frame.f_back
     return None if stage is None else (stage, "forward_one_chunk" not in names)
@@ -314,14 +326,14 @@ def pipeline_stage() -> tuple[Any, bool] | None:
 
 def meshes_of_fsdp2(module: nn.Module) -> dict[int, Any]:
     """The id of each module in it whose weight FSDP2 shards, now gathered or not -> the mesh of its ranks."""
-    fsdp, found = sys.modules.get("torch.distributed.fsdp"), dict[int, Any]()
+    fsdp, meshes = sys.modules.get("torch.distributed.fsdp"), dict[int, Any]()
     parts: list[Any] = [x for x in modules_of(module) if fsdp is not None and isinstance(x, fsdp.FSDPModule)]
     for state in [x._get_fsdp_state() for x in parts]:
         groups = getattr(state, "_fsdp_param_groups", None)  # one before torch 2.13
         for group in [state._fsdp_param_group] if groups is None else groups:
             for parameter in [] if group is None else group.fsdp_params:
-                found[id(parameter._module_info.module)] = parameter.sharded_param.device_mesh
-    return found
+                meshes[id(parameter._module_info.module)] = parameter.sharded_param.device_mesh
+    return meshes
 
 
 def base_of(view: Tensor) -> Tensor:
@@ -360,6 +372,14 @@ def is_described_to_a_tracer() -> bool:
     """Whether the method that calls this was called by what makes fake tensors, one for each storage."""
     frame = sys._getframe(2)
     return frame.f_globals.get("__name__") == "torch._subclasses.meta_utils"
+
+
+def takes_for_uninvertible() -> bool:
+    """Whether torch registers a parametrization: NotImplementedError then means to it that there is no inverse."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.utils.parametrize":
+        frame = frame.f_back
+    return frame is not None
 
 
 def set_data(x: Tensor, new: Tensor) -> None:
@@ -444,7 +464,7 @@ def reduce_amax(amax: Tensor, groups: Sequence[Any]) -> Tensor:
     return reduce_max(amax.float().view(torch.int32) & 0x7FFFFFFF, groups).view(torch.float32)
 
 
-def all_gather(out: Tensor, own: Tensor, group: Any) -> None:
+def all_gather(out: Tensor, part_of_rank: Tensor, group: Any) -> None:
     """`own` of all ranks of a group, in their order, into `out`."""
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    gather(out, own, group)
+    gather(out, part_of_rank, group)

@@ -136,10 +136,10 @@ def convert_to_float8_training(
     layers = dict(linear_layers(module))
     chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED) if fqn in layers}
     already = {fqn: layer for fqn, layer in layers.items() if isinstance(layer, Float8Linear)}
-    found = {fqn: (part, experts) for fqn, part, experts in expert_modules(module)}
-    chosen_experts = [(fqn, *found[fqn]) for fqn in report.names(Outcome.CONVERTED) if fqn in found]
+    mixtures = {fqn: (part, experts) for fqn, part, experts in expert_modules(module)}
+    chosen_experts = [(fqn, *mixtures[fqn]) for fqn in report.names(Outcome.CONVERTED) if fqn in mixtures]
     _check_report(report)
-    of_experts = {fqn: part.settings for fqn, (part, _) in found.items() if isinstance(part, ConvertedExperts)}
+    of_experts = {fqn: part.settings for fqn, (part, _) in mixtures.items() if isinstance(part, ConvertedExperts)}
     _check_converted(report, {**already, **of_experts}, engine, recompute_casts)
     weights = [layer.weight for layer in chosen.values()]
     weights += [weight for _, _, experts in chosen_experts for weight in experts.weights.values()]
@@ -173,14 +173,14 @@ def convert_to_float8_training(
     if new:
         FirstStep(module, {fqn: new[id(layer)] for fqn, layer in chosen.items()})
     has_gathered = enable_fsdp_float8_all_gather and not float8_primary_weights and gather_experts_as_codes(module)
-    told: list[str] = []  # at WARNING, which is seen where no logging is set up
+    messages: list[str] = []  # at WARNING, which is seen where no logging is set up
     if chosen_experts and are_multiplied_apart(recipe):
-        told.append(
+        messages.append(
             f"recipe {recipe.label!r} casts gradients to E5M2, which no library multiplies by groups: the GEMMs of "
             "each expert run one by one, and the host waits for their sizes; on a GPU config='rowwise' is faster"
         )
     if module_filter_fn is None and (heads := report.names(Outcome.FILTER)):
-        told.append(
+        messages.append(
             f"{shortened(heads)} stays in high precision, as servers keep it and `f8emu export` leaves it; to convert "
             "it too, pass module_filter_fn=lambda module, name: True"
         )
@@ -190,13 +190,13 @@ def convert_to_float8_training(
         nothing = f"nothing to convert; {known}; plan_conversion(model) gives the report"
         warnings.warn(f"{_CALL}: {nothing}", UserWarning, stacklevel=2)
     elif config is None:
-        told.append(
+        messages.append(
             f"{report.summary}; float8 GEMMs multiply {report.share:.1%} of the parameters. This recipe is the "
             "default; name one to choose: config='rowwise' (f8emu.RECIPES)"
         )
     if rank_of_process()[0] == 0:
         _log.info("%s: %s", _CALL, report.screen)
-        for text in told:
+        for text in messages:
             _log.warning("%s: %s", _CALL, text)
     return module
 

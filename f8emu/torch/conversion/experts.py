@@ -45,7 +45,7 @@ class ConvertedExperts(LayersOfExperts):
     watched: int = 0  # how many are
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the class that was converted computes, in float8."""
+        """The output of the class that was converted, in float8."""
         if file_of(self.converted_from) == TRANSFORMERS:
             return self._routed(*args, **kwargs)
         if self.layout is not None:
@@ -80,16 +80,16 @@ class ConvertedExperts(LayersOfExperts):
         return self._experts(x.bfloat16(), offs, self.layout).type_as(x)
 
     def expert_layers(self) -> dict[str, Float8Layer]:
-        own: dict[str, Float8Layer] = self.__dict__.setdefault("layers_of_experts", {})
+        layers: dict[str, Float8Layer] = self.__dict__.setdefault("layers_of_experts", {})
         names, states = (*self.layout.gate_up, self.layout.down) if self.layout else (), list[Any](self.settings.states)
         for name, state in zip_longest(names, states):
             for group, matrix in enumerate(self.weight_of(name).detach(), own_groups(getattr(self, name)).start):
-                layer: Any = own.get(f"{name}.{group}")
+                layer: Any = layers.get(f"{name}.{group}")
                 if layer is None:
-                    own[f"{name}.{group}"] = _ExpertLinear(self, matrix, state, group)
+                    layers[f"{name}.{group}"] = _ExpertLinear(self, matrix, state, group)
                 elif state is not None:
                     layer.share(state)
-        return own
+        return layers
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse parts of each expert where a parallel style gives them, such as tensor parallelism of torchtitan."""
@@ -193,8 +193,8 @@ def _layer_by_layer(module: ConvertedExperts, x: Tensor, offs: Tensor, layout: L
 
     *parts, behind = torch.split(x, sizes)
     for i, part in enumerate(parts):
-        found = [product(part, name, i) for name in names]
-        gate, up = found if len(found) == 2 else found[0].chunk(2, dim=-1)
+        products = [product(part, name, i) for name in names]
+        gate, up = products if len(products) == 2 else products[0].chunk(2, dim=-1)
         outputs.append(product(silu(gate) * up, last, i))
     return torch.cat([*outputs, torch.zeros_like(behind)])
 
@@ -298,10 +298,10 @@ def experts_subclass(of: type[nn.Module]) -> type[Any]:
         state = {name: x for name, x in self.__getstate__().items() if name not in _OF_OBSERVERS}
         return _new_experts, (of,), state  # this class cannot be imported
 
-    own = {"__doc__": f"{of.__name__} in float8.", "__module__": of.__module__, "__reduce_ex__": reduce}
-    own["converted_from"] = of
+    attributes = {"__doc__": f"{of.__name__} in float8.", "__module__": of.__module__, "__reduce_ex__": reduce}
+    attributes["converted_from"] = of
     bases = (ConvertedExperts, of)
-    return new_class(f"Float8{of.__name__}", bases, exec_body=lambda namespace: namespace.update(own))
+    return new_class(f"Float8{of.__name__}", bases, exec_body=lambda namespace: namespace.update(attributes))
 
 
 def _new_experts(of: type[nn.Module]) -> nn.Module:

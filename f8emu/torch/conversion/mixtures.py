@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 class Experts(NamedTuple):
-    """What is known of a module whose `forward` multiplies stacks of matrices by grouped GEMMs."""
+    """The weights of a module whose `forward` multiplies stacks of matrices by grouped GEMMs."""
 
     weights: dict[str, Tensor]
     """Name -> [E, N, K]."""
@@ -76,8 +76,8 @@ def file_of(kind: type[nn.Module]) -> str:
 def _stacks_of(module: nn.Module) -> dict[str, Tensor]:
     if isinstance(module, nn.Linear | internals.ConvNd):
         return {}
-    own = {name: p for name, p in internals.own_parameters(module).items() if p is not None and not is_lazy(p)}
-    return {name: p for name, p in own.items() if p.ndim == 3 and p.shape[0] > 1}
+    parameters = {name: p for name, p in internals.own_parameters(module).items() if p is not None and not is_lazy(p)}
+    return {name: p for name, p in parameters.items() if p.ndim == 3 and p.shape[0] > 1}
 
 
 def _is_gated_silu(module: Any, weights: dict[str, Tensor], layout: Layout, file: str) -> bool:
@@ -104,7 +104,7 @@ def _reaches_grouped_mm(function: Callable[..., Any], owner: type, depth: int = 
         return True
     known = getattr(function, "__globals__", {})
     called = (known.get(name, getattr(owner, name, None)) for name in names) if depth else ()
-    return any(_reaches_grouped_mm(one, owner, depth - 1) for one in called if inspect.isfunction(one))
+    return any(_reaches_grouped_mm(callee, owner, depth - 1) for callee in called if inspect.isfunction(callee))
 
 
 def routers(module: nn.Module) -> set[int]:
@@ -115,28 +115,28 @@ def routers(module: nn.Module) -> set[int]:
     has one output, or one for each expert.
     """
     modules = dict(internals.named_modules(module))
-    found: set[int] = set()
+    ids: set[int] = set()
     for fqn, part in modules.items():
         stacks = _stacks_of(part)
         count = next(iter(stacks.values())).shape[0] if stacks else 0
         if isinstance(part, nn.ModuleList | nn.ModuleDict) and fqn.endswith("experts"):
             count = len(part)
-        block, own = fqn, set(part.modules())
+        block, experts = fqn, set(part.modules())
         others = dict[str, nn.Module]()
-        while count > 1 and block and not any(internals.own_parameters(one) for one in others.values()):
+        while count > 1 and block and not any(internals.own_parameters(other) for other in others.values()):
             block = block.rpartition(".")[0]
             around = internals.named_modules(modules[block])
-            others = {name: one for name, one in around if one not in own and one is not modules[block]}
+            others = {name: other for name, other in around if other not in experts and other is not modules[block]}
         inside = set[nn.Module]()  # routers of several layers
-        for name, one in others.items():
+        for name, other in others.items():
             parts = name.split(".")
             is_router = parts[-1].startswith("rout") and not parts[-1].startswith("routed")
-            if (is_router or "router" in type(one).__name__.lower()) and not isinstance(one, nn.Linear):
-                inside.update(one.modules())
+            if (is_router or "router" in type(other).__name__.lower()) and not isinstance(other, nn.Linear):
+                inside.update(other.modules())
             is_named = is_router or any(part == "wg" or part.endswith("gate") for part in parts)
-            if isinstance(one, nn.Linear) and (one in inside or (is_named and one.out_features in (1, count))):
-                found.add(id(one))
-    return found
+            if isinstance(other, nn.Linear) and (other in inside or (is_named and other.out_features in (1, count))):
+                ids.add(id(other))
+    return ids
 
 
 # A model of time: the operations of the nine GEMMs, and the bytes of GEMMs and casts. Its rates are fitted to one H100

@@ -1,4 +1,4 @@
-"""What a conversion does with each linear layer and each module of experts, and why, and the weights of all others."""
+"""The report of a conversion: its outcome for each linear layer and each module of experts, and all other weights."""
 
 import dis
 import inspect
@@ -27,7 +27,7 @@ from f8emu.torch.layer.float8_linear import Float8Linear
 
 
 class Outcome(Enum):
-    """What a conversion does with a layer."""
+    """The outcome of a conversion for a layer."""
 
     CONVERTED = "converted"
     FILTER = "filter"
@@ -80,7 +80,7 @@ class OtherWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What a conversion does to every linear layer and all experts, in the order of `named_modules`."""
+    """The outcome of a conversion for every linear layer and all experts, in the order of `named_modules`."""
 
     recipe: Recipe
     entries: tuple[ConversionEntry, ...]
@@ -103,8 +103,8 @@ class ConversionReport:
     def summary(self) -> str:
         """One line: the recipe, and how many layers have each outcome."""
         counts = ((outcome, len(self.names(outcome))) for outcome in Outcome)
-        found = ", ".join(f"{count} {outcome.value}" for outcome, count in counts if count)
-        return f"recipe {self.recipe.label}: {found or 'no linear layer'}"
+        outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in counts if count)
+        return f"recipe {self.recipe.label}: {outcomes or 'no linear layer'}"
 
     def __str__(self) -> str:
         lines = [self.summary, f"float8 GEMMs multiply {self.share:.1%} of {self.parameters} parameters"]
@@ -154,7 +154,7 @@ def report_of(
     subclasses: Collection[type[nn.Linear]],
     tokens_per_expert: float | None = None,
 ) -> ConversionReport:
-    """What a conversion with these settings does."""
+    """The report of a conversion with these settings."""
     sharded, of_routers, readers = sharded_layers(module), routers(module), _readers(module)
 
     def outcome_of(fqn: str, layer: nn.Linear) -> tuple[Outcome, str]:
@@ -164,8 +164,8 @@ def report_of(
             return Outcome.ALREADY, ""
         if id(layer) in of_routers:
             return Outcome.ROUTER, ""
-        if not is_sharded and (own := _own_computation(layer, subclasses)):
-            return Outcome.TYPE, own
+        if not is_sharded and (reason := _own_computation(layer, subclasses)):
+            return Outcome.TYPE, reason
         if module_filter_fn is None and any(fnmatchcase(fqn, head) for head in HEADS):
             return Outcome.FILTER, "a head, left out by default"
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
@@ -193,20 +193,20 @@ def report_of(
             return Outcome.CONVERTED, "E5M2 gradients are multiplied expert by expert: rowwise is faster on a GPU"
         return Outcome.CONVERTED, "" if experts.layout else "its grouped GEMMs, one by one"
 
-    found: dict[int, tuple[Outcome, str]] = {}
+    outcomes: dict[int, tuple[Outcome, str]] = {}
     entries: list[ConversionEntry] = []
     covered: dict[int, Tensor] = {}
     for fqn, part in internals.named_modules(module, remove_duplicate=False):
         experts, speed = experts_of(part), None
         if isinstance(part, nn.Linear):  # then it holds no experts
-            shape, outcome = (part.out_features, part.in_features), found.get(id(part)) or outcome_of(fqn, part)
+            shape, outcome = (part.out_features, part.in_features), outcomes.get(id(part)) or outcome_of(fqn, part)
         elif experts is not None:
-            shape, outcome = experts.shape, found.get(id(part)) or outcome_of_experts(fqn, part, experts)
+            shape, outcome = experts.shape, outcomes.get(id(part)) or outcome_of_experts(fqn, part, experts)
             if tokens_per_expert is not None and experts.layout is not None:
                 speed = speed_of_experts(shape, tokens_per_expert, recipe)
         else:
             continue
-        kind, reason = found[id(part)] = outcome  # a shared layer has one outcome, which its first name decides
+        kind, reason = outcomes[id(part)] = outcome  # a shared layer has one outcome, which its first name decides
         entries.append(ConversionEntry(fqn=fqn, shape=shape, outcome=kind, reason=reason, speed=speed))
         if kind in (Outcome.CONVERTED, Outcome.ALREADY):
             weights: Any = (part.weight,) if experts is None else experts.weights.values()
@@ -255,18 +255,18 @@ _METADATA = ("dtype", "device", "shape", "size", "ndim", "dim", "numel", "requir
 
 def _readers(module: nn.Module) -> dict[int, str]:
     """The id of a linear layer -> which module has its weight in its code, in words."""
-    found: dict[int, str] = {}
+    readers: dict[int, str] = {}
     for part in module.modules():
-        layers = {name: one for name, one in internals.own_modules(part).items() if isinstance(one, nn.Linear)}
+        layers = {name: child for name, child in internals.own_modules(part).items() if isinstance(child, nn.Linear)}
         for name in layers.keys() & (_weights_read_by(type(part)) if layers else ()):
-            found[id(layers[name])] = f"{type(part).__name__} reads its weight, and may multiply it in high precision"
-    return found
+            readers[id(layers[name])] = f"{type(part).__name__} reads its weight, and may multiply it in high precision"
+    return readers
 
 
 @cache
 def _weights_read_by(kind: type[nn.Module]) -> set[str]:
     """The names of layers for which `forward`, or a method that it calls, has `self.<name>.weight`."""
-    found, seen = set[str](), set[str]()
+    read, seen = set[str](), set[str]()
     left = ["forward"]
     while left:
         seen.add(method := left.pop())
@@ -276,8 +276,8 @@ def _weights_read_by(kind: type[nn.Module]) -> set[str]:
         left += [name for name in names if name not in seen and inspect.isfunction(getattr(kind, name, None))]
         # Its dtype is no value, nor is isinstance(self.<name>.weight, ...).
         values = [i for i in range(3, len(names) - 1) if names[i] == "weight" and names[i + 1] not in _METADATA]
-        found |= {names[i - 1] for i in values if names[i - 3] != "isinstance"}
-    return found
+        read |= {names[i - 1] for i in values if names[i - 3] != "isinstance"}
+    return read
 
 
 def sharded_layers(module: nn.Module) -> set[int]:
@@ -336,14 +336,16 @@ def float8_subclass(of: type[nn.Linear]) -> type[Float8Linear]:
     def reduce(self: Float8Linear, _: object) -> tuple[Any, ...]:
         return _new_layer, (of,), self.__getstate__()  # this class cannot be imported
 
-    own: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "__doc__": f"{of.__name__}, whose `super().forward()` computes under a recipe.",
         "__module__": of.__module__,
         "__reduce_ex__": reduce,
     }
     # Its method resolution order is (itself, of, ..., Float8Linear, nn.Linear), so that `super().forward()` of `of` is
     # the forward of `Float8Linear`.
-    return new_class(f"Float8{of.__name__}", (of, Float8Linear), exec_body=lambda namespace: namespace.update(own))
+    return new_class(
+        f"Float8{of.__name__}", (of, Float8Linear), exec_body=lambda namespace: namespace.update(attributes)
+    )
 
 
 def _new_layer(of: type[nn.Linear]) -> Float8Linear:
@@ -365,8 +367,8 @@ def float_layer(layer: Float8Linear, of: type[nn.Linear]) -> nn.Linear:
     # Without __init__, which may take other arguments and would allocate parameters.
     new = of.__new__(of)
     new.__dict__.update(internals.copied_attributes(layer))
-    own = (*Scaled.__annotations__, *Float8Layer.__annotations__, *Float8Linear.__annotations__)
-    for name in (*own, "_compiled_call_impl"):  # compile() sets it, to Float8Linear's forward
+    of_float8 = (*Scaled.__annotations__, *Float8Layer.__annotations__, *Float8Linear.__annotations__)
+    for name in of_float8:
         new.__dict__.pop(name, None)
         internals.own_modules(new).pop(name, None)
     return new

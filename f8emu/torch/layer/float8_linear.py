@@ -44,7 +44,7 @@ from f8emu.torch.weights.sharded_weight import ShardedWeight, local_tensor
 
 
 class _Call(NamedTuple):
-    """What one call of a layer computes with."""
+    """The tensors and settings of one call of a layer."""
 
     input: Tensor  # as it was given
     x: Tensor  # [M, K], of this rank
@@ -119,7 +119,6 @@ class Float8Linear(Float8Layer):
             )
         layer = cls.__new__(cls)
         layer.__dict__.update(copied_attributes(module))
-        layer._compiled_call_impl = None  # set by layer.compile(); it would run nn.Linear's forward
         layer._set_recipe(recipe, engine, recompute_casts)
         return layer
 
@@ -244,7 +243,7 @@ class Float8Linear(Float8Layer):
             return
         if self.delayed.amax_input.device != self.weight.device:  # the new parameter may be on another device
             self.delayed.to_empty(device=self.weight.device)
-        has_weights = any(f"{prefix}{name}" in state_dict for name in self._parameters)
+        has_weights = any(f"{prefix}{name}" in state_dict for name in own_parameters(self))
         place, entry, errors = prefix[:-1] or "the layer", local_metadata.get(DELAYED_KEY), rest[-1]
         if load_with_weights(self.delayed, place, entry, has_weights, errors):
             refill(self.weight)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.casts.operand import Delayed, Operand
 from f8emu.torch.weights.codes import WeightCodes
@@ -32,16 +31,16 @@ _OF_IDLE_OPERAND = (
 
 def is_view(func: Any) -> bool:
     """Whether the operator's result is a view of an argument."""
-    return any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+    return any(x.alias_info is not None and not x.alias_info.is_write for x in internals.schema_of(func).returns)
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors to which the operator writes."""
-    found: list[Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
+    tensors: list[Tensor] = []
+    for i, argument in enumerate(internals.schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
-    return found
+            tensors += internals.tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
+    return tensors
 
 
 class CodedWeight(WeightTensor):
@@ -75,7 +74,7 @@ class CodedWeight(WeightTensor):
 
     @property
     def held(self) -> WeightCodes:
-        """What the weight holds now, of which FSDP2 may have freed the memory."""
+        """The codes and scales of the weight, whose memory FSDP2 may have freed."""
         return WeightCodes(self._rows, self.row_scale, self.col_scale, self.cols, self.master_amax)
 
     def parts(self) -> Iterator[Tensor]:
@@ -128,13 +127,14 @@ class CodedWeight(WeightTensor):
                 return internals.with_aliases(func, args, kwargs, x.alias())
             if func is _aten.unbind.int and x.ndim == 3 and args[1:] in ((), (0,)):
                 return internals.with_aliases(func, args, kwargs, x.experts())
-        weights = [one for one in tree_leaves((args, kwargs)) if isinstance(one, CodedWeight)]
+        weights = [leaf for leaf in internals.tree_leaves((args, kwargs)) if isinstance(leaf, CodedWeight)]
         if (result := weights[0].result_of(func, args, kwargs)) is NotImplemented:
-            raise UnsupportedError(f"{func}: {cls.refusal}")
+            refused = OperandError if internals.takes_for_uninvertible() else UnsupportedError
+            raise refused(f"{func}: {cls.refusal}")
         return result
 
     def result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator other than `ALIASES` makes of this weight; NotImplemented if only values would do."""
+        """The result of an operator other than `ALIASES`; NotImplemented if it needs values."""
         return NotImplemented
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -170,7 +170,7 @@ class GatherMemory:
 
     @classmethod
     def adopt(cls, output: Tensor) -> "GatherMemory":
-        """What FSDP2 has gathered first, a view of its buffer, as `rows`, and memory for `cols`, still to be filled."""
+        """The first gathered `output`, a view of FSDP2's buffer, as `rows`, and empty memory for `cols`."""
         # In the stream that computes with the weight, as FSDP2 hands it out. Memory of another stream would stay with
         # that stream for good, and as much of it as the host is ahead of the device: a whole model's, at worst.
         buffer = internals.base_of(output)
@@ -199,7 +199,7 @@ class GatherMemory:
         self._lay_buffer_in(self.cols.new_empty(0))
 
     def __iter__(self) -> Iterator[Tensor]:
-        """What FSDP2 may free now, after a pass; it asks when it does (rule 5)."""
+        """The codes that FSDP2 may free now, after a pass; it asks when it does (rule 5)."""
         for codes in (self.cols, self.rows):
             is_kept = codes is self.rows and self.is_recomputed is False and self._is_needed()
             if not is_freed(codes) and not is_kept:
@@ -221,7 +221,7 @@ class GatherMemory:
             self.operand is not None and internals.references(self.operand) > _OF_IDLE_OPERAND
         )
 
-    def gather(self, codes: Tensor, own: Tensor, group: Any) -> None:
+    def gather(self, codes: Tensor, codes_of_rank: Tensor, group: Any) -> None:
         storage = codes.untyped_storage()
         if not storage.size() and self.stream is None:
             storage.resize_(codes.numel())
@@ -232,7 +232,7 @@ class GatherMemory:
                 storage.resize_(codes.numel())
             torch.cuda.current_stream().wait_stream(self.stream)
         with internals.keeping_version(codes):
-            internals.all_gather(codes, own.view(-1), group)
+            internals.all_gather(codes, codes_of_rank.view(-1), group)
 
     def _lay_buffer_in(self, codes: Tensor) -> None:
         self.buffer.data = codes  # set_() does not take a storage that is freed

@@ -25,7 +25,7 @@ from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import UNCALLED, UNSET
 from f8emu.torch.fused.fused_cast import CODES
-from f8emu.torch.torch_internals import foreach_copy, is_dtensor, reduce_amax
+from f8emu.torch.torch_internals import foreach_copy, is_dtensor, own_parameters, reduce_amax
 
 if TYPE_CHECKING:
     from f8emu.torch.casts.delayed_state import DelayedBuffers
@@ -80,7 +80,7 @@ class OwnRows:
                 f"{rows}, dimension 0; got a shard {list(x.shape)} of {list(outer_size)}; leave shard_placement_fn at "
                 "its default"
             )
-        weight, others = module._parameters.get("weight"), []
+        weight, others = own_parameters(module).get("weight"), []
         if is_dtensor(weight):
             names = weight.device_mesh.mesh_dim_names or ()
             for i, placement in enumerate(weight.placements):
@@ -161,7 +161,7 @@ def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
     alike: dict[Any, list[int]] = {}
     for i, (values, recipe, own) in enumerate(weights):
         alike.setdefault((values.device, recipe, own.group), []).append(i)
-    found: dict[int, WeightScales] = {}
+    scales_of: dict[int, WeightScales] = {}
     for (_, recipe, group), members in alike.items():
         # 1. The amaxes of this rank's rows, each at its place among those of the whole weights, and zeros elsewhere.
         #    Few launches copy them, for the hundreds of weights of a model.
@@ -182,8 +182,8 @@ def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
         for at, i in enumerate(members):
             row, col = 2 * at, 2 * at + 1
             of_cols = inv_scales[col], scales[col], amaxes[col]
-            found[i] = WeightScales(amaxes[row], inv_scales[row], scales[row], *of_cols)
-    return [found[i] for i in range(len(weights))]
+            scales_of[i] = WeightScales(amaxes[row], inv_scales[row], scales[row], *of_cols)
+    return [scales_of[i] for i in range(len(weights))]
 
 
 def _size(part: _Part) -> int:
@@ -270,8 +270,8 @@ def _cast_experts(x: Tensor, recipe: Recipe, amax: Tensor, inv_scale: Tensor, ow
     each, of_all = (1, inv_scale) if by_group else (shape[1], amax)
     source = of_all[own.start * each : own.stop * each]
     sides = (None, source) if cols else (source, None)
-    found = grouped.cast_groups(x.flatten(0, 1), None, count, fmt, *sides, by_group, floor, None)
-    return found[2 if cols else 0].view(shape)
+    results = grouped.cast_groups(x.flatten(0, 1), None, count, fmt, *sides, by_group, floor, None)
+    return results[2 if cols else 0].view(shape)
 
 
 def cast_rows_delayed(x: Tensor, recipe: Recipe, delayed: Delayed, groups: Shards) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
@@ -32,7 +31,7 @@ _aten = torch.ops.aten
 
 @dataclass(slots=True)
 class MasterOf:
-    """Where the codes of a weight come from; its aliases share it."""
+    """The master and the settings from which the codes of a weight are cast; its aliases share them."""
 
     recipe: Recipe
     delayed: DelayedBuffers | None  # the layer's
@@ -126,9 +125,9 @@ class Float8Weight(CodedWeight):
                 "model, and call the optimizer's step outside"
             )
         new = _cast(self.master.to(self.device), self._origin, by_own_amax=by_own_amax, scales=scales)
-        for mine, found in zip(self.held, new, strict=True):
-            if mine is not None and found is not None:
-                mine.copy_(found)
+        for mine, theirs in zip(self.held, new, strict=True):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
 
     def values(self) -> Tensor:
         """The master, for a state dict."""
@@ -156,8 +155,8 @@ class Float8Weight(CodedWeight):
             if func is _aten.split.Tensor or (func is _aten.new_zeros.default and len(args[1]) == 2):  # FSDP2, DTensor
                 return func(self._sharded(is_split=func is _aten.split.Tensor), *args[1:], **kwargs)
             if func in FILLED:
-                one = self.held.rows.new_empty((1, 1), dtype=self.dtype).expand(self.shape)
-                return func(one, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
+                broadcast = self.held.rows.new_empty((1, 1), dtype=self.dtype).expand(self.shape)
+                return func(broadcast, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
             if func in NEW:
                 return func(self.held.rows.new_empty((0,), dtype=self.dtype), *args[1:], **kwargs)
             if func in COPIES:
@@ -217,22 +216,22 @@ def _by_masters(func: Any, args: Any, kwargs: Any) -> Any:
     if is_copy and changed and torch.promote_types(args[1].dtype, args[0].master.dtype) != args[0].master.dtype:
         args[0]._origin.master = args[0].master.float()  # float32 masters are loaded, and no optimizer is made yet
     # 2. Read and write.
-    weights = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Float8Weight)]
+    weights = [x for x in internals.tree_leaves((args, kwargs)) if isinstance(x, Float8Weight)]
     dtype = changed[0].master.dtype if changed else None
     values = {id(x): x.master.to(x.device, x.dtype if dtype is None else dtype) for x in weights}
     values |= {id(x): x.master.to(x.device) for x in changed}
-    plain_args, plain_kwargs = tree_map_only(Float8Weight, lambda x: values[id(x)], (args, kwargs))
+    plain_args, plain_kwargs = internals.tree_map_only(Float8Weight, lambda x: values[id(x)], (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
     for x in changed:
         if values[id(x)] is not x.master:
             x.master.copy_(values[id(x)])
         x.refill(by_own_amax=True)  # values that were written need not fit the scale of earlier passes
-    if func._schema.is_mutable:
+    if internals.schema_of(func).is_mutable:
         return internals.with_aliases(func, args, kwargs, out)
     # 3. Refused too: float8 would be left out of what autograd differentiates.
     is_in_graph = torch.is_grad_enabled() and any(isinstance(x, nn.Parameter) for x in weights)
-    found = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
-    return NotImplemented if is_in_graph and found else out
+    results = [x for x in internals.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
+    return NotImplemented if is_in_graph and results else out
 
 
 def _cast(x: Tensor, origin: MasterOf, *, by_own_amax: bool = False, scales: WeightScales | None = None) -> WeightCodes:

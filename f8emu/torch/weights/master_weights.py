@@ -49,8 +49,8 @@ class MasterWeights(Optimizer):
                 "MasterWeights: optimizer_class must be a class of optimizers, since the optimizer is made over the "
                 f"masters; got {type(optimizer_class).__name__}; pass torch.optim.AdamW and then its arguments"
             )
-        given: list[Any] = list(params)
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        listed: list[Any] = list(params)
+        groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
         groups = [_listed(group) for group in groups]
         self.inner = optimizer_class([_of_masters(group) for group in groups], **defaults)
         super().__init__(groups, self.inner.defaults)
@@ -80,11 +80,11 @@ class MasterWeights(Optimizer):
         return loss
 
     def __getattr__(self, name: str) -> Any:
-        """What only the wrapped optimizer has, such as `train` and `eval` of a schedule-free one."""
+        """An attribute that only the wrapped optimizer has, such as `train` and `eval` of a schedule-free one."""
         if name.startswith("_") or "inner" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        found = getattr(self.inner, name)
-        return self._with_casts_after(found) if inspect.ismethod(found) else found
+        attribute = getattr(self.inner, name)
+        return self._with_casts_after(attribute) if inspect.ismethod(attribute) else attribute
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """`Optimizer.load_state_dict`. The masters are loaded with the model."""
@@ -94,10 +94,10 @@ class MasterWeights(Optimizer):
     def _with_casts_after(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             _copy_settings(self, self.inner)
-            found = method(*args, **options)
+            result = method(*args, **options)
             self._take_settings()
             refill_all([weight for weight, _ in self._masters()])  # it may have written to any
-            return found
+            return result
 
         return call
 
@@ -157,8 +157,8 @@ def _copy_settings(source: Optimizer, target: Optimizer) -> None:
 
 def _listed(group: dict[str, Any]) -> dict[str, Any]:
     # The parameters may have been one, or an iterator.
-    given: Any = group["params"]
-    return {**group, "params": [given] if isinstance(given, Tensor) else list(given)}
+    params: Any = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
 
 
 def _of_masters(group: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
@@ -52,7 +51,7 @@ _OTHERS = COPIES | EMPTIES | NEW | {torch.ops.aten.constant_pad_nd.default}
 
 @dataclass(slots=True)
 class Resting:
-    """What a weight has that rests as float8: between two writes to its master, the same codes are multiplied."""
+    """The state of a weight that rests as float8: between two writes to its master, the same codes are multiplied."""
 
     delayed: DelayedBuffers | None  # the layer's
     is_split: bool = False  # whether it was split off a whole weight, to which a write to it would not go
@@ -61,7 +60,7 @@ class Resting:
 
 @dataclass(slots=True)
 class GatherState:
-    """What is known of the values of a weight; views of it share it, and a write to any of them forgets the scales."""
+    """The scales and codes known of a weight's values. Views share it; a write to any of them forgets the scales."""
 
     precomputed: WeightScales | None = None  # by `precompute_float8_dynamic_scale_for_fsdp`, until the weight changes
     of_forward: WeightScales | None = None  # of the last forward pass, for the backward pass
@@ -125,9 +124,9 @@ class ShardedWeight(WeightTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_write = func._schema.is_mutable
+        is_write = internals.schema_of(func).is_mutable
         if func.namespace == "c10d":  # collectives write to their arguments, whatever their schemas say
-            for x in tree_leaves((args, kwargs)):
+            for x in internals.tree_leaves((args, kwargs)):
                 if isinstance(x, ShardedWeight) and not (x.state.resting and x.state.resting.is_split):
                     x.forget()
         if is_write:
@@ -137,13 +136,13 @@ class ShardedWeight(WeightTensor):
                     x.forget()
         if func in FILLED and kwargs.get("dtype") is None:
             kwargs = {**kwargs, "dtype": args[0].dtype}
-        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda x: x.plain, (args, kwargs))
+        plain_args, plain_kwargs = internals.tree_map_only(ShardedWeight, lambda x: x.plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if is_write:
             return internals.with_aliases(func, args, kwargs, out)
         # A write to any view of a weight is a write to the weight.
         if func in MOVES or func in _OTHERS or (is_view(func) and func is not torch.ops.aten.view.dtype):
-            first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
+            first = next(x for x in internals.tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
             if func in NEW and out.ndim != first.ndim:  # a number or a buffer
                 return out
             dtype = kwargs.get("dtype") or first.dtype
@@ -151,8 +150,8 @@ class ShardedWeight(WeightTensor):
             if func in _OTHERS and dtype == first.dtype:
                 state = state.of_padded() if func in NEW else state.of_another()
             if state.resting is not None:  # another dtype rounds the values of the master, which stays float32
-                out = tree_map_only(Tensor, lambda x: x.to(first.plain.dtype), out)
-            out = tree_map_only(Tensor, lambda x: ShardedWeight(x, first.recipe, state, dtype), out)
+                out = internals.tree_map_only(Tensor, lambda x: x.to(first.plain.dtype), out)
+            out = internals.tree_map_only(Tensor, lambda x: ShardedWeight(x, first.recipe, state, dtype), out)
             if func is torch.ops.aten._to_copy.default and dtype == first.dtype:
                 out.is_moved = first.is_moved or out.device != first.device
             return internals.with_aliases(func, args, kwargs, out)
@@ -183,8 +182,8 @@ class ShardedWeight(WeightTensor):
 
     def _require_own_step(self, func: Any, args: Any) -> None:
         # An optimizer over the weight itself would step the float32 master by gradients and moments of another dtype.
-        is_other = self.plain.dtype != self.dtype and "copy" not in func._schema.name
-        plain = (x for x in tree_leaves(args) if isinstance(x, Tensor) and not isinstance(x, ShardedWeight))
+        is_other = self.plain.dtype != self.dtype and "copy" not in internals.schema_of(func).name
+        plain = (x for x in internals.tree_leaves(args) if isinstance(x, Tensor) and not isinstance(x, ShardedWeight))
         if is_other and any(x.dtype == self.dtype for x in plain):
             raise UnsupportedError(
                 f"{func}: the weight rests as float8 codes with a float32 master, and its gradients are {self.dtype}; "
@@ -274,7 +273,7 @@ class ShardedWeight(WeightTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What to gather, [padded rows or experts of a rank, ...] as bytes, and what the other hook is told."""
+        """The bytes to gather, [padded rows or experts of a rank, ...], and the metadata for the other hook."""
         x, state, recipe = self.plain, self.state, self.recipe
         if state.was is not None:
             raise UnsupportedError(
@@ -398,13 +397,13 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
     Exactness: codes and scales are the same with and without it.
     """
-    found: list[ShardedWeight] = []
+    weights: list[ShardedWeight] = []
     for weight in map(local_tensor, model.parameters()):  # each once
         if isinstance(weight, ShardedWeight) and weight.state.own is not None:
             is_here = weight.state.resting is None or weight.is_refilled_here
             if weight.recipe.delayed_scaling_of("weight") is None and is_here:
-                found.append(weight)
-    for weight, scales in zip(found, global_scales([weight.local() for weight in found]), strict=True):
+                weights.append(weight)
+    for weight, scales in zip(weights, global_scales([weight.local() for weight in weights]), strict=True):
         if weight.state.resting is None:
             weight.state.precomputed = scales
         else:

@@ -1,4 +1,4 @@
-"""What libraries ask of a parameter beside its operators: address, storage, `.data`, copies, pickles, sharing.
+"""A parameter's answers to libraries, beside its operators: address, storage, `.data`, copies, pickles, sharing.
 
 torch answers for a tensor that has memory. A weight of this package is a wrapper around other tensors. Without these
 answers every one of them lies at address 0, and a library that knows parameters by their address takes one for another.
@@ -69,8 +69,8 @@ class WeightTensor(Tensor):
     def _state_of_copy(self) -> tuple[Any, ...]:
         # As bytes: torch pickles float8, but does not load it again outside of torch.save.
         kinds = {name: x.dtype for name, x in vars(self).items() if isinstance(x, Tensor) and x.dtype in FLOAT8_DTYPES}
-        own = {name: x for name, x in vars(self).items() if name != "parameter"}
-        attributes = {name: x.view(torch.uint8) if name in kinds else x for name, x in own.items()}
+        stored = {name: x for name, x in vars(self).items() if name != "parameter"}
+        attributes = {name: x.view(torch.uint8) if name in kinds else x for name, x in stored.items()}
         return type(self), attributes, kinds, self.dtype, self.requires_grad
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
