@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import E4M3FN
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.fused import eager
+from f8emu.torch.fused import eager, silu
 from f8emu.torch.fused.availability import kernels_for
 from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set, tell_owner
 from f8emu.torch.fused.fused_cast import FusedCast, Output, codes_of, matrix, named_format, named_rule
@@ -62,7 +61,7 @@ def _tiles_outputs(offs: Tensor, rows: int) -> tuple[Output, ...]:
     is_lowered=False,
 )
 def group_tiles(offs: Tensor, rows: int) -> Tensor:
-    """What the casts of a matrix of `rows` rows need of its groups: their ends, padded ends, and a table of tiles."""
+    """The ends of the groups in a matrix of `rows` rows, their padded ends, and a table of tiles, in one tensor."""
     ends = offs.clamp(0, rows)
     sizes = ends.diff(prepend=ends.new_zeros(1)).clamp(min=0)
     padded = ((sizes + GROUP_MULTIPLE - 1) // GROUP_MULTIPLE * GROUP_MULTIPLE).cumsum(0).to(torch.int32)
@@ -96,14 +95,14 @@ def _launch_amaxes(on: Any, out: Any, x: Any, tiles: Any, groups: int, by_group:
 def amaxes_of_groups(x: Tensor, tiles: Tensor | None, groups: int, by_group: bool) -> Tensor:
     """The amaxes of the rows [T] and of the columns of each group [G, K], in one vector; or of each group, [G, 1]."""
     m, k = x.shape
-    found = amaxes_output(m, k, groups, by_group).new(x)
+    amaxes = amaxes_output(m, k, groups, by_group).new(x)
     for group, (rows, _) in enumerate(group_slices(x, tiles, groups)):
         if by_group:
-            found[group : group + 1] = eager.tensor_amax(x[rows])
+            amaxes[group : group + 1] = eager.tensor_amax(x[rows])
         elif rows.start < rows.stop:
             of_rows, of_cols = eager.row_col_amax(x[rows])
-            found[rows], found[m + group * k : m + (group + 1) * k] = of_rows.flatten(), of_cols.flatten()
-    return found
+            amaxes[rows], amaxes[m + group * k : m + (group + 1) * k] = of_rows.flatten(), of_cols.flatten()
+    return amaxes
 
 
 # 2. Codes.
@@ -114,16 +113,8 @@ def _col_codes(x: Tensor, tiles: Tensor | None, groups: int) -> tuple[int, ...]:
     return (groups, k, m // groups) if tiles is None else (k, padded_rows(m, groups))
 
 
-def _cast_outputs(
-    x: Tensor,
-    tiles: Tensor | None,
-    groups: int,
-    fmt: str,
-    row: Tensor | None,
-    col: Tensor | None,
-    by_group: bool,
-    *_: Any,
-) -> tuple[Output, ...]:
+def _cast_outputs(x: Tensor, tiles: Tensor | None, groups: int, fmt: str, *args: Any) -> tuple[Output, ...]:
+    row, col, by_group, *_ = args
     named_format("cast_groups", fmt)
     m, k = matrix("cast_groups", x)
     codes = codes_of(fmt, m, k).dtype
@@ -136,24 +127,12 @@ def _cast_outputs(
     )
 
 
-def _launch_cast(
-    on: Any,
-    out: Any,
-    x: Any,
-    tiles: Any,
-    groups: int,
-    fmt: str,
-    row: Any,
-    col: Any,
-    by_group: bool,
-    floor: float,
-    amax: Any,
-) -> None:
-    (m, k), (row_codes, row_scale, col_codes, col_scale) = on.shape(x), out
-    stacked = _stacked(m, groups, tiles)
-    wanted = (row is not None, col is not None)
-    plan = on.plans.cast_groups(m, k, groups, stacked, fmt, floor, *wanted, by_group, amax is not None)
-    tensors = tiles, row, row_codes, row_scale, col, col_codes, col_scale, amax
+def _launch_cast(on: Any, out: Any, x: Any, tiles: Any, groups: int, fmt: str, *args: Any) -> None:
+    row, col, by_group, floor, amax = args
+    m, k = on.shape(x)
+    settings = floor, row is not None, col is not None, by_group, amax is not None
+    plan = on.plans.cast_groups(m, k, groups, _stacked(m, groups, tiles), fmt, *settings)
+    tensors = tiles, row, *out[:2], col, *out[2:], amax
     on.run(plan, x, *[x if y is None else y for y in tensors])
 
 
@@ -186,10 +165,10 @@ def cast_groups(
     ]
     col_codes.view(torch.uint8).zero_()
 
-    def cast(side: Tensor, source: Tensor, scale: Tensor, own: slice) -> Tensor:
+    def cast(side: Tensor, source: Tensor, scale: Tensor, places_of_scales: slice) -> Tensor:
         if by_group:
-            return eager.cast_by(side, format, source[own])
-        codes, scale[own] = eager.cast_rows_by(side, format, source[own], rule)
+            return eager.cast_by(side, format, source[places_of_scales])
+        codes, scale[places_of_scales] = eager.cast_rows_by(side, format, source[places_of_scales], rule)
         return codes
 
     for group, (rows, places) in enumerate(group_slices(x, tiles, groups)):
@@ -197,8 +176,10 @@ def cast_groups(
         if row is not None and rows.start < rows.stop:
             row_codes[rows] = cast(x[rows], row, row_scale, of_group if by_group else rows)
         if col is not None:
-            own = of_group if by_group else slice(group * x.shape[1], (group + 1) * x.shape[1])
-            (col_codes[group] if tiles is None else col_codes[:, places]).copy_(cast(x[rows].t(), col, col_scale, own))
+            places_of_scales = of_group if by_group else slice(group * x.shape[1], (group + 1) * x.shape[1])
+            (col_codes[group] if tiles is None else col_codes[:, places]).copy_(
+                cast(x[rows].t(), col, col_scale, places_of_scales)
+            )
     return row_codes, row_scale, col_codes, col_scale
 
 
@@ -237,7 +218,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _hidden(gate: Tensor, up: Tensor | None) -> Tensor:
     gate, up = _halves(gate, up)
-    return silu(gate.contiguous()) * up
+    return silu.swiglu.function(gate.contiguous(), up)
 
 
 def _width(gate: Any, up: Any) -> int:
@@ -264,26 +245,14 @@ def amaxes_of_hidden(gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int
     return amaxes_of_groups.function(_hidden(gate, up), tiles, groups, by_group)
 
 
-def _hidden_outputs(
-    gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int, fmt: str, source: Tensor, by_group: bool, *_: Any
-) -> tuple[Output, ...]:
+def _hidden_outputs(gate: Tensor, up: Tensor | None, *args: Any) -> tuple[Output, ...]:
+    _, _, fmt, _, by_group, *_ = args
     m, h = matrix("cast_hidden", gate)[0], _width(gate, up)
     return codes_of(fmt, m, h), Output((0, 0) if by_group else (m, 1))
 
 
-def _launch_hidden(
-    on: Any,
-    out: Any,
-    gate: Any,
-    up: Any,
-    tiles: Any,
-    groups: int,
-    fmt: str,
-    source: Any,
-    by_group: bool,
-    floor: float,
-    amax: Any,
-) -> None:
+def _launch_hidden(on: Any, out: Any, gate: Any, up: Any, tiles: Any, groups: int, fmt: str, *args: Any) -> None:
+    source, by_group, floor, amax = args
     sizes = gate.shape[0], _width(gate, up), groups, up is None
     plan = on.plans.groups_hidden(*sizes, fmt, floor, True, by_group, amax is not None)
     tensors = up, tiles, source, *out, None, amax
@@ -303,17 +272,15 @@ def cast_hidden(
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`cast_groups` of the rows of `hidden`: (codes, scale)."""
-    found = cast_groups.function(_hidden(gate, up), tiles, groups, fmt, source, None, by_group, amax_floor, amax)
-    return found[0], found[1]
+    results = cast_groups.function(_hidden(gate, up), tiles, groups, fmt, source, None, by_group, amax_floor, amax)
+    return results[0], results[1]
 
 
-def _gradients(grad_hidden: Tensor, gate: Tensor, up: Tensor | None) -> tuple[list[Tensor], Tensor]:
-    # The gradients of gate and up, as one matrix where they are one, and hidden.
+def _gradients(grad_hidden: Tensor, gate: Tensor, up: Tensor | None) -> list[Tensor]:
+    # The gradients of gate and up, as one matrix where they are one.
     of_gate, of_up = _halves(gate, up)
-    of_gate = of_gate.contiguous()
-    activated = silu(of_gate)
-    found = [torch.ops.aten.silu_backward(grad_hidden * of_up, of_gate), grad_hidden * activated]
-    return ([torch.cat(found, dim=1)] if up is None else found), activated * of_up
+    both = silu.swiglu_gradients.function(grad_hidden, of_gate.contiguous(), of_up)
+    return [torch.cat(both, dim=1)] if up is None else [*both]
 
 
 def _launch_amaxes_of_gradients(
@@ -333,8 +300,8 @@ def _amaxes_of_both(
     grad: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int, by_group: bool
 ) -> tuple[Output, Output]:
     m, width = gate.shape
-    found = amaxes_output(m, width, groups, by_group)
-    return found, Output((0, 0)) if up is None else found
+    amaxes = amaxes_output(m, width, groups, by_group)
+    return amaxes, Output((0, 0)) if up is None else amaxes
 
 
 @FusedCast(outputs=_amaxes_of_both, launch=_launch_amaxes_of_gradients, is_lowered=False)
@@ -342,8 +309,8 @@ def amaxes_of_gradients(
     grad_hidden: Tensor, gate: Tensor, up: Tensor | None, tiles: Tensor, groups: int, by_group: bool
 ) -> tuple[Tensor, Tensor]:
     """`amaxes_of_groups` of the gradients of gate and of up; of both in the first, where they are one matrix."""
-    found = [amaxes_of_groups.function(x, tiles, groups, by_group) for x in _gradients(grad_hidden, gate, up)[0]]
-    return found[0], found[1] if len(found) > 1 else grad_hidden.new_empty(0, 0, dtype=torch.float32)
+    amaxes = [amaxes_of_groups.function(x, tiles, groups, by_group) for x in _gradients(grad_hidden, gate, up)]
+    return amaxes[0], amaxes[1] if len(amaxes) > 1 else grad_hidden.new_empty(0, 0, dtype=torch.float32)
 
 
 def _gradients_outputs(
@@ -353,15 +320,15 @@ def _gradients_outputs(
     m, width = gate.shape
     h, places, nothing = _width(gate, up), padded_rows(m, groups), (0, 0)
     codes, hidden_codes = codes_of(fmt, 0, 0).dtype, codes_of(hidden_fmt, 0, 0).dtype
-    one = (
+    of_gate = (
         Output((m, width) if rows else nothing, codes),
         Output((m, 1) if rows and not by_group else nothing),
         Output((width, places) if cols else nothing, codes),
         Output((groups * width, 1) if cols and not by_group else nothing),
     )
-    other = one if up is not None else [Output(nothing, y.dtype) for y in one]
+    other = of_gate if up is not None else [Output(nothing, y.dtype) for y in of_gate]
     of_hidden = Output((h, places) if hidden else nothing, hidden_codes)
-    return *one, *other, of_hidden, Output((groups * h, 1) if hidden and not by_group else nothing)
+    return *of_gate, *other, of_hidden, Output((groups * h, 1) if hidden and not by_group else nothing)
 
 
 def _launch_gradients(
@@ -413,7 +380,7 @@ def cast_gradients(
     Returns:
         Four of gate's gradient, four of up's (empty where both are one matrix), and codes and scale of `hidden^T`.
     """
-    gradients, values = _gradients(grad_hidden, gate, up)
+    gradients = _gradients(grad_hidden, gate, up)
     m, results = gate.shape[0], list[Tensor]()
     for x, source, amax in zip(gradients, (gate_source, up_source), (gate_amax, up_amax), strict=False):
         assert source is not None, "one for each"
@@ -423,7 +390,8 @@ def cast_gradients(
     if up is None:
         results += [x.new_empty(0, 0) for x in results]
     wanted = None, hidden_source if hidden else None
-    results += cast_groups.function(values, tiles, groups, hidden_fmt, *wanted, by_group, amax_floor, None)[2:]
+    settings = by_group, amax_floor, None
+    results += cast_groups.function(_hidden(gate, up), tiles, groups, hidden_fmt, *wanted, *settings)[2:]
     return tuple(results)  # pyright: ignore[reportReturnType]
 
 
@@ -451,20 +419,20 @@ def scales_by_state(
     tell_owner(inv_scale)
     is_known, inv_scale = is_known_set(inv_scale), inv_scale[first : first + groups]
     if is_known and (plans := kernels_for(inv_scale)) is not None:
-        found = torch.empty_like(inv_scale), torch.empty_like(inv_scale)
-        plans.used_scales(groups)(inv_scale, *found)
-        return found
+        scales = torch.empty_like(inv_scale), torch.empty_like(inv_scale)
+        plans.used_scales(groups)(inv_scale, *scales)
+        return scales
     used = inv_scale.clone()
     if not is_known:
         x, *rest = (*tensors, None, None)[:3]
         match kind:
             case "matrix":
-                own = amaxes_of_groups.function(x, tiles, groups, True)
+                amax = amaxes_of_groups.function(x, tiles, groups, True)
             case "hidden":
-                own = amaxes_of_hidden.function(x, rest[0], tiles, groups, True)
+                amax = amaxes_of_hidden.function(x, rest[0], tiles, groups, True)
             case _:
-                own = amaxes_of_gradients.function(x, *rest, tiles, groups, True)[kind == "grad_up"]
-        used = chosen_inv_scale(own, inv_scale, fmt, power_of_two, amax_floor, margin)
+                amax = amaxes_of_gradients.function(x, *rest, tiles, groups, True)[kind == "grad_up"]
+        used = chosen_inv_scale(amax, inv_scale, fmt, power_of_two, amax_floor, margin)
     return used, reciprocal(used)
 
 

@@ -194,13 +194,10 @@ def hidden_delayed(m: int, n: int, fmt: str) -> LaunchPlan:
 
 
 @planned
-def gradients_delayed(
-    m: int, n: int, fmt: str, hidden_fmt: str, rows: bool, gate_cols: bool, up_cols: bool, hidden_cols: bool
-) -> LaunchPlan:
+def gradients_delayed(m: int, n: int, fmt: str, hidden_fmt: str) -> LaunchPlan:
     """Tensors grad_hidden, gate, up [m, n], 3 inv_scales, 2 amaxes, 5 codes, 2 scales."""
     of_hidden = {f"HIDDEN_{name}": value for name, value in codes_constants(hidden_fmt).items()}
-    wanted = {"ROWS": rows, "GATE_COLS": gate_cols, "UP_COLS": up_cols, "HIDDEN_COLS": hidden_cols}
-    constants = {**codes_constants(fmt), **of_hidden, **wanted}
+    constants = {**codes_constants(fmt), **of_hidden}
     return _tiled(silu_kernels.gradients_given_kernel, m, n, GRADIENTS_TILE, constants, GRADIENTS_WARPS)
 
 
@@ -302,9 +299,19 @@ def groups_gradients_amax(m: int, h: int, groups: int, joint: bool, by_group: bo
 
 @planned
 def groups_gradients(
-    m: int, h: int, groups: int, joint: bool, fmt: str, hidden_fmt: str, amax_floor: float,
-    rows: bool, cols: bool, hidden: bool, by_group: bool, amax: bool,
-) -> LaunchPlan:  # fmt: skip
+    m: int,
+    h: int,
+    groups: int,
+    joint: bool,
+    fmt: str,
+    hidden_fmt: str,
+    amax_floor: float,
+    rows: bool,
+    cols: bool,
+    hidden: bool,
+    by_group: bool,
+    amax: bool,
+) -> LaunchPlan:
     """Tensors grad_hidden, gate, up, tiles; source, codes, scale of rows, of columns, and amax, of both; hidden's.
 
     Without codes, the sources are found.

@@ -129,10 +129,6 @@ def gradients_given_kernel(
     DTYPE: tl.constexpr,
     HIDDEN_LIMIT: tl.constexpr,
     HIDDEN_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    GATE_COLS: tl.constexpr,
-    UP_COLS: tl.constexpr,
-    HIDDEN_COLS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -146,21 +142,14 @@ def gradients_given_kernel(
     gates = load_tile(gate, rows, cols, M, N)
     sigmoid = sigmoid_of(gates)
     silu = silu_of(gates, sigmoid)
-    if ROWS or GATE_COLS:
-        values = grad_gate_of(load_tile(grad_hidden, rows, cols, M, N), gates, sigmoid, load_tile(up, rows, cols, M, N))
-        raise_amax(gate_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
-        store_used(gate_inv_scale, gate_scale, gate_scale, False)
-        store_given(
-            values, gate_inv_scale, gate_row_codes, gate_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, GATE_COLS
-        )
-    if ROWS or UP_COLS:
-        values = grad_up_of(load_tile(grad_hidden, rows, cols, M, N), silu)
-        raise_amax(up_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
-        store_used(up_inv_scale, up_scale, up_scale, False)
-        store_given(values, up_inv_scale, up_row_codes, up_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, UP_COLS)
-    if HIDDEN_COLS:
-        values = hidden_of(silu, load_tile(up, rows, cols, M, N))
-        store_given(
-            values, hidden_inv_scale, hidden_col_codes, hidden_col_codes, rows, cols, M, N,
-            HIDDEN_LIMIT, HIDDEN_DTYPE, False, True,
-        )  # fmt: skip
+    values = grad_gate_of(load_tile(grad_hidden, rows, cols, M, N), gates, sigmoid, load_tile(up, rows, cols, M, N))
+    raise_amax(gate_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
+    store_used(gate_inv_scale, gate_scale, gate_scale, False)
+    store_given(values, gate_inv_scale, gate_row_codes, gate_col_codes, rows, cols, M, N, LIMIT, DTYPE, True, True)
+    values = grad_up_of(load_tile(grad_hidden, rows, cols, M, N), silu)
+    raise_amax(up_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
+    store_used(up_inv_scale, up_scale, up_scale, False)
+    store_given(values, up_inv_scale, up_row_codes, up_col_codes, rows, cols, M, N, LIMIT, DTYPE, True, True)
+    values = hidden_of(silu, load_tile(up, rows, cols, M, N))
+    codes = hidden_col_codes
+    store_given(values, hidden_inv_scale, codes, codes, rows, cols, M, N, HIDDEN_LIMIT, HIDDEN_DTYPE, False, True)

@@ -7,30 +7,29 @@ One kernel reads `gate` and `up` and writes the codes of `hidden`. In the backwa
 these three is written in bfloat16. Saved for the backward pass: `gate`, `up` and the codes of `input^T`.
 """
 
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import TENSORS, TENSORWISE, Recipe
-from f8emu.spec.scaling import Scales
-from f8emu.torch.casts.operand import (
-    Delayed,
-    Operand,
-    ScaleSource,
-    cast_both,
-    cast_delayed,
-    weight_to_cast,
-)
+from f8emu.torch.casts.operand import Delayed, Operand
 from f8emu.torch.chip import require_values
 from f8emu.torch.fused import silu as fused
+from f8emu.torch.layer.casts import (
+    LayerPlan,
+    WeightSource,
+    cast_grad_output,
+    cast_input,
+    cast_weight,
+    cast_weight_again,
+)
 from f8emu.torch.layer.float8_layer import autocast_dtype, leaf_call, refuse_torchscript, require_no_transform
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.layer.matmul import Output, add_bias, gemm
-from f8emu.torch.layer.observers import Tap, begin_call, observe_gated, show_gemm, show_tensor
+from f8emu.torch.layer.matmul import Output, add_bias, multiply
+from f8emu.torch.layer.observers import Tap, begin_call, show_tensor
 from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.library import differentiable_once, is_exporting
 from f8emu.torch.torch_internals import Function, compiles_backward, copied_attributes, has_hooks
@@ -40,16 +39,11 @@ LLAMA_NAMES = ("w1", "w2", "w3")
 
 
 class Float8FeedForward(nn.Module):
-    """`w2(silu(w1(input)) * w3(input))` with three `Float8Linear`.
+    """`w2(silu(w1(input)) * w3(input))` with three `Float8Linear`, whose names are `names`.
 
-    Under delayed scaling the casts between the layers are fused. In all other cases the three layers and `silu` are
-    called one after the other:
-    - under other recipes and in dtypes other than bfloat16,
-    - if w1 or w3 has a bias, or if a layer has hooks or was replaced,
-    - if the layers differ in recipe or engine,
-    - if no gradient flows back through w1 or through w3.
-
-    The parameters and the state dict are those of the three layers, under the names in `names`.
+    Under delayed scaling, in bfloat16, the casts between the layers are fused. Otherwise the three layers and `silu`
+    are called one after the other; so they are if w1 or w3 has a bias, if a layer is frozen, has hooks or was replaced,
+    if recipe or engine differ, and without gradients.
 
     Shapes:
         input [..., dim] -> [..., dim], in the dtype of input.
@@ -80,9 +74,9 @@ class Float8FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.names = names
-        own: dict[str, Any] = {"recipe": recipe, "engine": engine, "recompute_casts": recompute_casts}
+        settings: dict[str, Any] = {"recipe": recipe, "engine": engine, "recompute_casts": recompute_casts}
         for name, (k, n) in zip(names, ((dim, hidden_dim), (hidden_dim, dim), (dim, hidden_dim)), strict=True):
-            self.add_module(name, Float8Linear(k, n, bias, device, dtype, **own))
+            self.add_module(name, Float8Linear(k, n, bias, device, dtype, **settings))
 
     @classmethod
     def from_float(
@@ -94,17 +88,10 @@ class Float8FeedForward(nn.Module):
         recompute_casts: bool = False,
         names: tuple[str, str, str] = LLAMA_NAMES,
     ) -> Self:
-        """A block with the layers, hooks and mode of `module`, which is not changed.
+        """A block with the layers, hooks and mode of `module`, such as torchtitan's FeedForward; it is not changed.
 
-        Its layers are checked, and that it has no other parameters, buffers or activations. Whether its `forward`
-        computes this function cannot be checked.
-
-        Args:
-            module: a feed-forward block, such as torchtitan's FeedForward or Hugging Face's LlamaMLP.
-            recipe: the recipe, or its name.
-            engine: as for `scaled_mm`.
-            recompute_casts: as for `convert_to_float8_training`, where the three layers are called.
-            names: the names in `module` of w1, w2 and w3; ("gate_proj", "down_proj", "up_proj") in Hugging Face's.
+        `names` are those of w1, w2 and w3 in `module`: ("gate_proj", "down_proj", "up_proj") in Hugging Face's. Whether
+        the `forward` of `module` computes this function cannot be checked.
 
         Raises:
             OperandError: a block with other layers, parameters or buffers, or a replaced forward.
@@ -113,12 +100,11 @@ class Float8FeedForward(nn.Module):
         _check_block(module, names)
         block = cls.__new__(cls)
         block.__dict__.update(copied_attributes(module))
-        block._compiled_call_impl = None  # set by module.compile(); it would run the module's forward
         block.names = names
-        own: dict[str, Any] = {"recipe": recipe, "engine": engine, "recompute_casts": recompute_casts}
+        settings: dict[str, Any] = {"recipe": recipe, "engine": engine, "recompute_casts": recompute_casts}
         for name in names:
             layer: Any = module.get_submodule(name)
-            block._modules[name] = Float8Linear.from_float(layer, **own)
+            block.register_module(name, Float8Linear.from_float(layer, **settings))
         return block
 
     def __prepare_scriptable__(self) -> NoReturn:  # called by torch.jit.script
@@ -131,7 +117,7 @@ class Float8FeedForward(nn.Module):
         require_no_transform("Float8FeedForward", self, input)
         w1, w2, w3 = (getattr(self, name) for name in self.names)
         dtype = autocast_dtype(input)
-        if is_exporting() or compiles_backward() or not _can_fuse(input, dtype, w1, w2, w3):
+        if is_exporting() or compiles_backward() or not _can_fuse(dtype, w1, w2, w3):
             return w2(silu(w1(input)) * w3(input))
         if input.ndim == 0 or input.shape[-1] != w1.in_features:
             raise OperandError(
@@ -148,90 +134,77 @@ class Float8FeedForward(nn.Module):
         return output.reshape(*input.shape[:-1], w2.out_features)
 
 
-def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w3: nn.Module) -> bool:
+def _can_fuse(dtype: torch.dtype, *layers: Any) -> bool:
     # Whether the fused block gives what `Float8FeedForward` promises; the cases are listed there.
-    if dtype is not torch.bfloat16:
-        return False
-    if not (isinstance(w1, Float8Linear) and isinstance(w2, Float8Linear) and isinstance(w3, Float8Linear)):
-        return False
-    for layer in (w1, w2, w3):
-        # What a subclass, a replaced forward or a hook computes is unknown here.
+    for layer in layers:
+        # What a subclass, a replaced forward or a hook computes is unknown here, and so are codes in place of a weight.
         if type(layer) is not Float8Linear or "forward" in layer.__dict__ or has_hooks(layer):
             return False
-        if type(layer.weight) is not nn.Parameter:  # codes, or a part of a weight
+        if type(layer.weight) is not nn.Parameter or not layer.weight.requires_grad:
             return False
-        if layer.engine != w1.engine or not (layer.recipe is w1.recipe or layer.recipe == w1.recipe):
+    w1, w2, w3 = layers
+    recipe, delayed = w1.recipe, w1.recipe.delayed
+    if dtype is not torch.bfloat16 or delayed is None or delayed.tensors != TENSORS or not torch.is_grad_enabled():
+        return False
+    for layer in (w2, w3):
+        if layer.engine != w1.engine or not (layer.recipe is recipe or layer.recipe == recipe):
             return False
-    recipe = w1.recipe
-    casts = (recipe.output.a, recipe.grad_weight.b, recipe.grad_input.a, recipe.grad_weight.a)
-    if recipe.delayed is None or recipe.delayed.tensors != TENSORS or any(cast.format is None for cast in casts):
+    casts = recipe.output.a, recipe.grad_weight.b, recipe.grad_input.a, recipe.grad_weight.a
+    if w1.bias is not None or w3.bias is not None or any(cast.format is None for cast in casts):
         return False
-    if any(bias is not None for bias in (w1.bias, w3.bias)):  # pyright: ignore[reportUnnecessaryComparison]
-        return False
-    if w1.weight.shape != w3.weight.shape or w1.out_features != w2.in_features:
-        return False
-    # A layer that no gradient flows back through scales by its own amaxes.
-    has_gradients = input.requires_grad or (w1.weight.requires_grad and w3.weight.requires_grad)
-    return torch.is_grad_enabled() and has_gradients
+    return w1.weight.shape == w3.weight.shape and w1.out_features == w2.in_features
 
 
 def _check_block(module: nn.Module, names: tuple[str, str, str]) -> None:
     children = dict(module.named_children())
     others = {name: child for name, child in children.items() if name not in names}
-    own = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-    missing = [name for name in names if name not in children]
+    tensors = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+    missing = [f"no {name}" for name in names if name not in children]
     is_known = all(type(child) is nn.SiLU for child in others.values())
-    if missing or not is_known or own or "forward" in module.__dict__:
-        found = (f"{name} ({type(child).__name__})" for name, child in others.items())
-        observed = ", ".join([*(f"no {name}" for name in missing), *found, *own]) or "a forward of its own"
+    if missing or not is_known or tensors or "forward" in module.__dict__:
+        faults = [*missing, *(f"{name} ({type(child).__name__})" for name, child in others.items()), *tensors]
         raise OperandError(
             f"Float8FeedForward.from_float: module must have the layers {', '.join(names)} and nothing else but an "
-            f"nn.SiLU; got {observed} in {type(module).__name__}; pass the names of its layers as names=(w1, w2, w3), "
-            "and convert a block that computes something else with convert_to_float8_training"
+            f"nn.SiLU; got {', '.join(faults) or 'a forward of its own'} in {type(module).__name__}; pass the names of "
+            "its layers as names=(w1, w2, w3), and convert a block that computes something else with "
+            "convert_to_float8_training"
         )
-
-
-class _Settings(NamedTuple):
-    """What forward and backward need besides the tensors that autograd tracks; of three, those of w1, w2 and w3."""
-
-    recipe: Recipe
-    engine: str
-    dtype: torch.dtype
-    of_gradients: tuple[Delayed, ...]  # of grad_output; not saved tensors: the backward pass updates their amaxes
-    taps: tuple[Tap | None, ...]
 
 
 def float8_feed_forward(x1: Tensor, x3: Tensor, w1: Float8Linear, w2: Float8Linear, w3: Float8Linear) -> Tensor:
     """The fused block on [M, dim]; `x1` and `x3` have the same values."""
-    # 1. The states. A gradient flows back through w2 wherever one flows back through w1.
-    states: Any = [layer.delayed_states(x1, source.weight) for layer, source in ((w1, w1), (w2, w1), (w3, w3))]
-    of_inputs, of_weights, of_gradients = (tuple(of[i] for of in states) for i in range(3))
-    recipe, taps = w1.recipe, tuple([layer.tap and begin_call(layer.tap, x1) for layer in (w1, w2, w3)])
-    settings = _Settings(recipe, w1.engine, x1.dtype, of_gradients, taps)
-    weights = [w1.weight, w2.weight, w3.weight]
+    layers = w1, w2, w3
+    plan, weights = LayerPlan(w1.recipe, w1.engine, keeps_input=True), [layer.weight for layer in layers]
+    states: Any = [layer.delayed_states(x1, layer.weight) for layer in layers]
+    taps = tuple([layer.tap and begin_call(layer.tap, x1) for layer in layers])
+
+    def first_product(i: int, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        # gate or up, and what the backward pass needs. Each layer scales the input by a state of its own.
+        show_tensor(taps[i], "input", x, is_delayed=True)
+        show_tensor(taps[i], "weight", weights[i], is_delayed=True)
+        operands = cast_input(x, x, plan, states[i][0], None)
+        w, source = cast_weight(weights[i], plan, states[i][1])
+        product = multiply("output", operands.output, w, plan, x.dtype, taps[i])
+        return product, (*(operands.grad_weight or ()), source.inv_scale, source.scale)
+
     with torch.no_grad():
-        # 2. gate and up: each layer scales the input separately.
-        gate, kept1, of_w1 = _product(x1, weights[0], of_inputs[0], of_weights[0], settings, 0)
-        up, kept3, of_w3 = _product(x3, weights[2], of_inputs[2], of_weights[2], settings, 2)
-        # 3. The operands of output.
-        state, rule = of_inputs[1], recipe.scale_rule
-        of_rule = rule.power_of_two, rule.amax_floor, state.margin
-        name = _format(recipe, "input")
-        codes, inv_scale, scale = fused.hidden_delayed(gate, up, name, state.inv_scale, state.amax, *of_rule)
-        b2, _, of_w2 = _cast(weight_to_cast(weights[1], recipe), recipe.cast_plans["weight"].rows, of_weights[1])
-        for i, tap in enumerate(taps):
-            if tap is not None:
-                if i == 1:
-                    observe_gated(tap.forward, "hidden", gate, up, None, tap.call)
-                else:
-                    show_tensor(tap, "input", x1, is_delayed=True)
-                show_tensor(tap, "weight", weights[i], is_delayed=True)
-    # 4. As in `float8_matmul`: everything is saved before the last product is computed.
-    parts = (kept1 or (None, None), kept3 or (None, None), of_w1, of_w2, of_w3, (inv_scale, scale))
-    flat = [tensor for pair in parts for tensor in pair]
-    place = _FeedForwardBackward.apply(x1, x3, *weights, settings, gate, up, *flat)
+        # 1. gate and up.
+        gate, kept1 = first_product(0, x1)
+        up, kept3 = first_product(2, x3)
+        # 2. The operands of output.
+        if taps[1] is not None:
+            show_tensor(taps[1], "input", fused.swiglu(gate, up), is_delayed=True)
+            show_tensor(taps[1], "weight", weights[1], is_delayed=True)
+        state, rule = states[1][0], plan.recipe.scale_rule
+        by_state = state.inv_scale, state.amax, rule.power_of_two, rule.amax_floor, state.margin
+        codes, inv_scale, scale = fused.hidden_delayed(gate, up, _format(plan.recipe, "input"), *by_state)
+        w, source = cast_weight(weights[1], plan, states[1][1])
+    # 3. As in `float8_matmul`: everything is saved before the last product is computed.
+    kept = *kept1, *kept3, inv_scale, scale, source.inv_scale, source.scale
+    of_gradients = tuple([state[2] for state in states])
+    place = _FeedForwardBackward.apply(x1, x3, *weights, gate, up, plan, of_gradients, taps, *kept)
     with torch.no_grad():
-        product = _gemm("output", Operand(codes, scale), b2, settings, 1)
+        product = multiply("output", Operand(codes, scale), w, plan, x1.dtype, taps[1])
     return Output.apply(place, product)
 
 
@@ -240,99 +213,67 @@ class _FeedForwardBackward(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x1: Tensor, x3: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, settings: _Settings, *kept: Tensor | None
+        ctx: Any,
+        x1: Tensor,
+        x3: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        plan: LayerPlan,
+        of_gradients: tuple[Delayed, ...],
+        taps: tuple[Tap | None, ...],
+        *kept: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(w1, w2, w3, *kept)
-        ctx.settings = settings
+        ctx.save_for_backward(w1, w2, w3, gate, up, *kept)
+        # The states of grad_output are no saved tensors: the backward pass updates their amaxes.
+        ctx.plan, ctx.of_gradients, ctx.taps = plan, of_gradients, taps
         return x1.new_empty(1, 1).expand(x1.shape[0], w2.shape[0])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        w1, w2, w3, gate, up, *flat = ctx.saved_tensors
-        kept1, kept3, of_w1, of_w2, of_w3, of_hidden = tuple(zip(flat[::2], flat[1::2], strict=True))
-        asked, of_gradients = part_of_backward(ctx, grads, ctx.settings.of_gradients)
-        settings: _Settings = ctx.settings._replace(of_gradients=of_gradients)
-        recipe = settings.recipe
-        wants1, wants3, wants_w1, wants_w2, wants_w3 = asked[:5]
-        # 1. grad_hidden, and the operands of all other products.
-        cast_plan = recipe.cast_plans["grad_output"].wanted(rows=True, cols=wants_w2)
-        g, g_transposed, _ = _cast(grads[0], cast_plan, settings.of_gradients[1])
-        grad_hidden = _grad_input(g, w2, of_w2, settings, 1)
-        wanted = (wants1 or wants3, wants_w1, wants_w3, wants_w2)
-        g1, g1_transposed, g3, g3_transposed, hidden = _cast_gradients(
-            grad_hidden, gate, up, wanted, Scales(*of_hidden), settings
-        )
-        show_tensor(settings.taps[1], "grad_output", grads[0], is_delayed=True)
-        for tap, name in ((settings.taps[0], "grad_gate"), (settings.taps[2], "grad_up")):
-            if tap is not None:
-                observe_gated(tap.backward, name, gate, up, grad_hidden, tap.call)
+        w1, w2, w3, gate, up, *saved = ctx.saved_tensors
+        kept1, of_w1, kept3, of_w3, (inv_scale, scale), of_w2 = (saved[i : i + 2] for i in range(0, 12, 2))
+        plan, taps, recipe, grad, dtype = ctx.plan, ctx.taps, ctx.plan.recipe, grads[0], gate.dtype
+        needs, (of_gate, of_hidden, of_up) = part_of_backward(ctx, grads, ctx.of_gradients)
+        for_x1, for_x3, for_w1, for_w2, for_w3 = needs[:5]
+
+        def grad_input(a: Operand, weight: Tensor, scales: Any, tap: Tap | None) -> Tensor:
+            b = cast_weight_again(weight, WeightSource(None, *scales), plan, None, grad)
+            return multiply("grad_input", a, b, plan, dtype, tap)
+
+        def grad_weight(a: Operand, b: Any, weight: Tensor, tap: Tap | None) -> Tensor:
+            return multiply("grad_weight", a, Operand(*b), plan, dtype, tap).to(weight.dtype)
+
+        # 1. grad_hidden.
+        show_tensor(taps[1], "grad_output", grad, is_delayed=True)
+        g, g_transposed = cast_grad_output(grad, plan, of_hidden, True, True)
+        assert g is not None and g_transposed is not None, "both were requested"
+        grad_hidden = grad_input(g, w2, of_w2, taps[1])
+        if taps[0] is not None or taps[2] is not None:
+            grad_gate, grad_up = fused.swiglu_gradients(grad_hidden, gate, up)
+            show_tensor(taps[0], "grad_output", grad_gate, is_delayed=True)
+            show_tensor(taps[2], "grad_output", grad_up, is_delayed=True)
+        # 2. The operands of all other products.
+        formats, rule = (_format(recipe, "grad_output"), _format(recipe, "input")), recipe.scale_rule
+        by_states = of_gate.inv_scale, of_up.inv_scale, inv_scale, of_gate.amax, of_up.amax
+        settings = rule.power_of_two, rule.amax_floor, of_gate.margin
+        *codes, gate_scale, up_scale = fused.gradients_delayed(grad_hidden, gate, up, *formats, *by_states, *settings)
+        scales = gate_scale, gate_scale, up_scale, up_scale, scale
+        g1, g1_transposed, g3, g3_transposed, hidden = map(Operand, codes, scales)
         g = grad_hidden = gate = up = None  # frees their memory for the products
-        # 2. The products.
-        d_x1 = _grad_input(g1, w1, of_w1, settings, 0) if wants1 else None
-        d_x3 = _grad_input(g3, w3, of_w3, settings, 2) if wants3 else None
-        d_w1 = _grad_weight(g1_transposed, kept1, w1, settings, 0) if wants_w1 else None
-        d_w2 = _grad_weight(g_transposed, hidden, w2, settings, 1) if wants_w2 else None
-        d_w3 = _grad_weight(g3_transposed, kept3, w3, settings, 2) if wants_w3 else None
-        return d_x1, d_x3, d_w1, d_w2, d_w3, *(None,) * (3 + len(flat))
-
-
-def _product(
-    x: Tensor, weight: Tensor, of_input: Delayed, of_weight: Delayed, settings: _Settings, layer: int
-) -> tuple[Tensor, Operand | None, Scales]:
-    # `output` of w1 or w3, the operand of their grad_weight, and the scales of the weight.
-    recipe = settings.recipe
-    a, kept, _ = _cast(x, recipe.cast_plans["input"].wanted(rows=True, cols=weight.requires_grad), of_input)
-    b, _, used = _cast(weight_to_cast(weight, recipe), recipe.cast_plans["weight"].rows, of_weight)
-    return _gemm("output", a, b, settings, layer), kept, used
-
-
-def _cast(x: Tensor, plan: CastPlan, state: Delayed) -> tuple[Operand, Operand | None, Scales]:
-    row, col, source = cast_delayed(x, plan, state)
-    assert row is not None and source.used is not None, "rows were requested"
-    return row, col, source.used
+        # 3. The products.
+        d_x1 = grad_input(g1, w1, of_w1, taps[0]) if for_x1 else None
+        d_x3 = grad_input(g3, w3, of_w3, taps[2]) if for_x3 else None
+        d_w1 = grad_weight(g1_transposed, kept1, w1, taps[0]) if for_w1 else None
+        d_w2 = grad_weight(g_transposed, hidden, w2, taps[1]) if for_w2 else None
+        d_w3 = grad_weight(g3_transposed, kept3, w3, taps[2]) if for_w3 else None
+        return d_x1, d_x3, d_w1, d_w2, d_w3, *(None,) * (5 + len(saved))
 
 
 def _format(recipe: Recipe, tensor: str) -> str:
     format = recipe.cast_plans[tensor].both.format
     assert format is not None, "every operand is float8"
     return format.name
-
-
-def _cast_gradients(
-    grad_hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    wanted: tuple[bool, bool, bool, bool],
-    of_hidden: Scales,
-    settings: _Settings,
-) -> list[Operand]:
-    # grad_gate, grad_gate^T, grad_up, grad_up^T, hidden^T; those not `wanted` hold nothing of use.
-    recipe, (of_gate, _, of_up) = settings.recipe, settings.of_gradients
-    fmts, rule = (_format(recipe, "grad_output"), _format(recipe, "input")), recipe.scale_rule
-    inv_scales = (of_gate.inv_scale, of_up.inv_scale, of_hidden.inv_scale)
-    of_rule = (rule.power_of_two, rule.amax_floor, of_gate.margin)
-    *codes, gate_scale, up_scale = fused.gradients_delayed(
-        grad_hidden, gate, up, *fmts, *inv_scales, *wanted, of_gate.amax, of_up.amax, *of_rule
-    )
-    return list(map(Operand, codes, (gate_scale, gate_scale, up_scale, up_scale, of_hidden.scale)))
-
-
-def _grad_input(a: Operand, weight: Tensor, scales: tuple[Tensor, Tensor], settings: _Settings, layer: int) -> Tensor:
-    recipe = settings.recipe
-    source = ScaleSource(used=Scales(*scales))
-    _, b = cast_both(weight_to_cast(weight, recipe), recipe.cast_plans["weight"].cols, source)
-    assert b is not None, "it was requested"
-    return _gemm("grad_input", a, b, settings, layer)
-
-
-def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings, layer: int) -> Tensor:
-    assert a is not None, "it was requested"
-    return _gemm("grad_weight", a, Operand(*b), settings, layer).to(weight.dtype)
-
-
-def _gemm(name: str, a: Operand, b: Operand, settings: _Settings, layer: int) -> Tensor:
-    recipe = settings.recipe
-    product = gemm(a, b, getattr(recipe, name), settings.dtype, settings.engine, recipe.chip)
-    show_gemm(settings.taps[layer], name, a, b, product)
-    return product

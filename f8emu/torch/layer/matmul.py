@@ -191,10 +191,15 @@ def float8_matmul(
     return output
 
 
+def multiply(name: str, a: Operand, b: Operand, plan: LayerPlan, dtype: torch.dtype, tap: Tap | None) -> Tensor:
+    """The GEMM of that name of the recipe, which observers are shown."""
+    product = gemm(a, b, getattr(plan.recipe, name), dtype, plan.engine, plan.recipe.chip)
+    show_gemm(tap, name, a, b, product)
+    return product
+
+
 def _product(x: Operand, w: Operand, plan: LayerPlan, dtype: torch.dtype, tap: Tap | None) -> Tensor:
-    product = gemm(x, w, plan.recipe.output, dtype, plan.engine, plan.recipe.chip)
-    if tap is not None:
-        show_gemm(tap, "output", x, w, product)
+    product = multiply("output", x, w, plan, dtype, tap)
     return product if plan.shards is None else sum_products(product, plan.shards)
 
 
@@ -230,7 +235,7 @@ class Float8Backward(Function):
         product: Tensor | None,
         tap: Tap | None,
     ) -> Tensor:
-        own = weight if w_codes is None else None
+        saved_weight = weight if w_codes is None else None
         # Amaxes are written in the backward pass, so they are not saved tensors, but where a compiler takes the pass
         # along: there torch (2.13 to 2.15) loses all others. Nor is the id of the call: a checkpoint that runs the
         # forward pass again would save another.
@@ -239,7 +244,7 @@ class Float8Backward(Function):
         if torch.compiler.is_compiling() and compiles_backward():
             of_states = [x for state in states if state is not None for x in state[:2]]
             states = tuple([state and state[2:] for state in states])
-        ctx.save_for_backward(kept, kept_scale, own, w_amax, w_inv_scale, w_scale, w_codes, *of_states)
+        ctx.save_for_backward(kept, kept_scale, saved_weight, w_amax, w_inv_scale, w_scale, w_codes, *of_states)
         ctx.plan, ctx.dtype, ctx.states = plan, input.dtype, states
         ctx.weight_dtype, ctx.tap = weight.dtype, tap
         if product is not None:
@@ -256,7 +261,6 @@ class Float8Backward(Function):
             of_weight = of_weight and Delayed(*of_states[:2], *of_weight)
             of_grad_output = of_grad_output and Delayed(*of_states[-2:], *of_grad_output)
         plan, tap, dtype = ctx.plan, ctx.tap, ctx.dtype
-        recipe, engine, chip = plan.recipe, plan.engine, plan.recipe.chip
         # 1. Both operands of grad_output.
         show_tensor(tap, "grad_output", grad_output, is_delayed=True)
         (for_input, for_weight, *_), states = part_of_backward(ctx, grads, (of_weight, of_grad_output))
@@ -265,13 +269,10 @@ class Float8Backward(Function):
         # 2. grad_input.
         if g is not None:
             w = cast_weight_again(weight, WeightSource(*source), plan, states[0], grad_output)
-            d_input = gemm(g, w, recipe.grad_input, dtype, engine, chip)
-            show_gemm(tap, "grad_input", g, w, d_input)
+            d_input = multiply("grad_input", g, w, plan, dtype, tap)
             g = w = None  # frees their memory for the other product
         # 3. grad_weight.
         if g_transposed is not None and kept is not None:
-            x = Operand(kept, kept_scale)
-            d_weight = gemm(g_transposed, x, recipe.grad_weight, dtype, engine, chip)
-            show_gemm(tap, "grad_weight", g_transposed, x, d_weight)
+            d_weight = multiply("grad_weight", g_transposed, Operand(kept, kept_scale), plan, dtype, tap)
             d_weight = d_weight.to(ctx.weight_dtype)
         return d_input, d_weight, *(None,) * 11

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.formats import FORMATS
@@ -80,7 +79,7 @@ class GemmSeen(NamedTuple):
 
 
 class Observer(Protocol):
-    """What is shown. The tensors are the layer's own: an observer that keeps one copies it."""
+    """An observer of layers. The tensors are the layer's own: an observer that keeps one copies it."""
 
     def tensor(self, seen: TensorSeen) -> None: ...
     def gemm(self, seen: GemmSeen) -> None: ...
@@ -207,23 +206,6 @@ def observe_tensor(token: Tensor, tensor: str, value: Tensor, is_delayed: bool, 
         _show(watched, tensor, value, call, is_delayed)
 
 
-@operator(mutates_args={"token"})
-def observe_gated(
-    token: Tensor, tensor: str, gate: Tensor, up: Tensor, grad_hidden: Tensor | None, call: Tensor | None
-) -> None:
-    """Show a matrix of the fused feed-forward block, which is never in memory: hidden, grad_gate or grad_up."""
-    watched = _counted(token, grad_hidden is None, gate)
-    if watched is None:
-        return
-    # The arithmetic of `fused.silu`.
-    if grad_hidden is None:
-        _show(watched, "input", silu(gate) * up, call)
-    elif tensor == "grad_gate":
-        _show(watched, "grad_output", torch.ops.aten.silu_backward(grad_hidden * up, gate), call)
-    else:
-        _show(watched, "grad_output", grad_hidden * silu(gate), call)
-
-
 @operator(mutates_args={"token"}, tags=(torch.Tag.needs_exact_strides,))
 def observe_gemm(
     token: Tensor,
@@ -267,7 +249,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-for _shown in (observe_tensor, observe_gated, observe_gemm):
+for _shown in (observe_tensor, observe_gemm):
     fake(_shown)(lambda *_: None)
 
 
@@ -281,7 +263,7 @@ def _counted(token: Tensor, is_forward: bool, x: Tensor) -> Watched | None:
     return _watched.get(int(token[0]))
 
 
-def _show(watched: Watched, tensor: str, value: Tensor, call: Tensor | None, is_delayed: bool = True) -> None:
+def _show(watched: Watched, tensor: str, value: Tensor, call: Tensor | None, is_delayed: bool) -> None:
     layer = watched.layer()
     if layer is None:  # the graph of a layer that is gone
         return
