@@ -129,17 +129,31 @@ def raise_amaxes(
 
 @triton.jit
 def store_codes(
-    values, group, low, high, r, at, places, cols, is_col, width,
-    row_source, row_codes, row_scale, col_source, col_codes, col_scale, ldc, stack, tile_n,
-    QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BY_GROUP: tl.constexpr,
-):  # fmt: skip
+    values,
+    place,
+    is_col,
+    width,
+    row,
+    col,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+):
     """The codes of a tile of a matrix of `width` columns: of its rows, and of its columns, transposed.
 
-    `BY_GROUP`: a source is the inv_scale of each group. Otherwise it is the amax of each row, or of each column of each
-    group; scales are powers of two, which the first tile of a row or column writes. Then no product is beyond the
-    largest number of the format.
+    `place` is what `place_of` returns; `row` is its source, codes and scale; `col` also has the columns of its
+    codes, and the codes of a group where groups are stacked. `BY_GROUP`: a source is the inv_scale of each group.
+    Otherwise it is the amax of each row, or of each column of each group; scales are powers of two, which the first
+    tile of a row or column writes. Then no product is beyond the largest number of the format.
     """
+    group, low, high, r, at, places, cols, tile_n = place
+    row_source, row_codes, row_scale = row
+    col_source, col_codes, col_scale, ldc, stack = col
     is_row = (r >= low) & (r < high)
     if ROWS:
         if BY_GROUP:
@@ -168,9 +182,21 @@ def store_codes(
 
 @triton.jit(do_not_specialize=["count", "tiles_n"])
 def groups_amax_kernel(
-    x, tiles, row_amax, col_amax, G, count, rows, K, tiles_n,
-    UNIFORM: tl.constexpr, BY_GROUP: tl.constexpr, PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    x,
+    tiles,
+    row_amax,
+    col_amax,
+    G,
+    count,
+    rows,
+    K,
+    tiles_n,
+    UNIFORM: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """The amaxes of `x` [T, K] (initially zero): of rows [T] and of columns [G, K], or of groups [G].
 
     `PAIRS`: of a 16-bit format and even K; two neighbours of a row are one word, as in `row_col_amax_of_pairs_kernel`.
@@ -206,25 +232,34 @@ def cast_groups_kernel(
     UNIFORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """`row_codes` [T, K] and `col_codes` [K, ldc] of `x` [T, K]; with `RAISE`, `amax` [G] is raised by the groups'."""
-    group, low, high, r, at, places, cols, tile_n = place_of(tiles, G, count, rows, tiles_n, UNIFORM, BM, BN)
+    place = place_of(tiles, G, count, rows, tiles_n, UNIFORM, BM, BN)
+    group, low, high, r, at, _, cols, _ = place
     if group >= 0:
         is_row = (r >= low) & (r < high)
         values = load_rows(x, K, at, cols, is_row, K)
         if RAISE:
             raise_amax(amax + group, tl.max(tl.max(magnitudes(values), 1), 0), None)
-        store_codes(
-            values, group, low, high, r, at, places, cols, cols < K, K,
-            row_source, row_codes, row_scale, col_source, col_codes, col_scale, ldc, stack, tile_n,
-            QUOTIENT, FLOOR, AT_FLOOR, LIMIT, DTYPE, ROWS, COLS, BY_GROUP,
-        )  # fmt: skip
+        row, col = (row_source, row_codes, row_scale), (col_source, col_codes, col_scale, ldc, stack)
+        store_codes(values, place, cols < K, K, row, col, QUOTIENT, FLOOR, AT_FLOOR, LIMIT, DTYPE, ROWS, COLS, BY_GROUP)
 
 
 @triton.jit
 def cast_rows_of_groups_kernel(
-    x, codes, scale, col_amax, N, K,
-    QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
-    STEPS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    scale,
+    col_amax,
+    N,
+    K,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    STEPS: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+):
     """`codes` [G, N, K] and `scale` [G, N] of rows by their own amaxes, and `col_amax` [G, K] (initially zero).
 
     One reading finds both: a program holds a row at a time, in blocks of `HEAD` and `TAIL`, and the amaxes of columns.
@@ -289,11 +324,12 @@ def groups_hidden_kernel(
     QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
     CAST: tl.constexpr, BY_GROUP: tl.constexpr, RAISE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of `hidden = silu(gate) * up` [T, K]: amaxes (of rows in `row_source`), or with `CAST` the codes of its rows.
+    """The amaxes of `hidden = silu(gate) * up` [T, K], or with `CAST` the codes of its rows.
 
-    `gate` and `up` have `width` columns, and `up` begins at its column `up_at`.
+    `gate` and `up` have `width` columns, and `up` begins at its column `up_at`. `row_source` takes the amaxes of rows.
     """
-    group, low, high, r, at, places, cols, tile_n = place_of(tiles, G, count, 0, tiles_n, False, BM, BN)
+    place = place_of(tiles, G, count, 0, tiles_n, False, BM, BN)
+    group, low, high, r, at, _, cols, _ = place
     if group >= 0:
         is_row, is_col = (r >= low) & (r < high), cols < K
         gates = load_rows(gate, width, at, cols, is_row, K)
@@ -301,11 +337,10 @@ def groups_hidden_kernel(
         if CAST:
             if RAISE:
                 raise_amax(amax + group, tl.max(tl.max(magnitudes(values), 1), 0), None)
+            row, col = (row_source, codes, scale), (row_source, codes, scale, 0, 0)
             store_codes(
-                values, group, low, high, r, at, places, cols, is_col, K,
-                row_source, codes, scale, row_source, codes, scale, 0, 0, tile_n,
-                QUOTIENT, FLOOR, AT_FLOOR, LIMIT, DTYPE, True, False, BY_GROUP,
-            )  # fmt: skip
+                values, place, is_col, K, row, col, QUOTIENT, FLOOR, AT_FLOOR, LIMIT, DTYPE, True, False, BY_GROUP
+            )
         else:
             bits = magnitudes(values)
             by_row, by_col = tl.max(bits, 1), tl.max(bits, 0)
@@ -325,47 +360,57 @@ def groups_gradients_kernel(
     CAST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HIDDEN: tl.constexpr,
     BY_GROUP: tl.constexpr, RAISE: tl.constexpr, JOINT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of the gradients of `gate` and `up`: amaxes, or with `CAST` codes, and those of `hidden^T`.
+    """The amaxes of the gradients of `gate` and `up`, or with `CAST` their codes and those of `hidden^T`.
 
     `JOINT`: both are one matrix [T, 2K], whose rows share a scale: `up`'s begin at its column `up_at`, as in `gate`.
     Between the three tensors only `silu` is kept; the others are loaded again, from the L1 cache.
     """
-    group, low, high, r, at, places, cols, tile_n = place_of(tiles, G, count, 0, tiles_n, False, BM, BN)
+    place = place_of(tiles, G, count, 0, tiles_n, False, BM, BN)
+    group, low, high, r, at, places, cols, tile_n = place
     if group >= 0:
         is_row, is_col = (r >= low) & (r < high), cols < K
         gates = load_rows(gate, width, at, cols, is_row, K)
         sigmoid = sigmoid_of(gates)
         silu = silu_of(gates, sigmoid)
-        of_gate = grad_gate_of(
-            load_rows(grad_hidden, K, at, cols, is_row, K), gates, sigmoid,
-            load_rows(up + up_at, width, at, cols, is_row, K),
-        )  # fmt: skip
+        grads = load_rows(grad_hidden, K, at, cols, is_row, K)
+        of_gate = grad_gate_of(grads, gates, sigmoid, load_rows(up + up_at, width, at, cols, is_row, K))
         if CAST:
             if RAISE:
                 raise_amax(gate_amax + group, tl.max(tl.max(magnitudes(of_gate), 1), 0), None)
-            if ROWS or COLS:
-                store_codes(
-                    of_gate, group, low, high, r, at, places, cols, is_col, width,
-                    gate_row_source, gate_row_codes, gate_row_scale, gate_col_source, gate_col_codes, gate_col_scale,
-                    ldc, 0, tile_n, QUOTIENT, FLOOR, AT_FLOOR, LIMIT, DTYPE, ROWS, COLS, BY_GROUP,
-                )  # fmt: skip
+            row = (gate_row_source, gate_row_codes, gate_row_scale)
+            col = (gate_col_source, gate_col_codes, gate_col_scale, ldc, 0)
+            store_codes(
+                of_gate, place, is_col, width, row, col, QUOTIENT, FLOOR, AT_FLOOR, LIMIT, DTYPE, ROWS, COLS, BY_GROUP
+            )
             of_up = grad_up_of(load_rows(grad_hidden, K, at, cols, is_row, K), silu)
             if RAISE:
                 raise_amax(up_amax + group, tl.max(tl.max(magnitudes(of_up), 1), 0), None)
-            if ROWS or COLS:
-                store_codes(
-                    of_up, group, low, high, r, at, places, cols + up_at, is_col, width,
-                    up_row_source, up_row_codes, up_row_scale, up_col_source, up_col_codes, up_col_scale,
-                    ldc, 0, tile_n, QUOTIENT, FLOOR, AT_FLOOR, LIMIT, DTYPE, ROWS, COLS, BY_GROUP,
-                )  # fmt: skip
+            row = (up_row_source, up_row_codes, up_row_scale)
+            col = (up_col_source, up_col_codes, up_col_scale, ldc, 0)
+            of_place = (group, low, high, r, at, places, cols + up_at, tile_n)
+            store_codes(
+                of_up, of_place, is_col, width, row, col, QUOTIENT, FLOOR, AT_FLOOR, LIMIT, DTYPE, ROWS, COLS, BY_GROUP
+            )
             if HIDDEN:
                 values = hidden_of(silu, load_rows(up + up_at, width, at, cols, is_row, K))
+                row = (hidden_source, hidden_codes, hidden_scale)
+                col = (hidden_source, hidden_codes, hidden_scale, ldc, 0)
                 store_codes(
-                    values, group, low, high, r, at, places, cols, is_col, K,
-                    hidden_source, hidden_codes, hidden_scale, hidden_source, hidden_codes, hidden_scale,
-                    ldc, 0, tile_n, HIDDEN_QUOTIENT, FLOOR, HIDDEN_AT_FLOOR, HIDDEN_LIMIT, HIDDEN_DTYPE,
-                    False, True, BY_GROUP,
-                )  # fmt: skip
+                    values,
+                    place,
+                    is_col,
+                    K,
+                    row,
+                    col,
+                    HIDDEN_QUOTIENT,
+                    FLOOR,
+                    HIDDEN_AT_FLOOR,
+                    HIDDEN_LIMIT,
+                    HIDDEN_DTYPE,
+                    False,
+                    True,
+                    BY_GROUP,
+                )
         else:
             of_up = grad_up_of(load_rows(grad_hidden, K, at, cols, is_row, K), silu)
             gate_bits, up_bits = magnitudes(of_gate), magnitudes(of_up)

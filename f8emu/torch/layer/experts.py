@@ -215,8 +215,8 @@ class FusedExperts(Function):
                 w = current_weight(down, known[-1])
             output = multiply_rows(hidden, w.output, recipe.output, groups, settings, dtype)
         of_hidden = source[1:] if needs_down else (None,) * 3
-        own = [x for operand in kept for x in operand or (None, None)]
-        ctx.save_for_backward(tiles, *products, *own, *of_hidden, *saved_of_weight(down, w), *weights)
+        transposed_inputs = [x for operand in kept for x in operand or (None, None)]
+        ctx.save_for_backward(tiles, *products, *transposed_inputs, *of_hidden, *saved_of_weight(down, w), *weights)
         ctx.plan, ctx.ups = plan, len(ups)
         ctx.is_own = not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is None
         return output
@@ -260,19 +260,17 @@ class FusedExperts(Function):
         gate_amax, up_amax = (*amaxes, None)[:2]
         wanted = needs_input, any(needs_ups), needs_down
         names = fmt, _name(recipe.grad_weight.b)
-        found = grouped.cast_gradients(
-            grad_hidden, gate, up, groups.tiles, number, *names,
-            of_gate, of_up, of_gate if of_hidden is None else of_hidden, *wanted, by_group, rule.amax_floor,
-            gate_amax, up_amax,
-        )  # fmt: skip
+        sources_of = of_gate, of_up, of_gate if of_hidden is None else of_hidden
+        settings_of = *wanted, by_group, rule.amax_floor, gate_amax, up_amax
+        results = grouped.cast_gradients(grad_hidden, gate, up, groups.tiles, number, *names, *sources_of, *settings_of)
         grad_hidden = gate = up = None
         if ctx.is_own:
             release(products)
         scales = [source.scale for source in sources]
-        rows = [Operand(found[4 * i], scales[i] if by_group else found[4 * i + 1]) for i in range(n)]
-        transposed = [Operand(found[4 * i + 2], scales[i] if by_group else found[4 * i + 3]) for i in range(n)]
-        hidden_transposed = Operand(found[8], hidden.scale if by_group else found[9])
-        found = None
+        rows = [Operand(results[4 * i], scales[i] if by_group else results[4 * i + 1]) for i in range(n)]
+        transposed = [Operand(results[4 * i + 2], scales[i] if by_group else results[4 * i + 3]) for i in range(n)]
+        hidden_transposed = Operand(results[8], hidden.scale if by_group else results[9])
+        results = None
         # 4. The gradients of the input and the weights.
         d_input = d_down = None
         if needs_input:
@@ -313,8 +311,8 @@ def _source_of_hidden(gate: Tensor, up: Tensor | None, groups: Groups, recipe: R
     settings = _name(recipe.output.a), rule.power_of_two, rule.amax_floor
     if state is not None:
         tensors = [gate] if up is None else [gate, up]
-        found = grouped.scales_by_state(tensors, "hidden", tiles, number, state.inv_scale, *settings, *state[2:])
-        return Source(None, None, *found)
+        scales = grouped.scales_by_state(tensors, "hidden", tiles, number, state.inv_scale, *settings, *state[2:])
+        return Source(None, None, *scales)
     return Source(None, None, *fused.scales(grouped.amaxes_of_hidden(gate, up, tiles, number, True), *settings, 0))
 
 
@@ -323,23 +321,18 @@ def _sources_of_gradients(
 ) -> list[Source]:
     # Of gate and up, or of both as one matrix; under rowwise scales `rows` holds the amaxes of rows and of columns.
     tiles, number, rule = groups.tiles, groups.number, recipe.scale_rule
-    if _is_rowwise(recipe):
-        found = grouped.amaxes_of_gradients(grad_hidden, gate, up, tiles, number, False)
-        return [Source(rows=amaxes) for amaxes in found[: len(states)]]
     settings = _name(recipe.grad_input.a), rule.power_of_two, rule.amax_floor
-    if states[0] is not None:
+    if not _is_rowwise(recipe) and states[0] is not None:
         tensors = [grad_hidden, gate] if up is None else [grad_hidden, gate, up]
-        kinds = ("grad_gate", "grad_up")[: len(states)]
-        return [
-            Source(
-                None,
-                None,
-                *grouped.scales_by_state(tensors, kind, tiles, number, state.inv_scale, *settings, *state[2:]),
-            )
-            for kind, state in zip(kinds, states, strict=True)
-        ]
-    found = grouped.amaxes_of_gradients(grad_hidden, gate, up, tiles, number, True)
-    return [Source(None, None, *fused.scales(amax, *settings, 0)) for amax in found[: len(states)]]
+        sources: list[Source] = []
+        for kind, state in zip(("grad_gate", "grad_up"), states, strict=False):
+            by_state = state.inv_scale, *settings, *state[2:]
+            sources.append(Source(None, None, *grouped.scales_by_state(tensors, kind, tiles, number, *by_state)))
+        return sources
+    amaxes = grouped.amaxes_of_gradients(grad_hidden, gate, up, tiles, number, not _is_rowwise(recipe))[: len(states)]
+    if _is_rowwise(recipe):
+        return [Source(rows=amax) for amax in amaxes]
+    return [Source(None, None, *fused.scales(amax, *settings, 0)) for amax in amaxes]
 
 
 class GroupedState(Scaled):
@@ -354,10 +347,10 @@ class GroupedState(Scaled):
         self.update_with(UpdateGroup())
 
     def states(self, input: Tensor, weight: Tensor) -> DelayedStates | None:
-        """What the casts of a call read and update; None in a pass without gradients, which changes no state."""
-        found = self.delayed_states(input, weight)
+        """The states that the casts of a call read and update; None in a pass without gradients, which changes none."""
+        states = self.delayed_states(input, weight)
         assert self.delayed is not None, "set above"
-        if found is None:
+        if states is None:
             return None
         # Every rank has the states of all experts, and an update reduces them over the ranks.
         if weight.shape[0] != self.delayed.groups:
@@ -367,8 +360,8 @@ class GroupedState(Scaled):
             )
         groups = own_groups(weight)
         if groups.stop - groups.start == weight.shape[0]:
-            return found
-        x, w, g = [state and state._replace(amax=state.amax[groups], first=groups.start) for state in found]
+            return states
+        x, w, g = [state and state._replace(amax=state.amax[groups], first=groups.start) for state in states]
         return x, w, g
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -462,8 +455,8 @@ class ExpertsSettings(nn.Module):
     def forward(self, input: Tensor, gate_up: Sequence[Tensor], down: Tensor, offs: Tensor) -> Tensor:
         """`float8_experts` of these weights."""
         whole = (*gate_up, down)
-        own: list[Any] = list(self.states)
-        states = [state.states(input, weight) for state, weight in zip(own, whole, strict=False)]
+        modules: list[Any] = list(self.states)
+        states = [state.states(input, weight) for state, weight in zip(modules, whole, strict=False)]
         delayed = None if not states or None in states else tuple(states)
         weights = tuple([own_experts("Float8Experts", weight) for weight in whole])
         return experts_of(input, weights[:-1], weights[-1], offs, self.recipe, self.engine, delayed, self._kept)
