@@ -450,16 +450,18 @@ def test_the_log_survives_a_crash_and_a_full_disk(tmp_path: Path, caplog: pytest
     assert result.exit_code == 0, result.stderr
     assert "lines skipped because they are not JSON: 1" in out.read_text()
     log = JsonLog(str(tmp_path / "values"))
-    log.write([{"before": [math.nan, 1.0, -math.inf], "amax": math.inf}])
+    log.write([{"nan": math.nan, "zero": 1.0, "mean": -math.inf, "amax": math.inf}])
     log.close()
     assert json.loads((tmp_path / "values").read_text(), parse_constant=pytest.fail) == {
-        "before": ["nan", 1, "-inf"],
+        "nan": "nan",
+        "zero": 1,
+        "mean": "-inf",
         "amax": "inf",
     }
     if Path("/dev/full").exists():
         with caplog.at_level(logging.WARNING, "f8emu"):
             log = JsonLog("/dev/full")
-            log.write([{"step": 1, "before": [0.5]}])
+            log.write([{"step": 1, "mean": 0.5}])
             log.write([{"step": 2}])
             log.close()
         assert caplog.text.count("No space left on device") == 1

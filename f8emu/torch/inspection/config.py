@@ -1,4 +1,4 @@
-"""What an inspection looks at, and where its records go: JSON lines, which survive a crash, and TensorBoard."""
+"""The settings of an inspection, and its logs: JSON lines, which survive a crash, and TensorBoard."""
 
 import contextlib
 import importlib
@@ -36,7 +36,7 @@ _NAMES = {"statistics": STATISTICS, "gemms": GEMM_NAMES, "tensors": TENSORS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectConfig:
-    """What to inspect, when, and where to write it.
+    """The settings of an inspection: layers, steps and statistics, and the files to write.
 
     Raises:
         SpecError: an unknown name, a pattern that does not compile, or a number out of range.
@@ -133,7 +133,8 @@ class JsonLog:
         """Append the records."""
         if self._file is None:
             return
-        text = "".join(json.dumps(_plain(r), allow_nan=False) + "\n" for r in records)
+        plain = [{key: _plain(value) for key, value in record.items()} for record in records]
+        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in plain)
         try:
             self._file.write(text.encode())
             self._file.flush()
@@ -183,10 +184,6 @@ class TensorBoardLog:
 
 def _plain(value: Any) -> Any:
     # A value as JSON has it; whole numbers as integers, so that counts look like counts.
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in cast("Record", value).items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in cast("list[Any]", value)]
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):

@@ -80,11 +80,11 @@ def inspect(
         MissingExtraError: the statistic "error", but jax is not installed.
         UnsupportedError: TensorBoard is not installed.
     """
-    found = config_of(config)
-    layers = float8_layers(model, found.layers, call="f8emu.torch.inspect")
-    if "error" in found.statistics:
+    chosen = config_of(config)
+    layers = float8_layers(model, chosen.layers, call="f8emu.torch.inspect")
+    if "error" in chosen.statistics:
         emulator_name(next(iter(layers.values())).weight.device)
-    return Inspector(model, found, layers, optimizer, first_step, on_event)
+    return Inspector(model, chosen, layers, optimizer, first_step, on_event)
 
 
 class Inspector:
@@ -165,11 +165,11 @@ class Inspector:
         # 1. Records, and the events among them: a recipe that was only tried has none.
         records: list[dict[str, Any]] = []
         events: list[Event] = []
-        for record, found in read(pending):
-            event = None if "recipe" in record else _event_of(record, found, self.config.saturation_event)
+        for record, statistics in read(pending):
+            event = None if "recipe" in record else _event_of(record, statistics, self.config.saturation_event)
             events += [] if event is None else [event]
-            is_wanted = {name: name in self.config.statistics or name.startswith("error_") for name in found}
-            wanted = {name: value for name, value in found.items() if is_wanted[name]}
+            is_wanted = {name: name in self.config.statistics or name.startswith("error_") for name in statistics}
+            wanted = {name: value for name, value in statistics.items() if is_wanted[name]}
             records.append({**record, **wanted})
         # 2. Written before anybody is told: an observer may end the training.
         self._write([*({**event._asdict(), "event": event.kind, "rank": self._rank} for event in events), *records])
@@ -186,11 +186,11 @@ class Inspector:
             log.write(records)
 
 
-def _event_of(record: Mapping[str, Any], found: Mapping[str, float], most_saturated: float) -> Event | None:
+def _event_of(record: Mapping[str, Any], statistics: Mapping[str, float], most_saturated: float) -> Event | None:
     # The event of one operand or product: NaN before infinity before overflow; None without any of them.
     kinds = ("nan", "nan"), ("nan_codes", "nan"), ("inf", "inf"), ("saturation", "overflow")
     for statistic, kind in kinds:
-        if (amount := found.get(statistic, 0)) > (most_saturated if kind == "overflow" else 0):
+        if (amount := statistics.get(statistic, 0)) > (most_saturated if kind == "overflow" else 0):
             place = (record["layer"], record["gemm"], record["operand"], record["tensor"])
             return Event(record["step"], kind, *place, amount)
     return None

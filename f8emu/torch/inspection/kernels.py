@@ -1,4 +1,4 @@
-"""Triton kernels of the statistics: of a matrix's values, of a cast of it, of codes, each from one reading.
+"""Triton kernels of the statistics: of a matrix's values, and of a cast of it, each from one reading.
 
 A program reads one tile and writes its numbers as float64, side by side with those of the other programs, and
 `total_kernel` adds them up, always in the same order. Counts are exact, sums are of float64 terms.
@@ -21,7 +21,7 @@ from f8emu.torch.fused.cast_kernels import DTYPES, clamp
 from f8emu.torch.fused.launch import LaunchPlan, planned
 from f8emu.torch.fused.plans import blocks, codes_constants, rule_constants
 from f8emu.torch.fused.scale_kernels import inv_scale_of, magnitudes, one_nan, reciprocal
-from f8emu.torch.inspection.statistics import CAST, CODES, COUNTED, SUMMED, tie_of
+from f8emu.torch.inspection.statistics import CAST, COUNTED, SUMMED, tie_of
 
 # Not tuned. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor. On an H200 all of
 # them take 21 ms of a step of 4 Llama-3 8B blocks with 8,192 tokens.
@@ -29,7 +29,6 @@ VALUES_TILE = (64, 128)
 CAST_TILE = (32, 128)
 """A part of a block of 128 by 128."""
 TOTAL_BLOCK = 4096
-CODES_BLOCK = 16384
 WARPS = 8
 _INFINITY = tl.constexpr(0x7F800000)
 _BLOCK = tl.constexpr(BLOCK)
@@ -169,20 +168,6 @@ def total_kernel(partials, totals, count, blocks, AMAX: tl.constexpr, BLOCK: tl.
     tl.store(totals + row, whole)
 
 
-@triton.jit
-def codes_kernel(codes, partials, count, LARGEST: tl.constexpr, MAX_CODE: tl.constexpr, BLOCK: tl.constexpr):
-    """`partials` [3, programs]: how many of `count` codes are NaN, zero, and that of the format's largest value."""
-    tile, programs = tl.program_id(0), tl.num_programs(0)
-    offsets = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < count
-    found = tl.load(codes.to(tl.pointer_type(tl.uint8), bitcast=True) + offsets, mask=inside, other=0)
-    magnitude = found.to(tl.int32) & 0x7F
-    own = partials + tile
-    tl.store(own, tl.sum((magnitude > LARGEST).to(tl.int32), 0).to(tl.float64))
-    tl.store(own + programs, tl.sum(((magnitude == 0) & inside).to(tl.int32), 0).to(tl.float64))
-    tl.store(own + 2 * programs, tl.sum((magnitude == MAX_CODE).to(tl.int32), 0).to(tl.float64))
-
-
 # The launches, on tensors of any strides
 
 
@@ -213,13 +198,6 @@ def cast(x: Tensor, source: Tensor, is_amax: bool, granularity: Granularity, for
     layout = (*stored.shape, *stored.stride(), source_rows, source_cols)
     plan = _cast(*layout, format.name, is_amax and rule.power_of_two, rule.amax_floor, is_amax, along)
     return _totals(plan, len(CAST), False, stored, source)
-
-
-def codes(x: Tensor, format: Format) -> Tensor:
-    """The numbers CODES."""
-    x = _in_memory(x).contiguous()
-    largest = format.max_code if format.infinity_code is None else format.infinity_code
-    return _totals(_codes(x.numel(), largest, format.max_code), len(CODES), False, x)
 
 
 @planned
@@ -257,12 +235,6 @@ def _cast(
         "BN": bn,
     }
     return LaunchPlan(cast_kernel, blocks(m, bm) * tiles_n, sizes, constants, WARPS)
-
-
-@planned
-def _codes(count: int, largest: int, max_code: int) -> LaunchPlan:
-    constants = {"LARGEST": largest, "MAX_CODE": max_code, "BLOCK": CODES_BLOCK}
-    return LaunchPlan(codes_kernel, blocks(count, CODES_BLOCK), (count,), constants, WARPS)
 
 
 @planned

@@ -19,10 +19,9 @@ from f8emu.torch.fused.availability import kernels_for
 from f8emu.torch.fused.delayed import is_known_set
 from f8emu.torch.inspection.statistics import (
     CAST,
-    CODES,
     COUNTED,
     SUMMED,
-    Found,
+    Reading,
     Statistics,
     block_range,
     cast_numbers,
@@ -44,7 +43,7 @@ class Matrix:
     def values(self, wanted: Collection[str]) -> Statistics:
         """The requested statistics of `VALUE_STATISTICS`."""
         x, numbers = self.x, needed(wanted)
-        found = list[Found]()
+        statistics = list[Reading]()
         if x.numel() == 0:
             return []
         launch = launches_for(x)
@@ -52,9 +51,9 @@ class Matrix:
             has_sums = not numbers.isdisjoint(SUMMED)
             read = launch.values(x, has_sums)
             self._amaxes[Granularity.TENSORWISE, False] = read[:1]
-            found = [Found(read, COUNTED + SUMMED * has_sums, wanted, x.numel())]
+            statistics = [Reading(read, COUNTED + SUMMED * has_sums, wanted, x.numel())]
             numbers -= {*COUNTED, *SUMMED}
-        return found + stacked(value_numbers(x, numbers), wanted, x.numel())
+        return statistics + stacked(value_numbers(x, numbers), wanted, x.numel())
 
     def cast(
         self, cast: Cast, is_transposed: bool, rule: ScaleRule, wanted: Collection[str], delayed: Delayed | None
@@ -70,10 +69,10 @@ class Matrix:
         x = self.x.t() if is_transposed else self.x
         if cast.format is None or x.numel() == 0:
             return []
-        found = stacked({"dynamic_range_block": block_range(x)}, wanted) if "dynamic_range_block" in wanted else []
+        statistics = stacked({"dynamic_range_block": block_range(x)}, wanted) if "dynamic_range_block" in wanted else []
         numbers = needed(wanted)
         if numbers.isdisjoint(CAST):
-            return found
+            return statistics
         # 2. The scale: by the amaxes of this matrix, or by the state of delayed scaling.
         source, is_amax = self._amax(cast.granularity, is_transposed), True
         if delayed is not None:
@@ -82,17 +81,19 @@ class Matrix:
         launch = launches_for(x, cast.format)
         if launch is not None:
             read = launch.cast(x, source, is_amax, cast.granularity, cast.format, rule)
-            return [*found, Found(read, CAST, wanted, x.numel())]
+            return [*statistics, Reading(read, CAST, wanted, x.numel())]
         inv_scale = scale_from_amax(source, cast.format, rule).inv_scale if is_amax else source
-        return found + stacked(cast_numbers(x, inv_scale, cast.format, cast.granularity, numbers), wanted, x.numel())
+        return statistics + stacked(
+            cast_numbers(x, inv_scale, cast.format, cast.granularity, numbers), wanted, x.numel()
+        )
 
     def _delayed(self, delayed: Delayed, format: Format, rule: ScaleRule) -> Tensor:
         # The inv_scale of a cast under delayed scaling [1, 1]: it takes its own amax while none is set.
         if is_known_set(delayed.inv_scale):
             return delayed.inv_scale
-        found = self._amax(Granularity.TENSORWISE, False).float().reshape(1, 1)
-        own = scale_from_amax(found, format, rule, margin=delayed.margin).inv_scale
-        return torch.where(delayed.inv_scale > 0, delayed.inv_scale, own)
+        largest = self._amax(Granularity.TENSORWISE, False).float().reshape(1, 1)
+        dynamic = scale_from_amax(largest, format, rule, margin=delayed.margin).inv_scale
+        return torch.where(delayed.inv_scale > 0, delayed.inv_scale, dynamic)
 
     def _amax(self, granularity: Granularity, is_transposed: bool) -> Tensor:
         # The amaxes, of shape `granularity.scale_shape`; for the whole matrix perhaps float64 [1].
@@ -112,16 +113,11 @@ def operand_statistics(operand: Operand, cast: Cast, wanted: Collection[str]) ->
     codes, scale = operand
     if cast.format is None or scale is None or codes.numel() == 0:
         return []
-    found: Statistics = []
+    statistics: Statistics = []
     if "scale_min" in wanted or "scale_max" in wanted:
         smallest, largest = torch.aminmax(scale)
-        found = [Found(smallest, ("scale_min",), wanted), Found(largest, ("scale_max",), wanted)]
-    if set(wanted).isdisjoint(CODES):
-        return found
-    launch = launches_for(scale, cast.format)
-    if launch is None:
-        return found + stacked(code_numbers(codes, cast.format, wanted), wanted)
-    return [*found, Found(launch.codes(codes, cast.format), CODES, wanted)]
+        statistics = [Reading(smallest, ("scale_min",), wanted), Reading(largest, ("scale_max",), wanted)]
+    return statistics + stacked(code_numbers(codes, cast.format, wanted), wanted)
 
 
 def launches_for(x: Tensor, *formats: Format) -> ModuleType | None:

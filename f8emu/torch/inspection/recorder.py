@@ -36,13 +36,6 @@ class Pending(NamedTuple):
     """Of equal names the last one counts."""
 
 
-class Read(NamedTuple):
-    """A record and its statistics."""
-
-    record: dict[str, Any]
-    statistics: dict[str, float]
-
-
 class _Prepared(NamedTuple):
     shape: tuple[int, ...]
     statistics: Statistics
@@ -82,7 +75,7 @@ class Recorder:
             return
         # 1. The values, read once.
         matrix, delayed = Matrix(seen.value), self._delayed(seen)
-        own = matrix.values({*_EVENT_STATISTICS, *config.statistics})
+        of_values = matrix.values({*_EVENT_STATISTICS, *config.statistics})
         casts: dict[tuple[str, object], Statistics] = {}
 
         # 2. Casts: GEMMs and recipes that cast the matrix alike share one reading.
@@ -100,7 +93,7 @@ class Recorder:
                 if source != seen.tensor:
                     continue
                 cast: Cast = getattr(seen.recipe.gemms[gemm], side)
-                statistics = [*own, *cast_of(seen.recipe, cast, transposed, delayed)]
+                statistics = [*of_values, *cast_of(seen.recipe, cast, transposed, delayed)]
                 what_if = {
                     name: cast_of(recipe, getattr(recipe.gemms[gemm], side), transposed)
                     for name, recipe in self._what_if.items()
@@ -155,9 +148,9 @@ class Recorder:
             statistics = operand_statistics(operand, cast, {*_CODE_EVENT_STATISTICS, *wanted})
         more = {"rows": operand.codes.shape[0]} if seen.gemm == "output" and tensor == "input" else {}
         self._add(seen, side, tensor, statistics, cast=str(cast), **more)
-        for recipe, found in ({} if known is None else known.what_if).items():
+        for recipe, tried in ({} if known is None else known.what_if).items():
             what_if = getattr(self._what_if[recipe].gemms[seen.gemm], side)
-            self._add(seen, side, tensor, found, cast=str(what_if), recipe=recipe)
+            self._add(seen, side, tensor, tried, cast=str(what_if), recipe=recipe)
 
     def _delayed(self, seen: TensorSeen) -> Delayed | None:
         buffers = self._layers[seen.layer].delayed
@@ -173,9 +166,9 @@ class Recorder:
             self._on_full()
 
 
-def read(pending: Sequence[Pending]) -> list[Read]:
+def read(pending: Sequence[Pending]) -> list[tuple[dict[str, Any], dict[str, float]]]:
     """The records with their statistics, which are read with one wait for each device and dtype."""
-    unique = {id(found.numbers): found.numbers for item in pending for found in item.statistics}
+    unique = {id(reading.numbers): reading.numbers for item in pending for reading in item.statistics}
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for x in unique.values():  # torch copies tensors of different dtypes one by one
         groups.setdefault((x.device, x.dtype), []).append(x)
@@ -183,10 +176,10 @@ def read(pending: Sequence[Pending]) -> list[Read]:
     for group in groups.values():
         flat = iter(to_list(torch.cat([x.reshape(-1) for x in group])))
         numbers |= {id(x): [float(next(flat)) for _ in range(x.numel())] for x in group}
-    records: list[Read] = []
+    records: list[tuple[dict[str, Any], dict[str, float]]] = []
     for item in pending:
         statistics: dict[str, float] = {}
-        for found in item.statistics:
-            statistics |= found.meaning(numbers[id(found.numbers)])
-        records.append(Read(item.record, statistics))
+        for reading in item.statistics:
+            statistics |= reading.meaning(numbers[id(reading.numbers)])
+        records.append((item.record, statistics))
     return records

@@ -23,7 +23,6 @@ from f8emu.torch.scale import reciprocal, spread_scale
 COUNTED = ("amax", "nan", "inf", "zero")
 SUMMED = ("total", "magnitudes", "squares")
 CAST = ("underflows", "saturations", "signal", "noise")
-CODES = ("nan_codes", "zero_codes", "saturated_codes")
 """Numbers, in the order in which the kernels have them."""
 
 
@@ -44,7 +43,7 @@ _MADE_OF: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
 """Statistic -> its numbers, and the formula of them and of how many values there are. Any other is a number itself."""
 
 
-class Found(NamedTuple):
+class Reading(NamedTuple):
     """Numbers on their device, and what the host makes of them."""
 
     numbers: Tensor
@@ -58,14 +57,14 @@ class Found(NamedTuple):
     def meaning(self, numbers: Sequence[float]) -> dict[str, float]:
         """The requested statistics."""
         number = dict(zip(self.names, numbers, strict=True))
-        found = {name: value for name, value in number.items() if name in self.wanted}
+        statistics = {name: value for name, value in number.items() if name in self.wanted}
         for name, (needs, formula) in _MADE_OF.items():
             if name in self.wanted and number.keys() >= set(needs):
-                found[name] = formula(self.elements, *(number[need] for need in needs))
-        return found
+                statistics[name] = formula(self.elements, *(number[need] for need in needs))
+        return statistics
 
 
-Statistics = list[Found]
+Statistics = list[Reading]
 
 
 def needed(wanted: Collection[str]) -> set[str]:
@@ -77,7 +76,7 @@ def stacked(values: Mapping[str, Tensor], wanted: Collection[str], count: int = 
     """Numbers without dimensions, as one tensor."""
     if not values:
         return []
-    return [Found(torch.stack([value.double() for value in values.values()]), tuple(values), wanted, count)]
+    return [Reading(torch.stack([value.double() for value in values.values()]), tuple(values), wanted, count)]
 
 
 _OF_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -110,33 +109,31 @@ def cast_numbers(
     Shapes:
         inv_scale: `granularity.scale_shape(rows, K)`.
     """
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     codes = quantize(x, inv_scale, format, granularity)
     if "underflows" in numbers:
-        found["underflows"] = (((codes.view(torch.uint8) & 0x7F) == 0) & (x != 0)).sum()
+        results["underflows"] = (((codes.view(torch.uint8) & 0x7F) == 0) & (x != 0)).sum()
     if "saturations" in numbers:
         scaled = x.float() * spread_scale("inspect", "inv_scale", inv_scale, x, granularity)
-        found["saturations"] = (scaled.abs() > tie_of(format)).sum()
+        results["saturations"] = (scaled.abs() > tie_of(format)).sum()
     if "noise" in numbers:
         # [rows, K] float64: of a value that was clamped, the difference is not a float32.
         decoded = dequantize(codes, reciprocal(inv_scale), granularity).double()
-        found["signal"], found["noise"] = _norm(x).square(), _norm(decoded.sub_(x)).square()
-    return found
+        results["signal"], results["noise"] = _norm(x).square(), _norm(decoded.sub_(x)).square()
+    return results
 
 
 def code_numbers(codes: Tensor, format: Format, numbers: Collection[str]) -> dict[str, Tensor]:
     """How many codes are NaN, zero, and that of the format's largest value."""
     magnitude = codes.view(torch.uint8) & 0x7F
-    found = {
-        "nan_codes": decode(codes).isnan().sum(),
-        "zero_codes": (magnitude == 0).sum(),
-        "saturated_codes": (magnitude == format.max_code).sum(),
-    }
-    return {name: number for name, number in found.items() if name in numbers}
+    largest = format.max_code if format.infinity_code is None else format.infinity_code
+    masks = {"nan_codes": magnitude > largest, "zero_codes": magnitude == 0}
+    masks["saturated_codes"] = magnitude == format.max_code
+    return {name: mask.sum() for name, mask in masks.items() if name in numbers}
 
 
 def tie_of(format: Format) -> float:
-    """What is larger rounds beyond the format's largest value."""
+    """The largest magnitude that does not round beyond the format's largest value."""
     return format.max + 2.0 ** (format.max_exponent - format.fraction_bits - 1)
 
 
@@ -206,13 +203,13 @@ def gemm_error(seen: GemmSeen, a: Sample, b: Sample) -> Statistics:
     """
     sampled_a = _rows(seen.a, seen.spec.a.granularity, a.places)
     sampled_b = _rows(seen.b, seen.spec.b.granularity, b.places)
-    found = seen.product.index_select(0, a.places).index_select(1, b.places)
+    sampled = seen.product.index_select(0, a.places).index_select(1, b.places)
     # 1. In float64: what is rounded in adding up is far below the parts.
     high_precision = a.values.double() @ b.values.double().t()
     dequantised = _exact(sampled_a, seen.spec.a) @ _exact(sampled_b, seen.spec.b).t()
     # 2. The tensor core, up to float32.
     float32 = gemm(sampled_a, sampled_b, seen.spec, torch.float32, "emulated", seen.recipe.chip, split_k=seen.split_k)
-    accumulated, product = float32.double(), found.double()
+    accumulated, product = float32.double(), sampled.double()
     # 3. The parts, and whether the output has the emulated bits.
     parts = {
         "quantisation": dequantised - high_precision,
@@ -222,8 +219,8 @@ def gemm_error(seen: GemmSeen, a: Sample, b: Sample) -> Statistics:
     }
     size, norm = torch.linalg.vector_norm(high_precision), torch.linalg.vector_norm
     result = {f"error_{name}": norm(part) / size for name, part in parts.items()}
-    rounded = float32.to(found.dtype)
-    result["error_bits"] = ((rounded == found) | (rounded.isnan() & found.isnan())).double().mean()
+    rounded = float32.to(sampled.dtype)
+    result["error_bits"] = ((rounded == sampled) | (rounded.isnan() & sampled.isnan())).double().mean()
     return stacked(result, result)
 
 
