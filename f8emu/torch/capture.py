@@ -160,7 +160,7 @@ class Capture(Handle):
 def _fault(x: Tensor) -> str:
     try:
         # NaN if one is; a mask would be as large as x
-        lowest, highest = (float(one) for one in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
+        lowest, highest = (float(bound) for bound in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
     except RuntimeError:  # no memory: this one is not looked at
         return ""
     return "" if math.isfinite(lowest) and math.isfinite(highest) else "NaN" if math.isnan(lowest) else "infinity"

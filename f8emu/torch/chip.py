@@ -43,11 +43,11 @@ def float8_format(call: str, format: Format | str | torch.dtype) -> Format:
 
 def operand_format(call: str, format: Format | str | torch.dtype) -> Format:
     """`float8_format`, for the operand of a GEMM. UnsupportedError if the chip does not multiply it."""
-    found = float8_format(call, format)
-    if found not in CHIP.operand_formats:
+    chosen = float8_format(call, format)
+    if chosen not in CHIP.operand_formats:
         known = " or ".join(f.name for f in CHIP.operand_formats)
-        raise UnsupportedError(f"{call}: {CHIP.name} multiplies {known}; got {found}; cast to one of these")
-    return found
+        raise UnsupportedError(f"{call}: {CHIP.name} multiplies {known}; got {chosen}; cast to one of these")
+    return chosen
 
 
 def output_dtype(call: str, out_dtype: Format | str | torch.dtype) -> torch.dtype:

@@ -65,7 +65,6 @@ class ForeignWatch:
         self._hooks: list[Any] = []
 
     def turn(self, on: bool) -> None:
-        """Show the coming forward passes, or nothing."""
         if on is bool(self._hooks):
             return
         for hook in self._hooks:

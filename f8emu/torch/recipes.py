@@ -1,4 +1,4 @@
-"""What a caller names a recipe by: a recipe, its name, or torchao's configuration of one. torchao is not imported."""
+"""Recipes as callers give them: a recipe, its name, or torchao's configuration. torchao is not imported."""
 
 from dataclasses import replace
 from enum import Enum
@@ -57,7 +57,7 @@ def _source(call: str, cast_weight_from: CastFrom | str) -> CastFrom:
     try:
         return CastFrom(cast_weight_from)
     except ValueError:
-        known = ", ".join(one.value for one in CastFrom)
+        known = ", ".join(member.value for member in CastFrom)
         raise SpecError(f"{call}: cast_weight_from must be one of {known}; got {cast_weight_from!r}") from None
 
 

@@ -125,7 +125,6 @@ class ConvertedExperts(LayersOfExperts):
         return options.post_expert_norm(output) if getattr(self, "has_post_expert_norm", False) else output
 
     def weight_of(self, name: str) -> Tensor:
-        """The parameter, or the part of it that this rank holds."""
         return own_experts(type(self).__name__, getattr(self, name))
 
     def precompute_weights(self) -> None:

@@ -322,5 +322,5 @@ def transpose_codes_kernel(codes, out, M, N, tiles_n, BM: tl.constexpr, BN: tl.c
     rows = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
     inside = (rows[:, None] < M) & (cols[None, :] < N)
-    found = tl.load(codes + rows[:, None] * N + cols[None, :], mask=inside, other=0)
-    store_tile(out, tl.trans(found), cols, rows, N, M)
+    tile_codes = tl.load(codes + rows[:, None] * N + cols[None, :], mask=inside, other=0)
+    store_tile(out, tl.trans(tile_codes), cols, rows, N, M)

@@ -98,9 +98,9 @@ def by_state(launch: Callable[..., None], count: int, *rule: Any) -> Callable[..
         if not is_known_set(inv_scale):  # chosen on the device: what that knows would have to be waited for
             plans = launch_plans()
             assert plans is not None, "there is a launch"
-            own = x.new_zeros((1, 1), dtype=torch.float32)
-            plans.tensor_amax(count)(x, own)
-            inv_scale = chosen_inv_scale(own, inv_scale, *rule)
+            amax = x.new_zeros((1, 1), dtype=torch.float32)
+            plans.tensor_amax(count)(x, amax)
+            inv_scale = chosen_inv_scale(amax, inv_scale, *rule)
         launch(x, inv_scale, *rest)
 
     return call

@@ -36,8 +36,8 @@ def amaxes_of_tiles(x: Tensor) -> Tensor:
 
 def raise_amax(amax: Tensor, x: Tensor) -> None:
     """Update `amax` to the maximum of itself and the amax of `x`; an integer maximum, which keeps NaN."""
-    found = tensor_amax(x).view(torch.int32).reshape(amax.shape)
-    amax.copy_(torch.maximum(amax.view(torch.int32), found).view(torch.float32))
+    bits = tensor_amax(x).view(torch.int32).reshape(amax.shape)
+    amax.copy_(torch.maximum(amax.view(torch.int32), bits).view(torch.float32))
 
 
 def cast_by_own(x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor]:

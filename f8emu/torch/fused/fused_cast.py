@@ -81,8 +81,8 @@ class FusedCast:
                 return plain(*args)
             # 3. Kernels that fill the results.
             results = [output.new(args[0]) for output in outputs]
-            given = [None if 0 in output.shape else x for output, x in zip(outputs, results, strict=True)]
-            self.launch(EagerLauncher(plans), given, args[0].contiguous(), *args[1:])
+            wanted = [None if 0 in output.shape else x for output, x in zip(outputs, results, strict=True)]
+            self.launch(EagerLauncher(plans), wanted, args[0].contiguous(), *args[1:])
             return results[0] if is_single else tuple(results)
 
         cast = operator(mutates_args=self.mutates_args)(run)
@@ -99,7 +99,7 @@ class FusedCast:
 
 
 class EagerLauncher:
-    """What a `launch` needs of eager code: kernels run at once. `inductor` has the same for compiled code."""
+    """The launcher of eager code, whose kernels run at once. `lowering` has that of compiled code."""
 
     __slots__ = ("plans",)
 
@@ -124,7 +124,6 @@ class EagerLauncher:
         return x.new_empty(shape, dtype=torch.float32)
 
     def run(self, plan: Any, *tensors: Tensor) -> None:
-        """Launch a kernel."""
         plan(*tensors)
 
     def run_through(self, host: Callable[..., Any], settings: tuple[Any, ...], plan: Any, *tensors: Tensor) -> None:

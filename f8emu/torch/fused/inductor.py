@@ -1,4 +1,4 @@
-"""What torch.compile makes of the fused casts: kernels that Inductor launches, recomputed if that is wanted.
+"""Hooks by which torch.compile launches the kernels of the fused casts, and recomputes casts if that is wanted.
 
 By default Inductor calls operators through Python. `lowering` puts the same plans into its code instead.
 

@@ -105,8 +105,8 @@ def _launch_on_pointers(compiled: Any, plan: LaunchPlan) -> _Launch:
     # Torch's launcher takes the kernel's arguments without its constants, with one letter per argument for its type. It
     # does not call the hooks that Triton calls around a launch.
     metadata, programs = compiled.metadata, plan.programs
-    found = [getattr(metadata, name) for name in metadata._fields if name.endswith("_scratch_size")]
-    scratch = [size for size in found if size is not None]
+    sizes_of_scratch = [getattr(metadata, name) for name in metadata._fields if name.endswith("_scratch_size")]
+    scratch = [size for size in sizes_of_scratch if size is not None]
     is_special = metadata.num_ctas != 1 or any(scratch) or getattr(metadata, "launch_cooperative_grid", False)
     if launch_kernel is None or is_special or getattr(metadata, "launch_pdl", False):
         runner = compiled[(programs, 1, 1)]

@@ -105,7 +105,7 @@ def from_the_end():
 
 @triton.jit
 def places_of(amaxes, tile_m, tile_n, tiles_n, M, N, TILED: tl.constexpr):
-    """Where the amaxes of a tile's rows and columns begin in those of the whole."""
+    """The places of a tile's row amaxes and column amaxes among those of the whole."""
     if TILED:
         of_cols = amaxes + (tl.zeros((), tl.int64) + tiles_n) * M
         return amaxes + tile_n.to(tl.int64) * M, of_cols + tile_m.to(tl.int64) * N

@@ -96,7 +96,6 @@ class InspectConfig:
             raise SpecError(f"InspectConfig: end must be an integer not before start={self.start}; got {self.end!r}")
 
     def is_step(self, step: int) -> bool:
-        """Whether `step` is inspected."""
         is_before_end = self.end is None or step < self.end
         return step >= self.start and is_before_end and (step - self.start) % self.every == 0
 
@@ -130,7 +129,6 @@ class JsonLog:
                 self._file.write(b"\n")
 
     def write(self, records: Iterable[Record]) -> None:
-        """Append the records."""
         if self._file is None:
             return
         plain = [{key: _plain(value) for key, value in record.items()} for record in records]
@@ -147,7 +145,6 @@ class JsonLog:
             self._file = None
 
     def close(self) -> None:
-        """End the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -167,7 +164,6 @@ class TensorBoardLog:
         self._writer = tensorboard.SummaryWriter(folder)
 
     def write(self, records: Iterable[Record]) -> None:
-        """Add the scalars."""
         for record in records:
             if "layer" not in record or "event" in record:
                 continue
@@ -178,7 +174,6 @@ class TensorBoardLog:
         self._writer.flush()
 
     def close(self) -> None:
-        """End the file."""
         self._writer.close()
 
 

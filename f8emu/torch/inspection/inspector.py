@@ -122,7 +122,6 @@ class Inspector:
 
     @property
     def number(self) -> int:
-        """The number of the step in progress."""
         return self._recorder.number
 
     def step(self) -> None:

@@ -69,7 +69,6 @@ class Recorder:
         self._passes.clear()
 
     def tensor(self, seen: TensorSeen) -> None:
-        """An observer's part: a matrix before its casts."""
         config = self._config
         if seen.tensor not in config.tensors:
             return
@@ -107,7 +106,6 @@ class Recorder:
                     del waiting[next(iter(waiting))]
 
     def gemm(self, seen: GemmSeen) -> None:
-        """An observer's part: a GEMM that was computed."""
         config, name = self._config, seen.gemm
         if name not in config.gemms:
             return

@@ -55,7 +55,6 @@ class Reading(NamedTuple):
     """How many values there are."""
 
     def meaning(self, numbers: Sequence[float]) -> dict[str, float]:
-        """The requested statistics."""
         number = dict(zip(self.names, numbers, strict=True))
         statistics = {name: value for name, value in number.items() if name in self.wanted}
         for name, (needs, formula) in _MADE_OF.items():

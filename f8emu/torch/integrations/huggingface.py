@@ -29,7 +29,7 @@ class DelayedScalingCallback(TrainerCallback, ExportableState):
         self._scaling: DelayedScalingState | None = None
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into `trainer_state.json`: the tensors of `delayed_state_dict`, as text."""
+        """The tensors of `delayed_state_dict` as text, which the Trainer writes into `trainer_state.json`."""
         tensors = {} if self._scaling is None else self._scaling.state_dict()
         return {"args": {}, "attributes": {"delayed": base64.b64encode(save(tensors)).decode() if tensors else ""}}
 

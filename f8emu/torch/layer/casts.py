@@ -43,7 +43,7 @@ class LayerPlan(NamedTuple):
 
 
 class WeightSource(NamedTuple):
-    """What the backward pass casts the weight's operand of `grad_input` from, besides the weight."""
+    """The scales, amaxes or codes from which the backward pass casts the weight's operand of `grad_input`."""
 
     amax: Tensor | None = None  # of the weight or of its columns, under dynamic scaling; None if the cast finds it
     inv_scale: Tensor | None = None

@@ -59,58 +59,60 @@ def note_stage(stage: Any, layers: Sequence[Scaled], is_chosen: bool) -> Ranks:
         assert layer.delayed is not None, "only such a layer has a state"
         layer.delayed.notes.mesh = meshes.get(id(layer))
     parts: list[Any] = [x for x in internals.modules_of(stage.submod) if isinstance(x, DistributedDataParallel)]
-    found = [replica.process_group for replica in parts]
-    is_known = is_chosen or bool(found) or all(_mesh_of(layer) is not None for layer in layers)
+    replicas = [replica.process_group for replica in parts]
+    is_known = is_chosen or bool(replicas) or all(_mesh_of(layer) is not None for layer in layers)
     if not is_known and dist.get_world_size() > dist.get_world_size(stage.group):
         raise DelayedScalingError(
             f"delayed scaling: the ranks that train stage {stage.stage_index} of a pipeline must be known; its weights "
             f"are no DTensors, and there are {dist.get_world_size()} ranks, of which the pipeline has "
             f"{dist.get_world_size(stage.group)}; {_REMEDY} none, where model is the stage's module"
         )
-    return tuple([group for group in dict.fromkeys(found) if dist.get_world_size(group) > 1])
+    return tuple([group for group in dict.fromkeys(replicas) if dist.get_world_size(group) > 1])
 
 
-_told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # to a process group: how often
+_announced: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # to a process group: how often
 
 
-class Told:
-    """What this rank has told the others of a process group: the layers that it trains."""
+class Announcement:
+    """The message of this rank to the others of a process group: the layers that it trains."""
 
     def __init__(self, layers: Sequence[Scaled], group: Any, has_weights: bool) -> None:
         self.group, self.ranks = group, dist.get_process_group_ranks(group)
         self.names = [layer.delayed.notes.name for layer in layers if layer.delayed is not None]
-        self.own = zlib.crc32("\n".join(self.names).encode(), zlib.crc32(_first_bytes(layers) if has_weights else b""))
-        self.store, _told[group] = internals.store_of(group), _told.get(group, 0) + 1
-        self.place = f"f8emu/{group.group_name}/{zlib.crc32(repr(self.ranks).encode())}/{_told[group]}"
-        self._tell("layers", str(self.own))
+        self.digest = zlib.crc32(
+            "\n".join(self.names).encode(), zlib.crc32(_first_bytes(layers) if has_weights else b"")
+        )
+        self.store, _announced[group] = internals.store_of(group), _announced.get(group, 0) + 1
+        self.place = f"f8emu/{group.group_name}/{zlib.crc32(repr(self.ranks).encode())}/{_announced[group]}"
+        self._tell("layers", str(self.digest))
 
     def require_same(self) -> None:
         """Wait until all ranks have come so far; raise if they have other layers."""
         of_ranks = zip(self.ranks, self._of_all("layers"), strict=True)
-        if others := [rank for rank, found in of_ranks if found != str(self.own).encode()]:
+        if others := [rank for rank, digest in of_ranks if digest != str(self.digest).encode()]:
             raise _different_layers(self.names, f"and rank {others[0]} other ones, or other weights in them")
         # By this wait a collective that some ranks never begin is an error that says what to do.
         self._tell("ended", "")
         self._of_all("ended")
 
-    def _tell(self, what: str, value: str) -> None:
-        self.store.set(f"{self.place}/{what}/{dist.get_rank(self.group)}", value)
+    def _tell(self, topic: str, value: str) -> None:
+        self.store.set(f"{self.place}/{topic}/{dist.get_rank(self.group)}", value)
 
-    def _of_all(self, what: str) -> list[bytes]:
+    def _of_all(self, topic: str) -> list[bytes]:
         try:
-            return self.store.multi_get([f"{self.place}/{what}/{i}" for i in range(len(self.ranks))])
+            return self.store.multi_get([f"{self.place}/{topic}/{i}" for i in range(len(self.ranks))])
         except RuntimeError as error:  # the store waits as long as a collective does
             raise _different_layers(self.names, "and another rank did not come so far in a pass") from error
 
 
-def tell(layers: Sequence[Scaled], ranks: Any) -> Told | None:
-    """Tell the other ranks what is trained here; None if amaxes are reduced over a mesh, which needs no proof, or none.
+def announce(layers: Sequence[Scaled], ranks: Any) -> Announcement | None:
+    """Announce the layers that this rank trains; None if amaxes are reduced over a mesh, which needs no proof, or none.
 
-    `ranks` as for `set_amax_reduction_group`: unless they are chosen, weights are told too.
+    `ranks` as for `set_amax_reduction_group`: unless they are chosen, weights are announced too.
     """
     layers = [layer for layer in layers if ranks is not None or _mesh_of(layer) is None]
     group = next(iter(ranks_of(layers[0], {})), None) if layers else None
-    return None if group is None or internals.store_of(group) is None else Told(layers, group, ranks is None)
+    return None if group is None or internals.store_of(group) is None else Announcement(layers, group, ranks is None)
 
 
 def _first_bytes(layers: Sequence[Scaled]) -> bytes:

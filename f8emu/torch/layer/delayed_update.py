@@ -21,7 +21,7 @@ from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.casts.delayed_state import DelayedBuffers, Report, report_of, stacked
 from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
-from f8emu.torch.layer.delayed_ranks import Ranks, Told, note_stage, ranks_of, reduce_max, tell
+from f8emu.torch.layer.delayed_ranks import Announcement, Ranks, announce, note_stage, ranks_of, reduce_max
 from f8emu.torch.layer.float8_layer import Scaled
 from f8emu.torch.weights.float8_weight import refill
 
@@ -43,8 +43,8 @@ class UpdateGroup:
         self.is_begun = False  # whether a forward pass began since the last update
         self.replicas: Ranks | None = None  # of a pipeline's stage: see `note_stage`
         self.before_trial: list[Tensor] | None = None  # during a stage's trial: the amaxes, of which it changes nothing
-        self.is_told = False  # whether other ranks know the layers
-        self.told: Told | None = None  # until the first collective
+        self.is_announced = False  # whether other ranks know the layers
+        self.announcement: Announcement | None = None  # until the first collective
 
     def add(self, layer: Scaled) -> None:
         assert layer.delayed is not None
@@ -73,12 +73,11 @@ class UpdateGroup:
             self.is_captured = False
             if self.is_pending:
                 _Groups([self]).update()
-            if not self.is_told:
-                self.is_told, self.told = True, tell([*self.layers.values()], self.ranks)
+            if not self.is_announced:
+                self.is_announced, self.announcement = True, announce([*self.layers.values()], self.ranks)
         self.is_begun = True
 
     def note_gradient(self) -> None:
-        """Update at the end of the backward pass that runs now."""
         if self.before_trial is not None:
             internals.call_at_end_of_backward(self._end_trial)
             return
@@ -86,10 +85,10 @@ class UpdateGroup:
         self._update_at_end()
 
     def require_same_layers(self, groups: Ranks) -> None:
-        """Of all ranks over which amaxes are reduced, before the first collective."""
-        if self.told is not None and self.told.group in groups:
-            self.told.require_same()
-            self.told = None
+        """Raise DelayedScalingError, before the first collective, if the ranks of `groups` have different layers."""
+        if self.announcement is not None and self.announcement.group in groups:
+            self.announcement.require_same()
+            self.announcement = None
 
     def _apart(self, stage: Any) -> "UpdateGroup":
         # The group of a pipeline's stage: the backward passes of others end apart, on this rank as on others.
@@ -164,27 +163,27 @@ def update_states(layers: Sequence[Scaled]) -> None:
         alike.setdefault(key, []).append(buffers)
         buffers.notes.is_loaded = False
     reports: list[tuple[Report, list[DelayedBuffers]]] = []
-    for (device, groups, _), found in alike.items():
+    for (device, groups, _), members in alike.items():
         # 2. The largest amaxes of all ranks.
-        states = [x for buffers in found for x in buffers.parts()]
-        taken = amaxes_of([amax for buffers in found for amax in buffers.amaxes])
+        states = [x for buffers in members for x in buffers.parts()]
+        taken = amaxes_of([amax for buffers in members for amax in buffers.amaxes])
         for group in groups:
             reduce_max(taken, group)
         # 3. The update, which tells the host in the report when the device gets there.
-        report = report_of(found, device)
+        report = report_of(members, device)
         numbers = taken.new_empty(taken.numel() // 3, 3) if report is None else report.numbers
-        reports += [] if report is None else [(report, found)]
-        delayed, rule = found[0].recipe.delayed, found[0].recipe.scale_rule
+        reports += [] if report is None else [(report, members)]
+        delayed, rule = members[0].recipe.delayed, members[0].recipe.scale_rule
         assert delayed is not None, "only such a recipe has a state"
         is_most_recent = delayed.reduction is AmaxHistoryReduction.MOST_RECENT
         settings = (rule.power_of_two, rule.amax_floor, delayed.margin, is_most_recent)
-        update_delayed(states, numbers, taken, found[0].formats, *settings)
+        update_delayed(states, numbers, taken, members[0].formats, *settings)
     # 4. What the host learns. Warnings come last: one may be an error.
     for layer in layers:
         if layer.delayed is not None and layer.delayed.notes.is_sharded:
             layer.delayed.are_set()
-    for report, found in reports:
-        report.read(found)
+    for report, members in reports:
+        report.read(members)
 
 
 def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:

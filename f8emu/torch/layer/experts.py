@@ -453,7 +453,6 @@ class ExpertsSettings(nn.Module):
         self._kept: tuple[WeightOperands, ...] | None = None
 
     def forward(self, input: Tensor, gate_up: Sequence[Tensor], down: Tensor, offs: Tensor) -> Tensor:
-        """`float8_experts` of these weights."""
         whole = (*gate_up, down)
         modules: list[Any] = list(self.states)
         states = [state.states(input, weight) for state, weight in zip(modules, whole, strict=False)]

@@ -1,4 +1,4 @@
-"""What a conversion came to, known after the first step: which of its layers compute nothing in float8.
+"""A warning after the first step of a converted model: which of its layers compute nothing in float8.
 
 The first step is over when an optimizer of torch has stepped and a layer of the conversion was called before. Nothing
 is attached to the model: until then a set holds the layers that were called. Compiled code notes no calls; there the
@@ -52,15 +52,15 @@ class FirstStep:
     def end(self) -> None:
         """Report what is not in float8, if it was a step of the model."""
         model = self.model()
-        found = {} if model is None else self._findings(dict(named_modules(model)))
-        if found is None:
+        findings = {} if model is None else self._findings(dict(named_modules(model)))
+        if findings is None:
             return
         _waiting.remove(self)
         if not _waiting:
             _called.clear()
-        told = [f"{shortened(names)}: {what}" for what, names in found.items() if names]
-        if told and rank_of_process()[0] == 0:
-            _log.warning("convert_to_float8_training: not in float8 in the first step:\n  %s", "\n  ".join(told))
+        lines = [f"{shortened(names)}: {finding}" for finding, names in findings.items() if names]
+        if lines and rank_of_process()[0] == 0:
+            _log.warning("convert_to_float8_training: not in float8 in the first step:\n  %s", "\n  ".join(lines))
 
     def _findings(self, modules: Mapping[str, nn.Module]) -> dict[str, list[str]] | None:
         # 1. The layers that were called. None was: it was the step of another model.

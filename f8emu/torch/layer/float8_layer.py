@@ -1,4 +1,4 @@
-"""What the rooms below a float8 layer know of it: its base class, the layers of a model by name, what no layer takes.
+"""The base class of a float8 layer, for rooms below it; the layers of a model by name; calls that no layer takes.
 
 `Float8Linear`, defined above these rooms, is the one class of this kind.
 """
@@ -110,7 +110,7 @@ class LayersOfExperts(nn.Module):
     """A module that stands for one linear layer for each matrix of its experts."""
 
     def expert_layers(self) -> "dict[str, Float8Layer]":
-        """Those layers, by names such as "gate_up_proj.0", for observers; the first call makes them."""
+        """The layers by names such as "gate_up_proj.0", for observers; the first call makes them."""
         raise NotImplementedError
 
 
@@ -126,19 +126,19 @@ def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.t
     return chosen_layers(all_float8_layers(model), pattern, call=call)
 
 
-def chosen_layers(found: dict[str, _Layer], pattern: str | None, *, call: str) -> dict[str, _Layer]:
-    """Those of `found` whose names match `pattern`, as `float8_layers` has it."""
+def chosen_layers(layers: dict[str, _Layer], pattern: str | None, *, call: str) -> dict[str, _Layer]:
+    """The layers whose names match `pattern`, as `float8_layers` has it."""
     try:
-        chosen = {name: layer for name, layer in found.items() if pattern is None or re.search(pattern, name)}
+        chosen = {name: layer for name, layer in layers.items() if pattern is None or re.search(pattern, name)}
     except (re.error, TypeError) as error:
         raise SpecError(
             f"{call}: layers must be a regular expression; got {pattern!r}: {error}; escape dots as \\."
         ) from None
     if not chosen:
         wanted = "" if pattern is None else f" whose name has {pattern!r}"
-        known = f": {', '.join(list(found)[:8])}" if found else ""
+        known = f": {', '.join(list(layers)[:8])}" if layers else ""
         raise OperandError(
-            f"{call}: expected a Float8Linear in the model{wanted}; found {len(found)} in all{known}; convert the "
+            f"{call}: expected a Float8Linear in the model{wanted}; found {len(layers)} in all{known}; convert the "
             "model first, with convert_to_float8_training, or give other layers"
         )
     return chosen
@@ -154,18 +154,18 @@ def shortened(names: Iterable[str]) -> str:
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(pattern_of(name), []).append(name or "the module")
-    return ", ".join(found[0] if len(found) == 1 else f"{kind} x{len(found)}" for kind, found in kinds.items())
+    return ", ".join(members[0] if len(members) == 1 else f"{kind} x{len(members)}" for kind, members in kinds.items())
 
 
 def all_float8_layers(model: nn.Module) -> dict[str, Float8Layer]:
     """Name, as `float8_layers` has it -> layer. The experts of a module are layers of their own."""
-    found: dict[str, Float8Layer] = {}
+    layers: dict[str, Float8Layer] = {}
     for name, module in named_modules(model):
         if isinstance(module, Float8Layer):
-            found[name] = module
+            layers[name] = module
         elif isinstance(module, LayersOfExperts):
-            found |= {f"{name}.{own}".lstrip("."): layer for own, layer in module.expert_layers().items()}
-    return found
+            layers |= {f"{name}.{part}".lstrip("."): layer for part, layer in module.expert_layers().items()}
+    return layers
 
 
 def leaf_call(module: nn.Module, *inputs: Any) -> Any:

@@ -57,7 +57,7 @@ class GroupedPlan(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where the scales of a matrix come from: amaxes, or inv_scales of the groups with their scales."""
+    """The source of a matrix's scales: amaxes, or inv_scales of the groups with their scales."""
 
     rows: Tensor | None = None  # amaxes [T, 1]
     cols: Tensor | None = None  # amaxes [G * K, 1]
@@ -241,8 +241,8 @@ def cast_weight_again(weight: Tensor, operands: WeightOperands, recipe: Recipe, 
 @operator()
 def copied_experts(codes: Tensor, after: Tensor, transposed: bool) -> Tensor:
     """Codes [E, N, K] as a new tensor, of this shape or [E, K, N]; `after` is as for `transpose_codes`."""
-    found = codes.view(torch.uint8)
-    return (found.mT.contiguous() if transposed else found.clone()).view(codes.dtype)
+    as_bytes = codes.view(torch.uint8)
+    return (as_bytes.mT.contiguous() if transposed else as_bytes.clone()).view(codes.dtype)
 
 
 @fake(copied_experts)

@@ -25,11 +25,11 @@ class _FirstPart(NamedTuple):
     def has(self, grads: Sequence[Tensor]) -> bool:
         """Whether these are the very gradients of the first part."""
         pairs = zip(self.grads, grads, strict=True)
-        return all(found() is x and version == x._version for (found, version), x in pairs)
+        return all(gradient() is x and version == x._version for (gradient, version), x in pairs)
 
 
 def part_of_backward(ctx: Any, grads: Sequence[Tensor], states: States) -> tuple[tuple[bool, ...], States]:
-    """Of `ctx.needs_input_grad` what the pass that runs asks for, and the states that its casts read and update.
+    """The part of `ctx.needs_input_grad` that this pass asks for, and the states that its casts read and update.
 
     The second part casts under the scales of the first, and changes no state.
     """
@@ -38,13 +38,13 @@ def part_of_backward(ctx: Any, grads: Sequence[Tensor], states: States) -> tuple
     first: _FirstPart | None = getattr(ctx, "first_part", None)
     if first is None and not keeps_graph():
         return ctx.needs_input_grad, states
-    asked = gradients_asked_for(ctx)
+    needs = gradients_asked_for(ctx)
     if first is not None and first.has(grads):
-        return asked, first.states
-    if asked != ctx.needs_input_grad:
+        return needs, first.states
+    if needs != ctx.needs_input_grad:
         copies = tuple([None if state is None else _copy(state) for state in states])
         ctx.first_part = _FirstPart([(weakref.ref(x), x._version) for x in grads], copies)
-    return asked, states
+    return needs, states
 
 
 def _copy(state: Delayed) -> Delayed:

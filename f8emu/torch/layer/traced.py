@@ -77,8 +77,8 @@ class ForwardOnly(Function):
     """The first argument, in which a gradient for the others raises UnsupportedError."""
 
     @staticmethod
-    def forward(ctx: Any, found: Tensor, *others: Tensor | None) -> Tensor:
-        return found.detach()
+    def forward(ctx: Any, output: Tensor, *others: Tensor | None) -> Tensor:
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

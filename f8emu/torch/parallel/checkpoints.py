@@ -74,11 +74,11 @@ def whole_tensors(model: nn.Module, dtype: torch.dtype, keep: Collection[str] = 
 
 def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     """The id of each parameter -> all its names."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for prefix, module in named_modules(model, remove_duplicate=False):
         for name, parameter in own_parameters(module).items():
-            found.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
-    return found
+            names.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
+    return names
 
 
 def _plain(x: Any) -> Any:

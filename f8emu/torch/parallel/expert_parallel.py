@@ -33,14 +33,14 @@ class Route(NamedTuple):
     def there(self, x: Tensor) -> Tensor:
         """The rows of this rank's experts, from those of its tokens; if there is none, one behind the last group."""
         x = x[: sum(self.sent)]
-        found = collective("all_to_all_single", x, self.received, self.sent, self.group).index_select(0, self.order)
-        return found if self.order.shape[0] else x.new_zeros(1, x.shape[1])
+        rows = collective("all_to_all_single", x, self.received, self.sent, self.group).index_select(0, self.order)
+        return rows if self.order.shape[0] else x.new_zeros(1, x.shape[1])
 
     def back(self, y: Tensor) -> Tensor:
         """The rows of this rank's tokens, from those of its experts; zeros behind the last group."""
         y = y.index_select(0, self.inverse)
-        found = collective("all_to_all_single", y, self.sent, self.received, self.group)
-        return pad(found, (0, 0, 0, self.rows - found.shape[0]))
+        rows = collective("all_to_all_single", y, self.sent, self.received, self.group)
+        return pad(rows, (0, 0, 0, self.rows - rows.shape[0]))
 
 
 class _Travel(Function):
@@ -63,17 +63,17 @@ def find_route(offs: Tensor, rows: int, mesh: DeviceMesh) -> tuple[Route, Tensor
     Also the ends of the groups of this rank's experts, int32 [experts / ranks].
     """
     group, ranks = mesh.get_group().group_name, mesh.size()
-    own = offs.shape[0] // ranks
+    experts_here = offs.shape[0] // ranks
     # 1. How many rows each rank sends to each expert: those of this rank to all, those of all ranks to its own.
     sizes = offs.diff(prepend=offs.new_zeros(1))
-    arriving = collective("all_to_all_single", sizes, [own] * ranks, [own] * ranks, group)
-    sent, received = to_list(torch.stack([sizes, arriving]).view(2, ranks, own).sum(dim=2))
+    arriving = collective("all_to_all_single", sizes, [experts_here] * ranks, [experts_here] * ranks, group)
+    sent, received = to_list(torch.stack([sizes, arriving]).view(2, ranks, experts_here).sum(dim=2))
     # 2. They arrive rank by rank, and are sorted by expert.
-    experts = torch.arange(own, device=offs.device).repeat(ranks)
+    experts = torch.arange(experts_here, device=offs.device).repeat(ranks)
     order = experts.repeat_interleave(arriving, output_size=sum(received)).argsort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(sum(received), device=offs.device)
-    ends = arriving.view(ranks, own).sum(dim=0).cumsum(0).to(torch.int32)
+    ends = arriving.view(ranks, experts_here).sum(dim=0).cumsum(0).to(torch.int32)
     return Route(group, rows, sent, received, order, inverse), ends
 
 
@@ -116,9 +116,9 @@ class ExpertParallel(ParallelStyle):
         routes: list[Route] = []
 
         def dispatch(
-            _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+            _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            input, offs = _arguments(*given, **named)
+            input, offs = _arguments(*args, **named)
             if offs.shape != (experts,) or offs.dtype is not torch.int32:
                 raise OperandError(
                     f"ExpertParallel: offs must be int32 [{experts}], the end of the rows of each expert of all ranks; "
@@ -128,7 +128,7 @@ class ExpertParallel(ParallelStyle):
             routes[:] = [route]
             return (_Travel.apply(input, route, False), ends), {}
 
-        def combine(_: nn.Module, given: Any, output: Tensor) -> Tensor:
+        def combine(_: nn.Module, args: Any, output: Tensor) -> Tensor:
             return _Travel.apply(output, routes.pop(), True)
 
         module.register_forward_pre_hook(not_compiled(dispatch), with_kwargs=True)

@@ -63,7 +63,7 @@ class Export:
         if os.path.lexists(self.path):
             raise OperandError(f"{call}: path must not exist; got {self.path}; remove it, or choose another")
         self.directory = Path(f"{self.path}.unfinished-{os.getpid()}")
-        self.made = [one for one in self.path.parents if not one.exists()]
+        self.made = [directory for directory in self.path.parents if not directory.exists()]
         if writes:
             self.directory.mkdir(parents=True)
         self.shards: list[list[str]] = []
@@ -133,7 +133,7 @@ class Export:
 
 
 def verify_export(path: str | os.PathLike[str]) -> list[str]:
-    """What differs between an exported directory and its manifest, in words; an empty list if nothing does.
+    """The differences between an exported directory and its manifest, in words; an empty list if there is none.
 
     Every tensor is read, one at a time.
 
@@ -148,12 +148,12 @@ def verify_export(path: str | os.PathLike[str]) -> list[str]:
         raise OperandError(f"{call}: {MANIFEST} must have schema {SCHEMA}; got {schema!r}; use the f8emu that wrote it")
     differences: list[str] = []
     for file, name, content in read(call, directory):
-        known, found = expected.pop(name, None), {"file": file, **described(content.get_tensor(name))}
+        known, stored = expected.pop(name, None), {"file": file, **described(content.get_tensor(name))}
         if not isinstance(known, dict):
             differences.append(f"{name}: in {file}, and not in the manifest")
             continue
-        wrong = [key for key in found if known.get(key) != found[key]]
-        differences += [f"{name}: {key} is {found[key]}; expected {known.get(key)}" for key in wrong]
+        wrong = [key for key in stored if known.get(key) != stored[key]]
+        differences += [f"{name}: {key} is {stored[key]}; expected {known.get(key)}" for key in wrong]
     return differences + [f"{name}: in the manifest, and in no file" for name in expected]
 
 
@@ -165,7 +165,7 @@ def described(value: Tensor) -> dict[str, Any]:
 
 
 def read(call: str, directory: Path) -> Iterator[tuple[str, str, Any]]:
-    """Of every tensor of a checkpoint the name of its file, its own, and the open file, of which only that is read."""
+    """The tensors of a checkpoint, unread: for each the name of its file, its own name, and the open file."""
     package, files = require_safetensors(call), sorted(directory.glob("*.safetensors"))
     if not files:
         raise OperandError(f"{call}: {directory} must be a directory with safetensors files; got none")
@@ -184,9 +184,9 @@ def json_of(call: str, directory: Path, name: str) -> dict[str, Any]:
     """A JSON object of a checkpoint."""
     remedy = "give a complete checkpoint" if directory.is_dir() else CHECK_PATH
     try:
-        found = json.loads(read_regular(directory / name))
+        content = json.loads(read_regular(directory / name))
     except (OSError, ValueError, RecursionError) as error:
         raise OperandError(f"{call}: {directory} must have a {name}; {error}; {remedy}") from None
-    if not isinstance(found, dict):
-        raise OperandError(f"{call}: {name} of {directory} must be an object; got {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise OperandError(f"{call}: {name} of {directory} must be an object; got {type(content).__name__}")
+    return content

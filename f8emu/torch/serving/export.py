@@ -74,8 +74,8 @@ def export_float8(
     layers = {fqn: layer for fqn, layer in linear_layers(model) if isinstance(layer, Float8Linear)}
     recipes = list(dict.fromkeys(layer.recipe for layer in layers.values()))
     if len(recipes) != 1:
-        found = ", ".join(recipe.label for recipe in recipes) or "no float8 layer"
-        raise OperandError(f"{call}: model must be converted, under one recipe; got {found}")
+        labels = ", ".join(recipe.label for recipe in recipes) or "no float8 layer"
+        raise OperandError(f"{call}: model must be converted, under one recipe; got {labels}")
     # 2. Their weights: a server has one tensor of a name.
     for fqn, part in named_modules(model):
         if isinstance(part, ConvertedExperts | Float8Experts):

@@ -49,7 +49,7 @@ def scale_name(call: str, format: str, recipe: Recipe) -> str:
 
 
 def quantization_config(format: str, recipe: Recipe, left: Sequence[str]) -> dict[str, Any]:
-    """What config.json says of the format; `left` are the linear layers in high precision."""
+    """The entry of config.json for the format; `left` are the linear layers in high precision."""
     a, b = recipe.output.a, recipe.output.b
     if format == "block":
         is_ue8m0 = all(recipe.rule_of(cast).power_of_two for cast in (a, b))

@@ -38,7 +38,6 @@ class WeightTensor(Tensor):
         return None
 
     def parts(self) -> Iterator[Tensor]:
-        """All tensors of which the weight consists."""
         yield from (x for x in vars(self).values() if isinstance(x, Tensor) and not isinstance(x, WeightTensor))
 
     def become(self, value: Tensor) -> None:
