@@ -31,7 +31,7 @@ _OPERATORS = {
 """Operator -> the places of a and of its scale among its arguments. Those of vLLM as it is at 0.33."""
 _SCALES = (*HIGH_PRECISION_DTYPES, torch.float8_e8m0fnu)
 """Dtypes of scales that mean what they say; packed ones (int32) are not shown."""
-Operand = tuple[Tensor, Tensor]
+ScaledCodes = tuple[Tensor, Tensor]
 """Codes [rows, K] and the scale as the stack has it."""
 Show = Callable[[str, Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Any]], None]
 """Takes the layer, its tensors in high precision, the arrays of its GEMM, and the fields of a ForeignRecord."""
@@ -101,8 +101,8 @@ class ForeignWatch:
 class _Operands(TorchDispatchMode):
     """Keeps the operands of the first float8 product: a, and b where torchao multiplies."""
 
-    a: Operand | None = None
-    b: Operand | None = None
+    a: ScaledCodes | None = None
+    b: ScaledCodes | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         name, kwargs = schema_of(func).name, kwargs or {}
@@ -150,7 +150,7 @@ def _seen(
 
 
 def _shown(
-    operand: Operand | None, rows: int, k: int, block: tuple[int, int] | None, widths: tuple[int, ...] = ()
+    operand: ScaledCodes | None, rows: int, k: int, block: tuple[int, int] | None, widths: tuple[int, ...] = ()
 ) -> tuple[dict[str, Tensor], tuple[int, int]]:
     # Codes, and scales as a grid with its blocks.
     if operand is None or operand[0].shape != (rows, k):

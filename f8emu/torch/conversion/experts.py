@@ -21,7 +21,7 @@ from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.casts.placements import own_experts, own_groups
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
-from f8emu.torch.conversion.mixtures import LAYOUTS, TRANSFORMERS, Experts, Layout, file_of
+from f8emu.torch.conversion.mixtures import TRANSFORMERS, WEIGHT_NAMES, Experts, WeightNames, file_of
 from f8emu.torch.layer.delayed_update import UpdateGroup
 from f8emu.torch.layer.experts import ExpertsSettings, Float8Experts, GroupedState
 from f8emu.torch.layer.float8_layer import Float8Layer, LayersOfExperts
@@ -31,7 +31,7 @@ from f8emu.torch.torch_internals import Function, is_dtensor, not_compiled, own_
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 _OF_OBSERVERS = ("is_watched", "watched", "layers_of_experts")  # attributes that copies do not take along
-_OF_FLOAT8_EXPERTS = LAYOUTS[TRANSFORMERS]
+_OF_FLOAT8_EXPERTS = WEIGHT_NAMES[TRANSFORMERS]
 
 
 class ConvertedExperts(LayersOfExperts):
@@ -39,7 +39,7 @@ class ConvertedExperts(LayersOfExperts):
 
     converted_from: type[nn.Module]
     settings: ExpertsSettings
-    layout: Layout | None
+    weight_names: WeightNames | None
     is_watched: bool = False
     """Whether an observer watches a layer of `expert_layers`. Then these compute, one by one, to the same bits."""
     watched: int = 0  # how many are
@@ -48,7 +48,7 @@ class ConvertedExperts(LayersOfExperts):
         """The output of the class that was converted, in float8."""
         if file_of(self.converted_from) == TRANSFORMERS:
             return self._routed(*args, **kwargs)
-        if self.layout is not None:
+        if self.weight_names is not None:
             return self._sorted(*args, **kwargs)
         return _with_grouped_gemms(self, args, kwargs)
 
@@ -65,8 +65,8 @@ class ConvertedExperts(LayersOfExperts):
         device = x.device.type
         is_autocast = not x.is_meta and torch.is_autocast_enabled(device)
         x = x.to(torch.get_autocast_dtype(device) if is_autocast else self.weight_of("down_proj").dtype)
-        if self.layout is not None:
-            output = self._experts(x, offs, self.layout)
+        if self.weight_names is not None:
+            output = self._experts(x, offs, self.weight_names)
         else:
             output = self._one_by_one(x, offs, experts.clamp(max=count - 1))
         # 3. In the old order, weighted and added.
@@ -75,13 +75,13 @@ class ConvertedExperts(LayersOfExperts):
 
     def _sorted(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         # As torchtitan's experts, which multiply in bfloat16.
-        assert self.layout is not None, "its weights are known"
+        assert self.weight_names is not None, "its weights are known"
         offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
-        return self._experts(x.bfloat16(), offs, self.layout).type_as(x)
+        return self._experts(x.bfloat16(), offs, self.weight_names).type_as(x)
 
     def expert_layers(self) -> dict[str, Float8Layer]:
         layers: dict[str, Float8Layer] = self.__dict__.setdefault("layers_of_experts", {})
-        names, states = (*self.layout.gate_up, self.layout.down) if self.layout else (), list[Any](self.settings.states)
+        names, states = self.weight_names.all if self.weight_names else (), list[Any](self.settings.states)
         for name, state in zip_longest(names, states):
             for group, matrix in enumerate(self.weight_of(name).detach(), own_groups(getattr(self, name)).start):
                 layer: Any = layers.get(f"{name}.{group}")
@@ -101,10 +101,10 @@ class ConvertedExperts(LayersOfExperts):
         self.watched += count
         self.is_watched = self.watched > 0
 
-    def _experts(self, x: Tensor, offs: Tensor, layout: Layout) -> Tensor:
+    def _experts(self, x: Tensor, offs: Tensor, weight_names: WeightNames) -> Tensor:
         if self.is_watched:
-            return _layer_by_layer(self, x, offs, layout)
-        *gate_up, down = (getattr(self, name) for name in (*layout.gate_up, layout.down))
+            return _layer_by_layer(self, x, offs, weight_names)
+        *gate_up, down = (getattr(self, name) for name in weight_names.all)
         return self.settings(x, gate_up, down, offs)
 
     def _one_by_one(self, x: Tensor, offs: Tensor, experts: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ class ConvertedExperts(LayersOfExperts):
 
     def precompute_weights(self) -> None:
         """Cast the weights once for all passes until they change: see `Float8Experts.precompute_weights`."""
-        if self.layout is not None:
-            self.settings.precompute(*(getattr(self, name) for name in (*self.layout.gate_up, self.layout.down)))
+        if self.weight_names is not None:
+            self.settings.precompute(*(getattr(self, name) for name in self.weight_names.all))
 
 
 class _Rows(Function):
@@ -180,9 +180,9 @@ class _ExpertLinear(Float8Linear):
 
 
 @not_compiled  # the host waits for the sizes of groups
-def _layer_by_layer(module: ConvertedExperts, x: Tensor, offs: Tensor, layout: Layout) -> Tensor:
+def _layer_by_layer(module: ConvertedExperts, x: Tensor, offs: Tensor, weight_names: WeightNames) -> Tensor:
     # What `float8_experts` computes.
-    layers, (*names, last) = module.expert_layers(), (*layout.gate_up, layout.down)
+    layers, (*names, last) = module.expert_layers(), weight_names.all
     weights = {name: module.weight_of(name).unbind() for name in (*names, last)}
     first, ends, outputs = own_groups(getattr(module, last)).start, to_list(offs), list[Tensor]()
     sizes = [end - start for start, end in pairwise((0, *ends, x.shape[0]))]
@@ -229,7 +229,7 @@ def why_not(module: nn.Module, experts: Experts, recipe: Recipe) -> str:
         ExpertsSettings(recipe, "auto", 1, 1, "meta")
     except UnsupportedError as error:
         return str(error)
-    if recipe.delayed is not None and experts.layout is None:
+    if recipe.delayed is not None and experts.weight_names is None:
         return "delayed scaling is of known experts; these multiply in a way of their own"
     if "forward" in module.__dict__:
         return "its forward was replaced"
@@ -246,7 +246,7 @@ def convert_experts(
 ) -> None:
     """Make `module` compute under the recipe."""
     converted: Any = module
-    names = (*experts.layout.gate_up, experts.layout.down) if experts.layout else ()
+    names = experts.weight_names.all if experts.weight_names else ()
     weight = next(iter(experts.weights.values()))
     converted.settings = ExpertsSettings(recipe, engine, weight.shape[0], len(names), weight.device)
     states: list[Any] = list(converted.settings.states)
@@ -254,7 +254,7 @@ def convert_experts(
         state.delayed.notes.name = f"{fqn}.{name}"
         state.update_with(group)
     module.__class__ = experts_subclass(type(module))
-    converted.layout = experts.layout
+    converted.weight_names = experts.weight_names
     converted._compiled_call_impl = None  # set by module.compile(); it would run the old forward
 
 
@@ -268,11 +268,12 @@ def gather_experts_as_codes(module: nn.Module) -> bool:
     for part in module.modules():
         if not isinstance(part, ConvertedExperts | Float8Experts):
             continue
-        recipe, layout = part.settings.recipe, part.layout if isinstance(part, ConvertedExperts) else _OF_FLOAT8_EXPERTS
+        recipe = part.settings.recipe
+        weight_names = part.weight_names if isinstance(part, ConvertedExperts) else _OF_FLOAT8_EXPERTS
         formats = {recipe.output.b.format, recipe.grad_input.b.format}
-        if layout is None or recipe.delayed is not None or None in formats or len(formats) > 1:
+        if weight_names is None or recipe.delayed is not None or None in formats or len(formats) > 1:
             continue
-        for name in (*layout.gate_up, layout.down):
+        for name in weight_names.all:
             old = getattr(part, name)
             if id(old) not in new and not isinstance(old, ShardedWeight) and not is_dtensor(old):
                 new[id(old)] = nn.Parameter(ShardedWeight(old.detach(), recipe), old.requires_grad)
@@ -285,7 +286,7 @@ def dequantize_experts(module: ConvertedExperts) -> None:
     """Make `module` what it was before."""
     setattr(module, "__class__", module.converted_from)  # noqa: B010
     del module.settings
-    for name in ("layout", "_compiled_call_impl", *_OF_OBSERVERS):
+    for name in ("weight_names", "_compiled_call_impl", *_OF_OBSERVERS):
         module.__dict__.pop(name, None)
 
 

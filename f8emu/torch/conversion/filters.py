@@ -72,7 +72,7 @@ def filter_small_layers(
 
     def is_fast(module: nn.Module, fqn: str) -> bool:
         experts = experts_of(module)
-        if experts is None or experts.layout is None or not is_wanted(module, fqn):
+        if experts is None or experts.weight_names is None or not is_wanted(module, fqn):
             return is_wanted(module, fqn)
         tokens = 2 * _TOKENS / experts.shape[0] if tokens_per_expert is None else tokens_per_expert
         return speed_of_experts(experts.shape, tokens, recipe) >= 1

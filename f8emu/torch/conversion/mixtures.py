@@ -18,7 +18,7 @@ TRANSFORMERS = "transformers.integrations.moe"
 """Where transformers defines the `forward` of all experts: its decorator `use_experts_implementation` replaces it."""
 
 
-class Layout(NamedTuple):
+class WeightNames(NamedTuple):
     """Which parameters of a module are which weights of its experts, `down(silu(gate) * up)`."""
 
     gate_up: tuple[str, ...]
@@ -26,11 +26,15 @@ class Layout(NamedTuple):
     down: str
     """[E, D, H]."""
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        return *self.gate_up, self.down
 
-LAYOUTS = {
-    TRANSFORMERS: Layout(("gate_up_proj",), "down_proj"),
-    "torchtitan.models.moe.moe": Layout(("w1", "w3"), "w2"),  # 0.2
-    "torchtitan.models.common.moe": Layout(("w1_EFD", "w3_EFD"), "w2_EDF"),  # 0.3
+
+WEIGHT_NAMES = {
+    TRANSFORMERS: WeightNames(("gate_up_proj",), "down_proj"),
+    "torchtitan.models.moe.moe": WeightNames(("w1", "w3"), "w2"),  # 0.2
+    "torchtitan.models.common.moe": WeightNames(("w1_EFD", "w3_EFD"), "w2_EDF"),  # 0.3
 }
 """The file that defines `forward` -> the parameters that it multiplies."""
 
@@ -40,14 +44,16 @@ class Experts(NamedTuple):
 
     weights: dict[str, Tensor]
     """Name -> [E, N, K]."""
-    layout: Layout | None
+    weight_names: WeightNames | None
     """None: the module computes something else than `down(silu(gate) * up)`, for example with biases or a clamp."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(experts, hidden_dim, dim); without a layout, the shape of the first stack."""
-        e, d, h = (self.weights[self.layout.down] if self.layout else next(iter(self.weights.values()))).shape
-        return (e, h, d) if self.layout else (e, d, h)
+        """(experts, hidden_dim, dim); without names, the shape of the first stack."""
+        if self.weight_names is None:
+            return tuple(next(iter(self.weights.values())).shape)
+        e, d, h = self.weights[self.weight_names.down].shape
+        return e, h, d
 
 
 def experts_of(module: nn.Module) -> Experts | None:
@@ -56,8 +62,8 @@ def experts_of(module: nn.Module) -> Experts | None:
     kind = converted_from(type(module))
     forward: Any = kind.forward
     file = file_of(kind)
-    if weights and (layout := LAYOUTS.get(file)) and _is_gated_silu(module, weights, layout, file):
-        return Experts(weights, layout)
+    if weights and (weight_names := WEIGHT_NAMES.get(file)) and _is_gated_silu(module, weights, weight_names, file):
+        return Experts(weights, weight_names)
     if weights and (file == TRANSFORMERS or _reaches_grouped_mm(forward, kind)):
         return Experts(weights, None)
     return None
@@ -80,12 +86,12 @@ def _stacks_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in parameters.items() if p.ndim == 3 and p.shape[0] > 1}
 
 
-def _is_gated_silu(module: Any, weights: dict[str, Tensor], layout: Layout, file: str) -> bool:
-    names = [*layout.gate_up, layout.down]
+def _is_gated_silu(module: Any, weights: dict[str, Tensor], weight_names: WeightNames, file: str) -> bool:
+    names = weight_names.all
     if sorted(weights) != sorted(names) or len(internals.own_parameters(module)) != len(names):
         return False
-    e, d, h = weights[layout.down].shape
-    if any(weights[name].shape != (e, 2 * h // len(layout.gate_up), d) for name in layout.gate_up):
+    e, d, h = weights[weight_names.down].shape
+    if any(weights[name].shape != (e, 2 * h // len(weight_names.gate_up), d) for name in weight_names.gate_up):
         return False
     if file != TRANSFORMERS:
         return True

@@ -191,7 +191,7 @@ def report_of(
             return Outcome.SHARDED, "convert the model first, then shard it"
         if are_multiplied_apart(recipe):
             return Outcome.CONVERTED, "E5M2 gradients are multiplied expert by expert: rowwise is faster on a GPU"
-        return Outcome.CONVERTED, "" if experts.layout else "its grouped GEMMs, one by one"
+        return Outcome.CONVERTED, "" if experts.weight_names else "its grouped GEMMs, one by one"
 
     outcomes: dict[int, tuple[Outcome, str]] = {}
     entries: list[ConversionEntry] = []
@@ -202,7 +202,7 @@ def report_of(
             shape, outcome = (part.out_features, part.in_features), outcomes.get(id(part)) or outcome_of(fqn, part)
         elif experts is not None:
             shape, outcome = experts.shape, outcomes.get(id(part)) or outcome_of_experts(fqn, part, experts)
-            if tokens_per_expert is not None and experts.layout is not None:
+            if tokens_per_expert is not None and experts.weight_names is not None:
                 speed = speed_of_experts(shape, tokens_per_expert, recipe)
         else:
             continue
