@@ -78,8 +78,8 @@ def hidden_delayed(
 def _gradients_outputs(
     grad_hidden: Tensor, gate: Tensor, up: Tensor, fmt: str, hidden_fmt: str, *args: Any
 ) -> tuple[Output, ...]:
-    names = "gate_inv_scale", "up_inv_scale", "hidden_inv_scale", "gate_amax", "up_amax"
-    numbers = dict(zip(names, args[:5], strict=True))
+    names: tuple[str, ...] = "gate_inv_scale", "up_inv_scale", "hidden_inv_scale", "gate_amax", "up_amax"
+    numbers: dict[str, Tensor] = dict(zip(names, args[:5], strict=True))
     _check("gradients_delayed", {"grad_hidden": grad_hidden, "gate": gate, "up": up}, numbers, fmt, hidden_fmt)
     m, n = gate.shape
     both = codes_of(fmt, m, n), codes_of(fmt, n, m)

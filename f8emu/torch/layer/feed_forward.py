@@ -237,8 +237,10 @@ class _FeedForwardBackward(Function):
         w1, w2, w3, gate, up, *saved = ctx.saved_tensors
         kept1, of_w1, kept3, of_w3, (inv_scale, scale), of_w2 = (saved[i : i + 2] for i in range(0, 12, 2))
         plan, taps, recipe, grad, dtype = ctx.plan, ctx.taps, ctx.plan.recipe, grads[0], gate.dtype
-        needs, (of_gate, of_hidden, of_up) = part_of_backward(ctx, grads, ctx.of_gradients)
+        needs, states = part_of_backward(ctx, grads, ctx.of_gradients)
         for_x1, for_x3, for_w1, for_w2, for_w3 = needs[:5]
+        of_gate, of_hidden, of_up = states
+        assert of_gate is not None and of_up is not None, "all three have one"
 
         def grad_input(a: Operand, weight: Tensor, scales: Any, tap: Tap | None) -> Tensor:
             b = cast_weight_again(weight, WeightSource(None, *scales), plan, None, grad)

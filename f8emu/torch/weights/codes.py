@@ -80,7 +80,8 @@ class OwnRows:
                 f"{rows}, dimension 0; got a shard {list(x.shape)} of {list(outer_size)}; leave shard_placement_fn at "
                 "its default"
             )
-        weight, others = own_parameters(module).get("weight"), []
+        weight: Any = own_parameters(module).get("weight")
+        others: list[tuple[Any, int]] = []
         if is_dtensor(weight):
             names = weight.device_mesh.mesh_dim_names or ()
             for i, placement in enumerate(weight.placements):
