@@ -49,9 +49,6 @@ def encode(number: Number, format: Format, overflow: Overflow = Overflow.NONFINI
     The sign is kept, by zeros and by what rounds to zero too, unless the format has no -0. NaN gives the one NaN code
     of the format. A magnitude that rounds beyond the largest finite value, and an infinity, are treated as `overflow`
     says; where that gives a NaN it is the one NaN code.
-
-    Raises:
-        SpecError: the format has neither sign nor zero (E8M0FNU).
     """
     if not (format.signed and format.has_subnormals):
         raise SpecError(f"encode: a format with a sign and a zero expected; got {format}, which holds scales")

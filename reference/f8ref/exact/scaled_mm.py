@@ -44,11 +44,6 @@ def scaled_dot(
     and `is_grouped`: it multiplies the scales in the other order [EPI-6].
 
     Exactness: the bits of cuBLAS on an H200, by the recorded cases that `reference/README.md` lists.
-
-    Raises:
-        OperandError: a format that the chip does not multiply, or lengths that do not fit.
-        SpecError: `split_k` below 1.
-        UnsupportedError: formats, granularities or options that the chip does not pair.
     """
     # 1. What the chip multiplies, and lengths that fit.
     formats = (a_format, b_format)
@@ -172,10 +167,6 @@ def mm_dot(
     """Output [m, n] of the bfloat16 matmul, from the bfloat16 codes of row m of a and column n of b.
 
     [BF16-1] One chain by `chip.bfloat16`, [BF16-2] or split-K, then one rounding.
-
-    Raises:
-        OperandError: different lengths.
-        SpecError: `split_k` below 1.
     """
     if len(a_codes) != len(b_codes):
         raise OperandError(f"mm_dot: a and b must have the same K; got {len(a_codes)} and {len(b_codes)} codes")
@@ -197,10 +188,6 @@ def mma(
 
     Where the accumulator is a term of a step, c is the first accumulator [ACC-2], [CHIP-6]; where instructions are made
     of others, it is added to their sum [CHIP-3].
-
-    Raises:
-        OperandError: different lengths.
-        UnsupportedError: formats that the profile has no instruction for.
     """
     model = chip.instruction("mma", (a_format, b_format), out_format).model
     if len(a_codes) != len(b_codes):
