@@ -13,11 +13,8 @@ f8emu has a GEMM of codes that is no call of cuBLASLt on a GPU, or gives somethi
 
 import functools
 import sys
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +24,6 @@ from jax import lax
 import f8emu.jax
 from benchmarks import runner
 from benchmarks.runner import BASELINE, Entry
-from benchmarks.timing import draw_kernels
 from f8emu.spec import RECIPES
 
 FLAX = ("flax/Fp8DirectDotGeneralOp", "flax/Fp8DotGeneralOp")
@@ -37,7 +33,6 @@ BENCH = runner.Bench(
     "benchmarks.jax_feed_forward",
     __doc__,
     runner.option("subjects", SUBJECTS, choices=SUBJECTS),
-    runner.option("kernels", (), "list its kernels", choices=SUBJECTS, metavar="SUBJECT"),
     runner.option("blocks", 1, "in a row"),
     runner.option("tokens", 8192),
     runner.option("dim", 4096),
@@ -55,10 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tensors = _tensors(arguments.tokens, arguments.dim, arguments.hidden, arguments.blocks)
     entries: list[Entry] = [{"subject": name} for name in arguments.subjects]
     turn = functools.partial(_back_to_back, steps=arguments.steps)
-    for entry, call in runner.race(entries, lambda entry: _prepared(entry, tensors), turn, arguments.rounds):
-        if entry["subject"] in arguments.kernels:
-            entry["kernels"] = _kernels(call)
-            draw_kernels(f"{entry['subject']}: the kernels of a step of {entry['ms']:.3f} ms", entry["kernels"])
+    runner.race(entries, lambda entry: _prepared(entry, tensors), turn, arguments.rounds)
     runner.add_ratios(entries, {"memory": "bytes"})
     blocks = f"{arguments.blocks} feed-forward block(s), {arguments.dim} -> {arguments.hidden} -> {arguments.dim}"
     title = f"{blocks}, {arguments.tokens} tokens, forward + backward; speed and memory: times bf16's"
@@ -212,22 +204,6 @@ def _back_to_back(call: Callable[[], Any], steps: int) -> float:
         result = call()
     jax.block_until_ready(result)
     return 1e3 * (time.perf_counter() - start) / steps
-
-
-def _kernels(call: Callable[[], Any], steps: int = 3) -> list[Entry]:
-    """Calls and microseconds a step of every kernel, the longest first."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            for _ in range(steps):
-                jax.block_until_ready(call())
-        for file in Path(directory).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                for line in plane.lines if "GPU" in plane.name else ():
-                    for event in line.events if "Stream" in line.name else ():
-                        found[event.name].append(event.duration_ns / 1e3)
-    kernels = [{"name": name, "calls": len(us) / steps, "us": sum(us) / steps} for name, us in found.items()]
-    return sorted(kernels, key=lambda kernel: -kernel["us"])
 
 
 def _lacks_gemms(entry: Entry, blocks: int) -> bool:

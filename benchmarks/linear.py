@@ -8,25 +8,16 @@
 
 Subjects take turns, a few steps each, for several rounds, so that all see the same clocks and temperature; the figure
 is the median over rounds. Steps run back to back as training runs them. Exit status 1 if f8emu fails somewhere, or
-differs from torchao or from itself without checkpointing where it must not.
+differs from torchao where it must not.
 """
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from benchmarks import runner, workloads
-from benchmarks.measure import (
-    compared,
-    equal_to_no_checkpointing,
-    equal_to_torchao,
-    forget,
-    is_altered,
-    measure,
-    verdict,
-)
+from benchmarks.measure import equal_to_torchao, forget, is_altered, measure, verdict
 from benchmarks.runner import Entry, figure, is_wrong
 from benchmarks.subjects import CHECKPOINTING, MODES, RESTING, SUBJECTS
 from benchmarks.timing import copy_bandwidth, draw_kernels
@@ -68,12 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     modes = MODES if arguments.mode == "both" else (arguments.mode,)
     for name, checkpointing in ((name, c) for name in arguments.workloads for c in arguments.checkpointing):
         workload = WORKLOADS[name](tokens, dim, hidden)
-        is_plain = checkpointing == "none"
         entry: Entry = {"name": name, "title": workload.title, "checkpointing": checkpointing}
-        if not is_plain:
-            what = f"{name}, checkpointing {checkpointing} against none, eager"
-            count = partial(equal_to_no_checkpointing, workload=workload, checkpointing=checkpointing, device=device)
-            entry["equal_to_no_checkpointing"] = compared(arguments.subjects, what, count)
         entry["subjects"] = measure(
             workload,
             [(subject, mode) for mode in modes for subject in arguments.subjects],
@@ -81,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rounds=arguments.rounds,
             steps=arguments.steps,
             # It is the floor of computing everything once.
-            floor=floor if is_plain and arguments.microbatches == 1 else None,
+            floor=floor if checkpointing == "none" and arguments.microbatches == 1 else None,
             checkpointing=checkpointing,
             microbatches=arguments.microbatches,
             profiled=arguments.kernels,
@@ -98,7 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         forget()
     # 3. The verdict: bits first, then failures.
     altered = not isinstance(equality, str) and is_altered(equality)
-    altered |= any(is_altered(workload.get("equal_to_no_checkpointing", ())) for workload in found)
     return int(altered or any(is_wrong(e) for workload in found for e in workload["subjects"]))
 
 

@@ -1,25 +1,19 @@
-"""Time and peak memory of a workload, its subjects taking turns; and what must be equal bit for bit.
-
-Equal are f8emu's tensorwise recipe and torchao's Float8Linear; a model with and without activation checkpointing,
-eager; layers compiled and eager.
-"""
+"""Time and peak memory of a workload, its subjects taking turns; and the tensorwise recipe against torchao's layer."""
 
 import copy
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.runner import AbsentError, Entry, add_ratios, attempt, race, say
-from benchmarks.subjects import Call, Subject, checkpointed, compiled, converted, make_subject, recipe_of
+from benchmarks.runner import AbsentError, Entry, add_ratios, race
+from benchmarks.subjects import Subject, converted, make_subject, recipe_of
 from benchmarks.timing import Step, back_to_back, captured, kept_bytes, kernels, peak_bytes
 from benchmarks.workloads import Floor, Workload
-from f8emu.torch import delayed_state_dict
 
 WARMUP = 5  # steps before the first figure: compilation, and a delayed recipe's first states
 
@@ -102,23 +96,11 @@ def forget() -> None:
 # Equality
 
 PARTS = ("output", "grad_input", "grad_weight", "grad_bias")
-CHECKPOINTED_PARTS = ("output", "grad_input", "grad_parameters", "delayed_state")
-
-
-def compared(subjects: Sequence[str], what: str, count: Callable[[str], dict[str, int]], **of: Any) -> list[Entry]:
-    """An entry for each subject of f8emu: how many numbers of each part differ, or why `count` failed."""
-    found: list[Entry] = [{"subject": name, **of} for name in subjects if name.startswith("f8emu/")]
-    for entry in found:
-        with attempt(entry):
-            entry["numbers_differing"] = count(entry["subject"])
-            say(f"{entry['subject']}, {what}: {verdict(entry['numbers_differing'])}")
-        forget()
-    return found
 
 
 def is_altered(entries: Sequence[Entry]) -> bool:
-    """Whether a comparison failed or found a number that differs."""
-    return any("failed" in e or any(e["numbers_differing"].values()) for e in entries)
+    """Whether a number differs."""
+    return any(any(entry["numbers_differing"].values()) for entry in entries)
 
 
 def verdict(differing: dict[str, int]) -> str:
@@ -142,66 +124,15 @@ def equal_to_torchao(shapes: Sequence[tuple[int, int, int]], device: torch.devic
         x, grad_output = _drawn(tokens, k, device), _drawn(tokens, n, device) * 1e-3
         layers = [converted(f"{library}/tensorwise", copy.deepcopy(model)) for library in ("f8emu", "torchao")]
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.float32):
-            ours, theirs = (_pass(layer, layer, x, grad_output) for layer in layers)
+            ours, theirs = (_results(layer, x, grad_output) for layer in layers)
         differing = {part: _differing(a, b) for part, a, b in zip(PARTS, ours, theirs, strict=False)}
         entry = {"tokens": tokens, "k": k, "n": n, "bias": has_bias, "parameters": str(dtype).removeprefix("torch.")}
         found.append(entry | {"numbers_differing": differing})
     return found
 
 
-def equal_to_no_checkpointing(
-    subject: str, workload: Workload, checkpointing: str, device: torch.device
-) -> dict[str, int]:
-    """How many numbers of each part differ over two steps.
-
-    Delayed scaling starts anew in the first and has scales of its own in the second. Attention is torch's plain one
-    here: the others add up their gradients in any order.
-    """
-    plain, other = _twins(subject, workload.build, device)
-    call = checkpointed(subject, other, checkpointing)
-    return _differing_in_two_steps(plain, other, call, workload.input(device), workload.grad_output(device))
-
-
-def equal_compiled(subject: str, tokens: int, dim: int, hidden: int, device: torch.device) -> dict[str, int]:
-    """How many numbers of each part differ between two layers, dim -> hidden -> dim, and the same compiled; two steps.
-
-    Between the layers is nothing that the compiler could round otherwise.
-    """
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(dim, hidden, bias=False), nn.Linear(hidden, dim, bias=False))
-
-    plain, other = _twins(subject, build, device)
-    x, grad_output = _drawn(tokens, dim, device), _drawn(tokens, dim, device) * 1e-3
-    return _differing_in_two_steps(plain, other, compiled(subject, other), x, grad_output)
-
-
 def _drawn(rows: int, cols: int, device: torch.device) -> Tensor:
     return torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
-
-
-def _twins(subject: str, build: Callable[[], nn.Module], device: torch.device) -> tuple[nn.Module, nn.Module]:
-    with device:
-        model = build().to(torch.bfloat16)
-    model = converted(subject, model)
-    return model, copy.deepcopy(model)
-
-
-def _differing_in_two_steps(
-    plain: nn.Module, other: nn.Module, call: Call, x: Tensor, grad_output: Tensor
-) -> dict[str, int]:
-    """How many numbers differ between `plain` and `call`, which runs `other`."""
-    found: dict[str, int] = dict.fromkeys(CHECKPOINTED_PARTS, 0)
-    for _ in range(2):
-        with sdpa_kernel(SDPBackend.MATH):
-            expected, observed = (_pass(model, run, x, grad_output) for model, run in ((plain, plain), (other, call)))
-        for i, (a, b) in enumerate(zip(observed, expected, strict=True)):
-            found[CHECKPOINTED_PARTS[min(i, 2)]] += _differing(a, b)
-        states = (delayed_state_dict(model) for model in (plain, other))
-        found["delayed_state"] += sum(int((a != b).sum()) for a, b in zip(*(s.values() for s in states), strict=True))
-        for model in (plain, other):
-            model.zero_grad()
-    return found
 
 
 def _differing(a: Tensor, b: Tensor) -> int:
@@ -209,9 +140,10 @@ def _differing(a: Tensor, b: Tensor) -> int:
     return int((a.view(bits) != b.view(bits)).sum())
 
 
-def _pass(model: nn.Module, call: Call, x: Tensor, grad_output: Tensor) -> list[Tensor]:
-    own = x.clone().requires_grad_()
-    output = call(own)
+def _results(model: nn.Module, x: Tensor, grad_output: Tensor) -> list[Tensor]:
+    """Output and gradients of a pass."""
+    x = x.clone().requires_grad_()
+    output = model(x)
     output.backward(grad_output)
-    grads = [own.grad, *(p.grad for p in model.parameters())]
+    grads = [x.grad, *(p.grad for p in model.parameters())]
     return [output.detach(), *(g for g in grads if g is not None)]

@@ -15,9 +15,12 @@ from f8emu.conformance import shipped_golden
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
+OWN_PARSER = {f"benchmarks.proofs.{name}" for name in ("evidence", "exhaustive", "split_k_fit", "split_k_labels")}
+"""They run without torch, or need scikit-learn."""
 
 
-def _module(name: str) -> ModuleType:
+def generator(name: str) -> ModuleType:
+    """A module of `docs/generate`."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "generate" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,28 +30,22 @@ def _module(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def results() -> ModuleType:
-    return _module("results")
+    return generator("results")
 
 
 @pytest.fixture(scope="module")
 def records(results: ModuleType) -> ModuleType:
-    return _module("results_records")
-
-
-@pytest.fixture(scope="module")
-def rendered(results: ModuleType) -> dict[str, str]:
-    return {name: results.page(name) for name in results.PAGES}
+    return generator("results_records")
 
 
 def test_the_readme_shows_the_recorded_speeds(results: ModuleType) -> None:
     shown = results.readme_block((ROOT / "README.md").read_text())
-    assert shown is not None, "README.md has no <!-- speed --> and <!-- /speed --> markers"
     assert shown == results.results_torch.readme(), "run: python docs/generate/results.py readme --write"
     assert results.command_line(["svg", "--check"]) == 0, "run: python docs/generate/results.py svg"
-    lines = shown.splitlines()
-    assert sum(line.startswith("| `") for line in lines) <= 8
-    assert max(map(len, lines)) <= 120
-    assert len(re.findall(r"\d+\.\d+", shown)) <= 20
+    text = "before\n<!-- speed -->\nold\n<!-- /speed -->\nafter\n"
+    written = results.readme_with_block(text)
+    assert results.readme_block(text) == "old" and results.readme_block(written) == shown
+    assert results.readme_with_block(written) == written and written.endswith("\n\n<!-- /speed -->\nafter\n")
 
 
 def test_the_readme_claims_what_was_recorded() -> None:
@@ -86,80 +83,42 @@ def test_the_readme_claims_what_was_recorded() -> None:
     assert torch["equal"] and cases + split == total
 
 
-def test_the_readmes_table_is_put_between_its_markers(results: ModuleType) -> None:
-    text = "before\n<!-- speed -->\nold\n<!-- /speed -->\nafter\n"
-    assert results.readme_block(text) == "old"
-    written = results.readme_with_block(text)
-    assert results.readme_block(written) == results.results_torch.readme()
-    assert written.startswith("before\n<!-- speed -->\n\n|") and written.endswith("\n\n<!-- /speed -->\nafter\n")
-    assert results.readme_with_block(written) == written
-    assert results.readme_with_block("<!-- speed -->\n<!-- speed -->").startswith("<!-- speed -->\n\n|")
-    assert results.readme_block("no markers") is None
-
-
-def test_every_page_is_listed_and_no_table_of_figures_is_typed(results: ModuleType) -> None:
+def test_every_figure_of_a_page_is_generated_and_every_recording_is_shown(
+    results: ModuleType, records: ModuleType
+) -> None:
+    """No table is typed; every block has its place; every file is described and linked, and names its device."""
     assert {path.stem for path in PAGES} == set(results.PAGES)
     for path in PAGES:
-        assert max(map(len, path.read_text().splitlines())) <= 120, path
         prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-        assert not re.findall(r"\d+\.\d+", prose), path
-        assert not re.findall(r"\|[ \d,%]*\d[ \d,%]*(?=\|)", prose), path
-
-
-def test_every_table_and_plot_has_a_place_and_no_marker_stays(results: ModuleType, rendered: dict[str, str]) -> None:
-    used = {name for path in PAGES for name in results.MARKER.findall(path.read_text())}
-    assert used == results.BLOCKS.keys()
+        assert not re.findall(r"\d+\.\d+", prose) + re.findall(r"\|[ \d,%]*\d[ \d,%]*(?=\|)", prose), path
+    assert {name for path in PAGES for name in results.MARKER.findall(path.read_text())} == results.BLOCKS.keys()
+    rendered = {name: results.page(name) for name in results.PAGES}
     assert not [name for name, text in rendered.items() if "<!-- result" in text]
-
-
-def test_every_recorded_file_is_described_linked_and_has_a_device(
-    results: ModuleType, records: ModuleType, rendered: dict[str, str]
-) -> None:
-    from_index = re.findall(r"^\| \[([\w.-]+)\.json\]", rendered["index"], re.MULTILINE)
-    assert from_index == records.names()
-    assert sorted(_module("results_index").HELD) == records.names()
-    for name in records.names():
-        assert records.device(name)
-    # What has no table of its own is compared by a test, or holds earlier runs of the same benchmark.
+    assert re.findall(r"^\| \[([\w.-]+)\.json\]", rendered["index"], re.MULTILINE) == records.names()
+    assert all(records.device(name) for name in records.names())
+    # What has no table of its own is compared by a test.
     shown = {name for page, text in rendered.items() if page != "index" for name in re.findall(r"data/([\w-]+)", text)}
     assert set(records.names()) - shown == {"split_k-h200"}
-
-
-def test_every_command_names_a_program_that_exists(records: ModuleType) -> None:
-    without = []
-    for name in records.names():
-        words = shlex.split(records.command(name))
-        if not words:
-            without.append(name)
-        elif words[0] != "f8emu":
-            module = words[words.index("-m") + 1].replace(".", "/")
-            found = [ROOT / f"{module}.py", ROOT / module / "__main__.py"]
-            assert any(path.exists() for path in found), name
-        assert not [word for word in words if word.startswith(("/root", "/tmp"))], name
-    assert without == ["blockwise_split_k-h200"]
-
-
-OWN_PARSER = {f"benchmarks.proofs.{name}" for name in ("evidence", "exhaustive", "split_k_fit", "split_k_labels")}
-"""They run without torch, or need scikit-learn."""
 
 
 def test_every_recorded_command_is_one_that_its_script_takes(
     records: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scripts on the shared runner; the others have a parser of their own."""
+    """Scripts on the shared runner take its options; the others, which have parsers of their own, exist."""
     # docs/generate has an examples.py, which hides the folder of that name
     monkeypatch.setattr(sys, "path", [place for place in sys.path if not place.endswith("generate")])
     monkeypatch.delitem(sys.modules, "examples", raising=False)
-    taken = set()
-    for name in records.names():
-        words = shlex.split(records.command(name))
-        module = words[words.index("-m") + 1] if "-m" in words else ""
-        script = module if module != "benchmarks.torchtitan" else f"{module}.__main__"
+    commands = {name: shlex.split(records.command(name)) for name in records.names()}
+    assert [name for name, words in commands.items() if not words] == ["blockwise_split_k-h200"]
+    for name, words in commands.items():
+        assert not [word for word in words if word.startswith(("/root", "/tmp"))], name
+        if "-m" not in words:
+            continue
+        module, options = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
+        script = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
+        assert (ROOT / f"{script.replace('.', '/')}.py").exists(), name
         if module.startswith("benchmarks.") and module not in OWN_PARSER:
-            bench = pytest.importorskip(script).BENCH
-            bench.parse(words[words.index("-m") + 2 :], device="cpu")
-            taken.add(module)
-    assert len(taken) >= 16
+            pytest.importorskip(script).BENCH.parse(options, device="cpu")
 
 
 @pytest.mark.parametrize("values, shown", [((9.9, 10.1), "9.90 to 10.10"), ((1.0, None, 1.001), "1.00"), ((), "-")])
@@ -169,42 +128,20 @@ def test_a_range_goes_from_the_least_to_the_greatest(
     assert records.span(values) == shown
 
 
-def test_a_table_puts_figures_to_the_right(records: ModuleType) -> None:
-    assert records.table(["a", "b", "c"], [["x1", "2 of 3", "yes"]]).splitlines()[1] == "|---|---:|---|"
-
-
-# Figures: as the code draws them, in the colour and the width of a page
-
-
-@pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    return _module("figures")
-
-
-def test_no_figure_is_stale(figures: ModuleType) -> None:
+def test_figures_are_as_the_code_draws_them(tmp_path: Path) -> None:
+    """In the colour and the width of a page, each on one; a file that is gone or changed is noticed."""
+    figures = generator("figures")
     assert not figures.stale()
-
-
-def test_a_change_is_noticed(figures: ModuleType, tmp_path: Path) -> None:
     for name, draw in figures.DRAWN.items():
-        (tmp_path / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")
+        text = draw().svg()
+        (tmp_path / f"{name}.svg").write_text(text, encoding="utf-8")
+        assert set(re.findall(r'(?:fill|stroke|color)="([^"]+)"', text)) <= {"currentColor", "none", figures.ACCENT}
+        assert min(map(float, re.findall(r'font-size="([\d.]+)"', text))) >= 9.5
+        assert "\n\n" not in text, "a blank line ends an HTML block of markdown"
+        assert all(0 <= float(x) <= figures.WIDTH for x in re.findall(r' x="([\d.]+)"', text))
     assert not figures.stale(tmp_path)
     (tmp_path / "chips.svg").unlink()
     (tmp_path / "formats.svg").write_text("<svg/>", encoding="utf-8")
     assert figures.stale(tmp_path) == ["chips.svg", "formats.svg"]
-
-
-def test_figures_read_at_420_pixels_in_light_and_dark(figures: ModuleType) -> None:
-    for name in figures.DRAWN:
-        text = (ROOT / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8")
-        assert set(re.findall(r'(?:fill|stroke|color)="([^"]+)"', text)) <= {"currentColor", "none", figures.ACCENT}
-        assert min(map(float, re.findall(r'font-size="([\d.]+)"', text))) >= 9.5
-        assert "\n\n" not in text, "a blank line ends an HTML block of markdown"
-        for x in re.findall(r' x="([\d.]+)"', text):
-            assert 0 <= float(x) <= figures.WIDTH
-
-
-def test_every_figure_is_on_a_page(figures: ModuleType) -> None:
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
-    shown = re.findall(r'--8<-- "docs/figures/([\w-]+)\.svg"', pages)
-    assert figures.DRAWN.keys() <= set(shown)
+    assert figures.DRAWN.keys() <= set(re.findall(r'--8<-- "docs/figures/([\w-]+)\.svg"', pages))

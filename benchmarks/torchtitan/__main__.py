@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.ranks import MULTICAST_OFF
-from benchmarks.runner import BASELINE, DEVICE, Bench, Entry, draw_entries, option, say
+from benchmarks.runner import BASELINE, Bench, Entry, draw_entries, option, say
 from benchmarks.timing import draw_exposure, draw_kernels
 
 _ADAPTER = "f8emu.torch.integrations.torchtitan"
@@ -86,9 +86,7 @@ BENCH = Bench(
     option("limit", 150.0, "seconds that a variant may take"),
     option("seconds", 3600.0, "seconds that all may take"),
     option("least", 50.0, "begin none with fewer left"),
-    option("tiny", False, "one layer of torchtitan's debug model: for tests"),
     option("log", Path, "append the logs here"),
-    DEVICE,
 )
 _COLUMNS = (
     "tokens_per_second_per_gpu:.0f speed:.3f step_ms:.1f mfu_percent:.1f peak_active_gib:.2f peak_reserved_gib:.2f "
@@ -100,8 +98,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Asking for the GPU's name here would hold memory on it; rank 0 will tell.
     run = BENCH.parse(argv, device="cpu")
     arguments, entries, begin = run.arguments, list[Entry](), time.perf_counter()
-    if arguments.tiny:
-        arguments.layers, arguments.steps, arguments.last = 1, 3, 2
     run.report |= {key: getattr(arguments, key) for key in ("gpus", "layers", "steps", "checkpointing")}
     run.report |= {"device": "unknown, no variant ran", "variants": entries}
     with tempfile.TemporaryDirectory() as folder:
@@ -140,10 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def variant(name: str, arguments: argparse.Namespace, folder: Path, limit: float) -> dict[str, Any]:
     """What rank 0 of a run of torchrun tells, or why the run failed; the end of its log is then shown."""
-    config = Path(__file__).with_name("tiny.toml" if arguments.tiny else "llama3_8b.toml")
+    config = Path(__file__).with_name("llama3_8b.toml")
     result, log = folder / "result.json", folder / "log.txt"
     result.unlink(missing_ok=True)
-    of_worker = {"layers": arguments.layers, "last": arguments.last, "device": arguments.device, "result": result}
+    of_worker = {"layers": arguments.layers, "last": arguments.last, "result": result}
     of_torchtitan = {
         "job.config_file": config,
         "job.dump_folder": folder,

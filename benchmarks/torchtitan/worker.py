@@ -12,11 +12,10 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
-import torch._utils
 
 from benchmarks.runner import package_version, say, write_json
 from benchmarks.timing import exposure, profiled
@@ -27,16 +26,12 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.torchtitan.worker")
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--last", type=int, required=True, help="figures are medians of that many steps, the last")
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step of rank 0")
     parser.add_argument("--result", type=Path, required=True)
     arguments = parser.parse_args(argv[:cut])
     # 1. Stand-ins, before torchtitan is imported.
     datasets_if_broken()
     tensorboard_if_missing()
-    if arguments.device == "cpu":
-        cpu_as_accelerator()
-        sums_that_gloo_has()
     # 2. torchtitan's Trainer, on random tokens, with a logger that keeps its metrics.
     recorder = importlib.import_module("benchmarks.torchtitan.synthetic").register(arguments.layers)
     importlib.import_module("torchtitan.tools.logging").init_logger()
@@ -47,10 +42,9 @@ def main(argv: Sequence[str]) -> None:
         found = summary(recorder.steps, arguments.last)
         if arguments.kernels:  # every rank takes the steps
             batches = trainer.batch_generator(trainer.dataloader)
-            seen = profiled(lambda: trainer.train_step(batches), torch.device(arguments.device))
+            seen = profiled(lambda: trainer.train_step(batches), torch.device("cuda"))
             found["kernels"] = seen.kernels
-            if seen.runs:
-                found["exposure"] = exposure(seen.runs, seen.step_us)
+            found["exposure"] = exposure(seen.runs, seen.step_us)
         # 3. The record of rank 0.
         trainer.optimizers.zero_grad()
         if os.environ["RANK"] == "0":
@@ -58,10 +52,9 @@ def main(argv: Sequence[str]) -> None:
             kinds = Counter(type(module).__name__ for module in model.modules())
             found["linear_modules"] = {kind: count for kind, count in kinds.items() if "Linear" in kind}
             found["parameters"] = sum(p.numel() for p in model.parameters())
-            if arguments.device == "cuda":
-                found["rest_gib"] = torch.cuda.memory_allocated() / 2**30  # weights, optimizer, codes; no gradients
-                found["memory_by_stream"] = memory_by_stream(torch.cuda.memory_snapshot())
-            found["device"] = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+            found["rest_gib"] = torch.cuda.memory_allocated() / 2**30  # weights, optimizer, codes; no gradients
+            found["memory_by_stream"] = memory_by_stream(torch.cuda.memory_snapshot())
+            found["device"] = torch.cuda.get_device_name()
             found["versions"] = {name: package_version(name) for name in ("torchtitan", "torchao", "triton")}
             write_json(arguments.result, found)
     finally:
@@ -132,38 +125,6 @@ def tensorboard_if_missing() -> None:
         writer: Any = ModuleType("torch.utils.tensorboard")
         writer.SummaryWriter = None
         sys.modules["torch.utils.tensorboard"] = writer
-
-
-def cpu_as_accelerator() -> None:
-    """torchtitan runs on accelerators alone; for a test the CPU is made to look like one."""
-    module = SimpleNamespace(
-        set_device=lambda device: None,
-        get_device_name=lambda device=None: "H100",  # its peak is known to torchtitan
-        current_device=lambda: 0,
-        get_device_properties=lambda device=None: SimpleNamespace(total_memory=2**34),
-        reset_peak_memory_stats=lambda: None,
-        empty_cache=lambda: None,
-        memory_stats=lambda device=None: {},
-        synchronize=lambda: None,
-    )
-    utils: Any = torch._utils
-    utils._get_available_device_type = lambda: "cpu"
-    utils._get_device_module = lambda kind: module
-
-
-def sums_that_gloo_has() -> None:
-    """FSDP2 asks for PREMUL_SUM where gradients are not divided; gloo has none, and a plain sum is the same."""
-    parallelize: Any = importlib.import_module("torchtitan.models.llama3.infra.parallelize")
-    fsdp: Any = importlib.import_module("torch.distributed.fsdp")
-
-    def plain_sums(model: torch.nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, fsdp.FSDPModule):
-                sharded: Any = module
-                sharded.set_gradient_divide_factor(1.0)
-                sharded.set_force_sum_reduction_for_comms(True)
-
-    parallelize.disable_fsdp_gradient_division = plain_sums
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """The public names, frozen, and the signatures of the verbs, which are the same for every backend.
 
-A changed list here is a changed promise: add a line to CHANGELOG.md with it.
+A changed name is a changed promise: add a line to CHANGELOG.md with it.
+`python -m tests.architecture.test_public_surface` writes the names of today into public_names.txt.
 """
 
 import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,61 +17,16 @@ import pytest
 import f8emu.spec
 from f8emu.spec import Format
 
+NAMES = Path(__file__).with_name("public_names.txt")
+"""Every public name, with its package. A name that comes or goes changes this file: see `test_public_names`."""
+SURFACE: dict[str, list[str]] = {}
+for line in NAMES.read_text().split():
+    package, _, public_name = line.rpartition(".")
+    SURFACE.setdefault(package, []).append(public_name)
 VERBS = (
-    "amax cast decode dequantize initial_delayed_state mm quantize scale_from_amax scaled_grouped_mm scaled_mm "
-    "update_delayed_state"
+    *("amax", "cast", "decode", "dequantize", "initial_delayed_state", "mm", "quantize", "scale_from_amax"),
+    *("scaled_grouped_mm", "scaled_mm", "update_delayed_state"),
 )
-SURFACE = {
-    "f8emu": """
-        BLOCKWISE BLOCKWISE_UE8M0 Cast CastFrom DELAYED DelayedScaling E4M3FN E5M2 E8M0FNU F8Error Format Gemm
-        Granularity Overflow RECIPES ROWWISE ROWWISE_WITH_GW_HP Recipe ScaleRule TENSORWISE recipe_by_name
-        recipe_from_json recipe_from_toml
-    """,
-    "f8emu.spec": """
-        ADA AccumulationModel AmaxHistoryReduction BFLOAT16 BLACKWELL_MMA BLACKWELL_TCGEN05 BLOCKWISE
-        BLOCKWISE_UE8M0 CDNA3 CHIPS Cast CastFrom Chip DELAYED DelayedScaling DelayedState E4M3FN E4M3FNUZ E5M2 E5M2FNUZ
-        E8M0FNU Evidence F8Error FLOAT16 FLOAT32 FLOAT8 FORMATS Float8State FlooredSum Format GEMM_NAMES Gemm GemmTrace
-        GoldenFileError Granularity H100 HIGH_PRECISION HIGH_PRECISION_CAST HOPPER Instruction LinearTrace MAX_MARGIN
-        MIN_AMAX_FLOOR MissingExtraError OPERANDS OperandError OperandTrace Overflow RECIPES RECIPE_ALIASES ROWWISE
-        ROWWISE_WITH_GW_HP SERVING_RECIPES Recipe Rounding ScaleRule Scales SpecError Specials TENSORS TENSORWISE
-        TRANSPOSED UnsupportedError chip_by_name float8_format format_by_name granularity_by_name output_format
-        recipe_by_name recipe_from_dict recipe_from_json recipe_from_toml
-    """,
-    "f8emu.capture": """
-        CaptureError ForeignRecord GemmRecord LeftOut Session StepHeader StepWriter Stored TensorRecord
-    """,
-    "f8emu.audit": "Audit CHECKS Check CheckpointError Finding Severity audit",
-    "f8ref.numpy": VERBS + " grouped_linear linear mma",
-    "f8ref.jax": "mm mma scaled_grouped_mm scaled_mm",
-    "f8emu.numpy": VERBS + " grouped_linear linear mma",
-    "f8emu.jax": VERBS
-    + """
-        Capture DelayedDotGeneral DotGeneral Float8State capture compiler_options
-        delayed_dot_general dot_general engine_of jit linear_delayed_maximum linear_delayed_settled
-        linear_delayed_state linear_delayed_update overwrite_with_gradient ragged_dot
-        shared_delayed_state
-    """,
-    "f8emu.dialects": """
-        CodeForm DIALECTS Dialect Quantized ScaleForm Stored dequantize dialect_by_name quantize
-        serving_recipe zero_block_scale
-    """,
-    "f8emu.interop": """
-        DEFAULT_RULES ParameterRule delayed_state_dict_from_float8_states float8_states_from_delayed_state_dict
-        jax_device params_from_state_dict require_jax require_torch state_dict_from_params to_jax to_numpy
-        to_torch
-    """,
-    "f8emu.torch": VERBS
-    + """
-        Capture ConversionEntry ConversionReport DelayedScalingError DelayedScalingState ExpertParallel
-        Float8ColwiseParallel Float8Experts Float8FeedForward Float8Linear Float8RowwiseParallel Float8Weight
-        InspectConfig Inspector
-        MasterWeights OtherWeight Outcome PrepareFloat8ModuleInput capture convert_to_float8_training
-        delayed_state_dict dequantize_float8_training engine_of export_float8 filter_small_layers
-        float8_checkpoint_policy float8_experts grouped_linear inspect load_delayed_state_dict plan_conversion
-        precompute_float8_dynamic_scale_for_fsdp set_amax_reduction_group swap_linear_with_float8_linear
-        sync_float8_amax_and_scale_history verify_export
-    """,
-}
 # The verbs as the oracle has them; those of GEMMs are in `f8ref.jax` too.
 SIGNATURES = {
     "amax": "(x, granularity=TENSORWISE)",
@@ -145,12 +102,14 @@ class Bare:
         return self.name
 
 
-@pytest.mark.parametrize("module", SURFACE)
-def test_public_names(module: str) -> None:
-    loaded = load(module)
-    public = {n: getattr(loaded, n) for n in dir(loaded) if not n.startswith("_")}
-    names = {n for n, v in public.items() if not isinstance(v, ModuleType)}
-    assert names == set(SURFACE[module].split())
+def public_names(package: str) -> list[str]:
+    public = {name: getattr(load(package), name) for name in dir(load(package)) if not name.startswith("_")}
+    return sorted(name for name, value in public.items() if not isinstance(value, ModuleType))
+
+
+@pytest.mark.parametrize("package", SURFACE)
+def test_public_names(package: str) -> None:
+    assert public_names(package) == SURFACE[package]
 
 
 @pytest.mark.parametrize(
@@ -166,13 +125,13 @@ def test_spec_is_frozen_data(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "verb"), [(name, verb) for name in ("f8ref.numpy", "f8ref.jax") for verb in SURFACE[name].split()]
+    ("module", "verb"), [(name, verb) for name in ("f8ref.numpy", "f8ref.jax") for verb in SURFACE[name]]
 )
 def test_signature_of_the_reference(module: str, verb: str) -> None:
     assert text(getattr(load(module), verb)) == SIGNATURES[verb]
 
 
-@pytest.mark.parametrize("verb", VERBS.split())  # a layer is Float8Linear or dot_general there
+@pytest.mark.parametrize("verb", VERBS)  # a layer is Float8Linear or dot_general there
 @pytest.mark.parametrize(
     ("module", "of_module"),
     [("f8emu.torch", OF_TORCH), ("f8emu.jax", OF_JAX), ("f8emu.numpy", OF_NUMPY)],
@@ -188,3 +147,7 @@ def test_signature_of_the_production_paths(module: str, of_module: dict[str, dic
     as_text = {k: str(v) if is_named(v) else v for k, v in differing.items()}
     assert as_text == of_module.get(verb, {})
     assert oracle_defaults.keys() - {"chip"} <= defaults.keys(), "they have the chip that they run on or emulate"
+
+
+if __name__ == "__main__":
+    NAMES.write_text("".join(f"{package}.{name}\n" for package in SURFACE for name in public_names(package)))

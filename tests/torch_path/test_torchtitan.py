@@ -1,6 +1,6 @@
 """The adapter for torchtitan, on stand-ins of what it imports from torchtitan 0.2 and 0.3.
 
-With torchtitan itself: `python -m benchmarks.torchtitan --tiny --device cpu --gpus 2 --wheels DIR`.
+With torchtitan itself, on a GPU: `python -m benchmarks.torchtitan --layers 1 --wheels DIR`.
 """
 
 import importlib
