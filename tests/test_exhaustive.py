@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -73,13 +72,14 @@ def test_exact_steps_by_hand() -> None:
     assert found[0x80000000] == 0x80
 
 
-def test_every_backend_on_a_strided_part() -> None:
-    backends = {name: BACKENDS[name]() for name in DEFAULT_BACKENDS}
-    for is_cast, size, expected in ((True, INPUTS, 4 * 4 + 2), (False, SIGNIFICANDS, 4 * 4)):
-        stride = STRIDE if is_cast else 1001
+@pytest.mark.parametrize("name", DEFAULT_BACKENDS)
+def test_every_backend_on_a_strided_part(name: str) -> None:
+    """Casts of some inputs; of the significands of an amax every fifth, in both formats and under both rules."""
+    backends = {name: BACKENDS[name]()}
+    for is_cast, size, stride in ((True, INPUTS, STRIDE), (False, SIGNIFICANDS, 5)):
         count = -(-size // stride)
         tallies = run_task(Task(is_cast=is_cast, begin=0, end=count, stride=stride), backends)
-        assert len(tallies) == expected
+        assert len(tallies) == {True: 2 * len(backends[name].policies), False: 4 * (name != "ml_dtypes")}[is_cast]
         assert all(tally.inputs == count and tally.differences == 0 for tally in tallies)
 
 
@@ -152,30 +152,7 @@ def test_the_script_on_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     arguments = ["--fraction", "1e-6", "--workers", "1", "--backends", "f8ref.numpy", "ml_dtypes"]
     assert main([*arguments, "--json", str(path)]) == 0
     report = json.loads(path.read_text())
-    assert report["exhaustive"] is False
-    assert report["stride"] == 1_000_001
-    assert report["differences"] == 0
-    assert {"command", "cpu", "cores", "versions", "seconds", "workers"} <= set(report)
-    assert len(report["casts"]) == 8
-    assert {row["inputs"] for row in report["casts"]} == {-(-INPUTS // 1_000_001)}
+    assert (report["exhaustive"], report["stride"], report["differences"]) == (False, 1_000_001, 0)
+    assert {row["inputs"] for row in report["casts"]} == {-(-INPUTS // 1_000_001)} and len(report["casts"]) == 8
     assert {row["inputs"] for row in report["scales"]} == {-(-SIGNIFICANDS // 1_000_001)}
     assert "every 1000001th, not all," in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("fraction", "message"),
-    [("0", "above 0 and at most 1"), ("1e-6", "pip install 'f8emu[jax]', or leave it out with --backends")],
-)
-def test_what_the_script_refuses(
-    fraction: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A fraction of nothing, and packages that are not there."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    with pytest.raises(SystemExit):
-        main(["--fraction", fraction])
-    assert message in capsys.readouterr().err
-
-
-def test_the_witness_is_what_it_says() -> None:
-    """Unclamped, ml_dtypes gives NaN where a saturating cast gives max."""
-    assert np.float32(500).astype(ml_dtypes.float8_e4m3fn).view(np.uint8) == 0x7F

@@ -89,8 +89,14 @@ def test_package_loads_only_what_it_may(package: str) -> None:
         assert outside_the_standard_library(loaded) == set()
 
 
-@pytest.mark.parametrize("module", ["numpy", "torch", "jax.numpy"])
-@pytest.mark.parametrize("place", ["f8emu/__init__.py", "f8emu/spec/__init__.py", "f8emu/spec/deep/deeper.py"])
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [
+        ("numpy", "f8emu/__init__.py"),
+        ("torch", "f8emu/spec/__init__.py"),
+        ("jax.numpy", "f8emu/spec/deep/deeper.py"),
+    ],
+)
 def test_the_check_can_fail(tmp_path: Path, module: str, place: str) -> None:
     """A planted import is seen, in the package itself, in what it imports and in what only a walk finds."""
     for file in ("f8emu/__init__.py", "f8emu/spec/__init__.py", "f8emu/spec/deep/__init__.py", place):

@@ -65,13 +65,9 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (OperandError, r"amax must be .*float32.* got bfloat16", lambda: f8.scale_from_amax(LHS, E5M2)),
     (SpecError, r"margin must be in 0..6; got 7", lambda: f8.scale_from_amax(X, E5M2, margin=7)),
     # GEMMs
-    (OperandError, r"a must be .* got float32", lambda: f8.scaled_mm(X, A.T, ONE, ONE)),
     (OperandError, r"a must be a JAX array; got list", lambda: f8.scaled_mm([1.0], A.T, ONE, ONE)),  # pyright: ignore
-    (OperandError, r"pass a weight .N, K. as weight.T", lambda: f8.scaled_mm(A, A, ONE, ONE)),
     (UnsupportedError, "float8 output", lambda: f8.scaled_mm(A, A.T, ONE, ONE, out_dtype="float8_e4m3fn")),
-    (SpecError, r"at least 1.* got 0", lambda: f8.scaled_mm(A, A.T, ONE, ONE, split_k=0)),
     (OperandError, r"engine must be one of", lambda: f8.mm(LHS, LHS.T, engine="cuda")),
-    (OperandError, r"a must be .*bfloat16.*got float8_e4m3fn", lambda: f8.mm(A, A.T)),
     (OperandError, "scaled_mm", lambda: f8.scaled_grouped_mm(A, A, ONE, ONE, jnp.ones(1, jnp.int32))),
     (UnsupportedError, r"got .*cpu", lambda: f8.engine_of(None, "hardware")),
     (UnsupportedError, r"codes have no gradient.* differentiate f8emu\.jax\.dot_general", lambda: gradient(ONE)),

@@ -1,4 +1,7 @@
-"""Amax, the scale rule (proved in integers), quantise and dequantise, delayed scaling: of definition and oracle."""
+"""Amax, the scale rule, quantise and dequantise, delayed scaling: of definition and oracle.
+
+`tests/test_exhaustive.py` proves the quotients in integers.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -164,35 +167,6 @@ def test_quantize_and_dequantize_by_hand(backend: str) -> None:
     for codes, format, scale, expected_code in DEQUANTIZED:
         factor = np.array([[scale]], np.uint32).view(np.float32)
         assert codes_of(verbs["dequantize"](typed([[codes]], format), factor)).item() == expected_code, hex(codes)
-
-
-def significand_and_exponent(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`x = significand * 2^exponent` of positive normal float32 numbers, from the bits."""
-    bits = x.view(np.uint32).astype(np.int64)
-    assert ((bits >> 23 > 0) & (bits >> 23 < 255)).all()
-    return (bits & 0x7FFFFF) | 0x800000, (bits >> 23) - 150
-
-
-def assert_correctly_rounded(quotient: NDArray[np.float32], numerator: int, denominator: NDArray[np.float32]) -> None:
-    """`quotient` is the nearest float32 of `numerator / denominator`: twice the remainder is at most one unit.
-
-    All in integers: q * 2^e, times d * 2^f, differs from n by at most half of d * 2^(e + f).
-    """
-    q, e = significand_and_exponent(quotient)
-    d, f = significand_and_exponent(denominator)
-    shift = -(e + f)
-    assert ((shift >= 0) & (shift < 62 - numerator.bit_length())).all()
-    remainder = np.abs((np.int64(numerator) << shift) - q * d)
-    assert ((2 * remainder < d) | ((2 * remainder == d) & (q % 2 == 0))).all()
-
-
-@FORMATS
-def test_every_significand_is_correctly_rounded(format: Format) -> None:
-    for start in range(0, 1 << 23, 1 << 20):
-        amax = (np.arange(start, start + (1 << 20), dtype=np.uint32) | np.uint32(127 << 23)).view(np.float32)
-        scales = f8.scale_from_amax(amax, format)
-        assert_correctly_rounded(scales.inv_scale, int(format.max), amax)
-        assert_correctly_rounded(scales.scale, 1, scales.inv_scale)
 
 
 @FORMATS

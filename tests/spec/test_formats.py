@@ -2,16 +2,14 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
 from itertools import chain
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from f8emu.spec.errors import SpecError, UnsupportedError
+from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import (
     BFLOAT16,
     E4M3FN,
@@ -161,28 +159,8 @@ def test_a_format_by_its_name() -> None:
     assert float8_format("cast", "float8_e4m3fnuz") is E4M3FNUZ
     assert float8_format("cast", E5M2) is E5M2
     assert output_format("mm", "float16") is FLOAT16
-
-
-KNOWN = ", ".join(DOCUMENTS)
-
-
-@pytest.mark.parametrize(
-    ("ask", "kind", "message"),
-    [
-        (partial(format_by_name, "e4m3"), SpecError, f"unknown format 'e4m3'; known formats are: {KNOWN}"),
-        (partial(float8_format, "cast", FLOAT16), SpecError, "cast: format must be one of float8_e4m3fn, "),
-        (partial(float8_format, "cast", "float8_e8m0fnu"), SpecError, "got float8_e8m0fnu; it holds scales: it has no"),
-        (
-            partial(output_format, "mm", E5M2),
-            UnsupportedError,
-            "mm: out_dtype must be one of float32, bfloat16, ",
-        ),
-        (partial(output_format, "mm", "float64"), SpecError, "unknown format"),
-    ],
-)
-def test_another_name_is_refused(ask: Callable[[], Format], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        ask()
+    with pytest.raises(SpecError, match=f"unknown format 'e4m3'; known formats are: {', '.join(DOCUMENTS)}"):
+        format_by_name("e4m3")
 
 
 def test_formats_are_immutable_values() -> None:

@@ -1,5 +1,7 @@
 """Bad calls of the GEMMs: one table, asked of every backend that takes it, and the rules of the GPU's library."""
 
+import functools
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import f8emu.numpy
-import f8ref.numpy
+from f8emu.conformance.arrays import jax_arrays, torch_arrays
 from f8emu.spec import E4M3FN, E5M2, HOPPER, F8Error, Granularity, OperandError, SpecError, UnsupportedError
 from f8emu.spec.gemm_call import (
     Shaped,
@@ -20,7 +21,8 @@ from f8emu.spec.gemm_call import (
     scaled_mm_call,
 )
 
-R, V, S = Granularity.ROWWISE, Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
+T, R = Granularity.TENSORWISE, Granularity.ROWWISE
+V, S = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
 M, N, K, G = 4, 6, 256, 2
 F32, BF16, E4M3 = "float32", "bfloat16", "float8_e4m3fn"
 GOOD: dict[str, dict[str, Shaped]] = {
@@ -46,6 +48,10 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 ROWS: dict[str, Any] = {"granularity_a": R, "granularity_b": R}
 VECTORS: dict[str, Any] = {"granularity_a": V, "granularity_b": V}
+BLOCKS: dict[str, Any] = {"scale_a": Shaped((M, 2), F32), "scale_b": Shaped((2, N), F32), **VECTORS}
+BACKENDS = ("description", "f8ref.numpy", "f8emu.numpy", "f8ref.jax", "f8emu.jax", "f8emu.torch")
+ARRAYS = {"jax": jax_arrays, "torch": torch_arrays}
+NARROWING = ("f8emu.numpy", "f8ref.jax", "f8emu.jax")
 SCALED, GROUPED = "scaled_mm", "scaled_grouped_mm"
 OPERAND, SPEC, UNSUPPORTED = OperandError, SpecError, UnsupportedError
 BAD: list[tuple[str, dict[str, Any], type[F8Error], str]] = [
@@ -73,6 +79,15 @@ BAD: list[tuple[str, dict[str, Any], type[F8Error], str]] = [
     (SCALED, {"out_dtype": "float8_e5m2"}, UNSUPPORTED, "out_dtype must be one of float32, bfloat16, float16"),
     (SCALED, {"granularity_a": "columnwise"}, SPEC, "granularity must be one of tensorwise, rowwise"),
     (SCALED, {"granularity_a": S, "granularity_b": S}, UNSUPPORTED, "Hopper takes scales tensorwise x tensorwise, "),
+    (SCALED, {"granularity_a": T, "granularity_b": R}, UNSUPPORTED, "got tensorwise x rowwise; to use a tensorwise"),
+    (SCALED, {"use_fast_accum": True, **BLOCKS}, UNSUPPORTED, "Hopper has no fast accumulation beside block scales"),
+    (SCALED, {"a": Shaped((M, K), "float8_e5m2"), **BLOCKS}, UNSUPPORTED, "Hopper takes block scales of float8_e4m3fn"),
+    (
+        SCALED,
+        {"a": Shaped((M, K), "float8_e4m3fnuz")},
+        OPERAND,
+        "a must be float8_e4m3fn or float8_e5m2; got float8",
+    ),
     (SCALED, {"split_k": 0}, SPEC, "split_k must be a static integer of at least 1, which means no split-K; got 0"),
     (SCALED, {"split_k": True}, SPEC, "got True; leave it out to take the plan's"),
     (
@@ -97,35 +112,66 @@ BAD: list[tuple[str, dict[str, Any], type[F8Error], str]] = [
 
 def arrays_of(operands: dict[str, Any]) -> dict[str, Any]:
     """Zeros for what is described; offs that are right for `GOOD`."""
-    found = {name: x for name, x in operands.items() if not isinstance(x, Shaped)}
+    arrays = {name: x for name, x in operands.items() if not isinstance(x, Shaped)}
     for name, x in operands.items():
         if isinstance(x, Shaped):
-            found[name] = np.zeros(x.shape, getattr(ml_dtypes, x.dtype, None) or x.dtype)
-    if found.get("offs") is not None:
-        found["offs"][-1:] = M
-    return found
+            arrays[name] = np.zeros(x.shape, getattr(ml_dtypes, x.dtype, None) or x.dtype)
+    if arrays.get("offs") is not None:
+        arrays["offs"][-1:] = M
+    return arrays
 
 
+def verb(backend: str, call: str) -> Callable[..., Any]:
+    """A GEMM of a backend, with the operands of `GOOD`: described, or as arrays of numpy."""
+    if backend == "description":
+        return CALLS[call]
+    framework = backend.rpartition(".")[2]
+    module = pytest.importorskip(backend)
+    load = {
+        "numpy": lambda: np.asarray,
+        "jax": lambda: jax_arrays("test").load,
+        "torch": lambda: torch_arrays("test").load,
+    }
+    to_array = load[framework]()
+
+    def run(**operands: Any) -> Any:
+        arrays = {name: to_array(x) if isinstance(x, np.ndarray) else x for name, x in arrays_of(operands).items()}
+        if framework == "torch":  # whose b is column-major
+            arrays["b"] = arrays["b"].mT.contiguous().mT if arrays["b"].ndim > 1 else arrays["b"]
+            arrays = {"out_dtype": BF16, **arrays}
+        gemm = functools.partial(getattr(module, call), **arrays)
+        return importlib.import_module("jax").eval_shape(gemm) if framework == "jax" else gemm()
+
+    return run
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("call", "change", "kind", "message"), BAD, ids=[f"{c}: {m[:40]}" for c, _, _, m in BAD])
-def test_a_bad_call_is_refused(call: str, change: dict[str, Any], kind: type[F8Error], message: str) -> None:
-    """By the description alone, and by the verbs of numpy, which take float64 where a float32 holds it."""
+def test_a_bad_call_is_refused(
+    call: str, change: dict[str, Any], kind: type[F8Error], message: str, backend: str
+) -> None:
+    """By the description alone, and by the verbs of every backend."""
     operands = GOOD[call] | change
+    is_wide = any(isinstance(x, Shaped) and x.dtype in ("float64", "int64") for x in change.values())
+    if is_wide and backend in NARROWING:
+        pytest.skip("it takes 64 bits where 32 bits hold them")
     with pytest.raises(F8Error) as caught:
-        CALLS[call](**operands)
-    assert type(caught.value) is kind and message in str(caught.value), str(caught.value)
-    arrays = arrays_of(operands)
-    for module in (f8ref.numpy, f8emu.numpy):
-        if module is f8emu.numpy and any(x.dtype.kind in "fi" for x in arrays.values() if isinstance(x, np.ndarray)):
-            continue
-        with pytest.raises(kind, match=re.escape(message)):
-            getattr(module, call)(**arrays)
+        verb(backend, call)(**operands)
+    assert type(caught.value) is kind
+    if "out_dtype" not in change or backend in ("description", "f8ref.numpy"):  # others name the dtypes of theirs
+        assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("call", GOOD)
-def test_what_is_refused_above_is_all_that_is_wrong_there(call: str) -> None:
-    gemm = CALLS[call](**GOOD[call])
-    assert gemm.sizes == (M, N, K) and gemm.call == call and gemm.chip == HOPPER
-    assert getattr(f8ref.numpy, call)(**arrays_of(GOOD[call])).shape == (M, N)
+def test_what_is_refused_above_is_all_that_is_wrong_there(call: str, backend: str) -> None:
+    operands = GOOD[call]
+    if backend == "description":
+        gemm = CALLS[call](**operands)
+        assert gemm.sizes == (M, N, K) and gemm.call == call and gemm.chip == HOPPER
+    elif backend != "f8emu.torch":  # whose sizes are those of the library
+        by_name = {"granularity_a": "tensorwise", "granularity_b": "tensorwise"} if call == SCALED else {}
+        assert verb(backend, call)(**operands, **by_name).shape == (M, N)
 
 
 def test_a_call_knows_how_the_chip_adds() -> None:
@@ -160,7 +206,7 @@ def test_the_library_refuses_more(
     """As `torch._scaled_mm` on CUDA, and therefore both engines of f8emu.torch; the oracle takes any size."""
     m, n, k = sizes
     bias = Shaped((n,), options["bias"]) if "bias" in options else None
-    pair = (V, V) if "granularity_a" in options else (Granularity.TENSORWISE, Granularity.TENSORWISE)
+    pair = (V, V) if "granularity_a" in options else (T, T)
     scales = Shaped(pair[0].scale_shape(m, k), F32), Shaped(pair[1].scale_shape(n, k)[::-1], F32)
     options = {name: x for name, x in options.items() if name != "bias"}
     gemm = scaled_mm_call(Shaped((m, k), E4M3), Shaped((k, n), E4M3), *scales, bias, **options)
