@@ -161,7 +161,7 @@ def test_own_kernel(function: str, status: int, tmp_path: Path, monkeypatch: pyt
     few_recorded(few, 1, 8, 52, 68)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     sys.modules.pop("own_kernel", None)
-    found = invoke(
+    result = invoke(
         "verify", f"own_kernel:{function}", "--arrays", "numpy", "--stage", "golden", "--golden", few, "--no-diagnose"
     )
-    assert found[0] == status, found
+    assert result[0] == status, result

@@ -138,11 +138,11 @@ def test_is_rounded_quotient_against_fractions() -> None:
         for step in (-1, 0, 1):
             quotient = (near.view(np.uint32) + np.uint32(step % (1 << 32))).view(np.float32)
             accepted = is_rounded_quotient(numerator, denominator, quotient)
-            for d, q, found in zip(denominator, quotient, accepted, strict=True):
+            for d, q, is_accepted in zip(denominator, quotient, accepted, strict=True):
                 error = abs(Fraction(numerator) / Fraction(float(d)) - Fraction(float(q)))
                 neighbours = (np.nextafter(q, np.float32(0)), np.nextafter(q, np.float32(np.inf)))
                 others = [abs(Fraction(numerator) / Fraction(float(d)) - Fraction(float(n))) for n in neighbours]
-                assert found == (error <= min(others)), (numerator, d, q)
+                assert is_accepted == (error <= min(others)), (numerator, d, q)
     zero_or_nan = np.array([0, np.nan, np.inf, -1, 1e-40], np.float32)
     assert not is_rounded_quotient(448, np.ones(5, np.float32), zero_or_nan).any()
 

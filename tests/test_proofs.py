@@ -119,11 +119,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise UnsupportedError("none")
         return n
 
-    found = SimpleNamespace(split_k=split_k, path="/lib/libcublasLt.so.13")
-    monkeypatch.setattr(cublaslt, "loaded_path", lambda: found.path)
-    monkeypatch.setattr(cublaslt, "_library", lambda path: found)
+    stub = SimpleNamespace(split_k=split_k, path="/lib/libcublasLt.so.13")
+    monkeypatch.setattr(cublaslt, "loaded_path", lambda: stub.path)
+    monkeypatch.setattr(cublaslt, "_library", lambda path: stub)
     split_k_at_hand.cache_clear()
-    return found
+    return stub
 
 
 def test_the_library_of_the_gpu_at_hand_is_asked(library: SimpleNamespace) -> None:

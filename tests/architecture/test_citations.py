@@ -57,7 +57,7 @@ def test_the_search_finds_something() -> None:
 
 
 def test_the_base_installation_has_the_command_line_and_no_framework() -> None:
-    names = {re.split(r"[<>=!~ ]", one)[0] for one in PROJECT["dependencies"]}
+    names = {re.split(r"[<>=!~ ]", requirement)[0] for requirement in PROJECT["dependencies"]}
     assert names == {"numpy", "ml_dtypes", "typer", "rich"}
 
 
@@ -65,7 +65,7 @@ def test_every_extra_that_an_error_names_exists() -> None:
     """`MissingExtraError(call, package, extra)` and `pip install 'f8emu[...]'` in messages and documents."""
     texts = [path.read_text() for room in ("f8emu", "reference") for path in (ROOT / room).rglob("*.py")]
     named = {extra for text in texts for extra in re.findall(r'MissingExtraError\([^()]*, "(\w+)"\)', text)}
-    named |= {e for text in texts for found in re.findall(r"f8emu\[([\w,]+)\]", text) for e in found.split(",")}
+    named |= {e for text in texts for extras in re.findall(r"f8emu\[([\w,]+)\]", text) for e in extras.split(",")}
     assert {"torch", "jax"} <= named <= set(PROJECT["optional-dependencies"])
 
 

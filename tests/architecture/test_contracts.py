@@ -131,15 +131,15 @@ def test_every_contract_is_kept_and_breaks_on_its_violations(copy: Path) -> None
     pytest.importorskip("importlinter")
     assert [contract["id"] for contract in CONTRACTS] == list(PLANTS)
     plants = [((contract,), *plant) for contract, of in PLANTS.items() for plant in of]
-    given = json.dumps(plants)
+    planted = json.dumps(plants)
     done = subprocess.run(
-        [sys.executable, "-c", PROBE], cwd=copy, input=given, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PROBE], cwd=copy, input=planted, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    (status, said), *found = json.loads(done.stdout)
-    assert status == 0 and f"{len(CONTRACTS)} kept, 0 broken" in said, said
-    for plant, (status, said) in zip(plants, found, strict=True):
-        assert status == 1 and "0 kept, 1 broken" in said, f"{plant}: {said}"
+    (status, printed), *results = json.loads(done.stdout)
+    assert status == 0 and f"{len(CONTRACTS)} kept, 0 broken" in printed, printed
+    for plant, (status, printed) in zip(plants, results, strict=True):
+        assert status == 1 and "0 kept, 1 broken" in printed, f"{plant}: {printed}"
 
 
 def test_planted_imports_break_the_rules_of_ruff(copy: Path) -> None:
@@ -151,9 +151,14 @@ def test_planted_imports_break_the_rules_of_ruff(copy: Path) -> None:
     for file, line, _ in BANNED:
         with (copy / file).open("a") as end:
             end.write(f"\n{line}\n")
-    found = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
-    broken = {(one.split(":")[0], rule) for one in found.stdout.splitlines() for rule in one.split() if "TID" in rule}
-    assert found.returncode == 1 and broken == {(file, rule) for file, _, rule in BANNED}
+    process = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
+    broken = {
+        (complaint.split(":")[0], rule)
+        for complaint in process.stdout.splitlines()
+        for rule in complaint.split()
+        if "TID" in rule
+    }
+    assert process.returncode == 1 and broken == {(file, rule) for file, _, rule in BANNED}
 
 
 def test_the_map_draws_the_floors_of_the_contracts() -> None:
@@ -161,7 +166,9 @@ def test_the_map_draws_the_floors_of_the_contracts() -> None:
     page = (ROOT / "docs/contributing/architecture.md").read_text()
     drawings = [block.split("```")[0] for block in page.split("```text\n")[1:3]]
     for drawing, contract in zip(drawings, ("floors", "torch-floors"), strict=True):
-        layers = next(one["layers"] for one in CONTRACTS if one["id"] == contract)
+        layers = next(
+            contract_of_floors["layers"] for contract_of_floors in CONTRACTS if contract_of_floors["id"] == contract
+        )
         rooms = [room for layer in layers for room in layer.split(" | ") if room != "__main__"]
         drawn = [word for line in drawing.splitlines() for word in re.split(" {3,}", line) if word in rooms]
         assert sorted(drawn) == sorted(rooms)

@@ -125,12 +125,12 @@ def test_violations_match_whole_names() -> None:
 
 def modules(*roots: Path) -> dict[str, Path]:
     """Name -> file of every module but the packages' `__init__`."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for root in roots:
         for path in root.rglob("*.py"):
             if path.name != "__init__.py":
-                found[".".join(path.relative_to(root.parent).with_suffix("").parts)] = path
-    return found
+                files[".".join(path.relative_to(root.parent).with_suffix("").parts)] = path
+    return files
 
 
 def imported(node: ast.AST) -> Iterator[str]:
@@ -146,29 +146,29 @@ def imported(node: ast.AST) -> Iterator[str]:
         yield from imported(child)
 
 
-def graph_of(found: Mapping[str, Path]) -> dict[str, set[str]]:
+def graph_of(files: Mapping[str, Path]) -> dict[str, set[str]]:
     """Module -> the modules that it imports."""
-    return {name: set(imported(ast.parse(path.read_text()))) & found.keys() - {name} for name, path in found.items()}
+    return {name: set(imported(ast.parse(path.read_text()))) & files.keys() - {name} for name, path in files.items()}
 
 
 def circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
     """One circle after another, each without its first edge in the search for the next."""
-    rest, found = {name: set(edges) for name, edges in graph.items()}, set[frozenset[str]]()
+    rest, circles_of_modules = {name: set(edges) for name, edges in graph.items()}, set[frozenset[str]]()
     while True:
         try:
             TopologicalSorter(rest).prepare()
-            return found
+            return circles_of_modules
         except CycleError as error:
             circle: list[str] = error.args[1]
-            found.add(frozenset(circle))
+            circles_of_modules.add(frozenset(circle))
             for first, second in pairwise(circle):
                 rest[second].discard(first)  # the sorter lists what must come before: edges run backwards
                 rest[first].discard(second)
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    found = circles(graph_of(modules(ROOT / "f8emu", ROOT / "reference" / "f8ref")))
-    assert not found, "\n".join(", ".join(sorted(circle)) for circle in found)
+    circular = circles(graph_of(modules(ROOT / "f8emu", ROOT / "reference" / "f8ref")))
+    assert not circular, "\n".join(", ".join(sorted(circle)) for circle in circular)
 
 
 def test_a_planted_circle_is_found(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def load(name: str) -> ModuleType:
 
 def parameters(verb: Callable[..., Any]) -> tuple[list[str], dict[str, object]]:
     """The positional parameters in order, and every default by name."""
-    found = inspect.signature(verb).parameters
-    positional = [p.name for p in found.values() if p.kind in POSITIONAL]
-    return positional, {p.name: p.default for p in found.values() if p.default is not p.empty}
+    of_verb = inspect.signature(verb).parameters
+    positional = [p.name for p in of_verb.values() if p.kind in POSITIONAL]
+    return positional, {p.name: p.default for p in of_verb.values() if p.default is not p.empty}
 
 
 def text(verb: Callable[..., Any]) -> str:

@@ -78,9 +78,9 @@ class Draw:
         self.narrow = max(multiple, self.hidden // 2 // multiple * multiple)
         self.layers = int(self._draw.integers(1, 3))
 
-    def one_of(self, *found: Any) -> Any:
+    def one_of(self, *choices: Any) -> Any:
         """Each in its turn, so that ten seeds meet every layout."""
-        return found[self._seed % len(found)]
+        return choices[self._seed % len(choices)]
 
     def chance(self, share: float = 0.5) -> bool:
         return bool(self._draw.random() < share)
@@ -122,71 +122,74 @@ class Draw:
             yield f"{at}{name}_proj.weight", self.weight(*shape)
 
     def llama(self) -> Tensors:
-        found, has_bias = self.frame(), self.chance(0.3)
+        weights, has_bias = self.frame(), self.chance(0.3)
         for at in (f"model.layers.{i}." for i in range(self.layers)):
-            found |= dict((*self._attention(at), *self._mlp(f"{at}mlp.", self.wide)))
+            weights |= dict((*self._attention(at), *self._mlp(f"{at}mlp.", self.wide)))
             if has_bias:
-                found |= {f"{at}self_attn.{n}_proj.bias": self.vector(self.narrow) for n in "kv"}
-        return found
+                weights |= {f"{at}self_attn.{n}_proj.bias": self.vector(self.narrow) for n in "kv"}
+        return weights
 
     def fused(self) -> Tensors:
         """Phi-3: q, k, v and gate, up are one weight on the disk."""
-        found = self.frame()
+        weights = self.frame()
         for at in (f"model.layers.{i}." for i in range(self.layers)):
-            found[f"{at}self_attn.qkv_proj.weight"] = self.weight(self.hidden + 2 * self.narrow, self.hidden)
-            found[f"{at}self_attn.o_proj.weight"] = self.weight(self.hidden, self.hidden)
-            found[f"{at}mlp.gate_up_proj.weight"] = self.weight(2 * self.wide, self.hidden)
-            found[f"{at}mlp.down_proj.weight"] = self.weight(self.hidden, self.wide)
-        return found
+            weights[f"{at}self_attn.qkv_proj.weight"] = self.weight(self.hidden + 2 * self.narrow, self.hidden)
+            weights[f"{at}self_attn.o_proj.weight"] = self.weight(self.hidden, self.hidden)
+            weights[f"{at}mlp.gate_up_proj.weight"] = self.weight(2 * self.wide, self.hidden)
+            weights[f"{at}mlp.down_proj.weight"] = self.weight(self.hidden, self.wide)
+        return weights
 
     def experts(self, count: int = 4) -> Tensors:
         """Qwen3-MoE: each expert by itself, a router in bfloat16."""
-        found = self.frame()
+        weights = self.frame()
         for at in (f"model.layers.{i}." for i in range(self.layers)):
-            found |= {**dict(self._attention(at)), f"{at}mlp.gate.weight": self.weight(count, self.hidden)}
+            weights |= {**dict(self._attention(at)), f"{at}mlp.gate.weight": self.weight(count, self.hidden)}
             for e in range(count):
-                found |= dict(self._mlp(f"{at}mlp.experts.{e}.", self.narrow))
-        return found
+                weights |= dict(self._mlp(f"{at}mlp.experts.{e}.", self.narrow))
+        return weights
 
     def deepseek(self) -> Tensors:
         """DeepSeek-V3: latent attention, a dense layer, routed and shared experts, and multi-token prediction."""
-        found, h = {HEAD: self.weight(320, self.hidden)} | self.frame(), self.hidden
+        weights, h = {HEAD: self.weight(320, self.hidden)} | self.frame(), self.hidden
         shapes = {"q_a_proj": (192, h), "q_b_proj": (h, 192), "kv_a_proj_with_mqa": (144, h), "kv_b_proj": (h, 128)}
         for i in range(self.layers + 1):
             at = f"model.layers.{i}."
-            found |= {f"{at}self_attn.{n}.weight": self.weight(*s) for n, s in (*shapes.items(), ("o_proj", (h, h)))}
-            found |= {f"{at}self_attn.{n}_layernorm.weight": self.vector(m) for n, m in (("q_a", 192), ("kv_a", 128))}
-            found |= {f"{at}{n}_layernorm.weight": self.vector(h) for n in ("input", "post_attention")}
+            weights |= {f"{at}self_attn.{n}.weight": self.weight(*s) for n, s in (*shapes.items(), ("o_proj", (h, h)))}
+            weights |= {f"{at}self_attn.{n}_layernorm.weight": self.vector(m) for n, m in (("q_a", 192), ("kv_a", 128))}
+            weights |= {f"{at}{n}_layernorm.weight": self.vector(h) for n in ("input", "post_attention")}
             if i == 0:
-                found |= dict(self._mlp(f"{at}mlp.", self.wide))
+                weights |= dict(self._mlp(f"{at}mlp.", self.wide))
                 continue
-            found |= {f"{at}mlp.gate.weight": self.weight(4, h), f"{at}mlp.gate.e_score_correction_bias": self.scale(4)}
+            weights |= {
+                f"{at}mlp.gate.weight": self.weight(4, h),
+                f"{at}mlp.gate.e_score_correction_bias": self.scale(4),
+            }
             for part in ("experts.0", "experts.1", "experts.2", "experts.3", "shared_experts"):
-                found |= dict(self._mlp(f"{at}mlp.{part}.", self.narrow))
+                weights |= dict(self._mlp(f"{at}mlp.{part}.", self.narrow))
             if i == self.layers:
-                found |= {f"{at}{n}.weight": self.vector(h) for n in ("enorm", "hnorm", "shared_head.norm")}
-                found |= {f"{at}eh_proj.weight": self.weight(h, 2 * h), f"{at}shared_head.head.weight": found[HEAD]}
-                found[f"{at}embed_tokens.weight"] = found["model.embed_tokens.weight"]
-        return found
+                weights |= {f"{at}{n}.weight": self.vector(h) for n in ("enorm", "hnorm", "shared_head.norm")}
+                weights |= {f"{at}eh_proj.weight": self.weight(h, 2 * h), f"{at}shared_head.head.weight": weights[HEAD]}
+                weights[f"{at}embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+        return weights
 
     def stacked(self, count: int = 4) -> Tensors:
         """transformers 5: the experts of a layer are one tensor."""
-        found = self.frame()
+        weights = self.frame()
         for at in (f"model.layers.{i}." for i in range(self.layers)):
-            found |= {**dict(self._attention(at)), f"{at}mlp.gate.weight": self.weight(count, self.hidden)}
-            found[f"{at}mlp.experts.gate_up_proj"] = self.weight(count, 2 * self.narrow, self.hidden)
-            found[f"{at}mlp.experts.down_proj"] = self.weight(count, self.hidden, self.narrow)
-        return found
+            weights |= {**dict(self._attention(at)), f"{at}mlp.gate.weight": self.weight(count, self.hidden)}
+            weights[f"{at}mlp.experts.gate_up_proj"] = self.weight(count, 2 * self.narrow, self.hidden)
+            weights[f"{at}mlp.experts.down_proj"] = self.weight(count, self.hidden, self.narrow)
+        return weights
 
     def llama4(self, count: int = 4) -> Tensors:
         """Llama-4: experts lie [E, K, N]."""
-        found = {name.replace("model.", "language_model.model.", 1): x for name, x in self.frame().items()}
+        weights = {name.replace("model.", "language_model.model.", 1): x for name, x in self.frame().items()}
         for at in (f"language_model.model.layers.{i}." for i in range(self.layers)):
-            found |= {**dict(self._attention(at)), f"{at}feed_forward.router.weight": self.weight(count, self.hidden)}
-            found |= dict(self._mlp(f"{at}feed_forward.shared_expert.", self.wide))
-            found[f"{at}feed_forward.experts.gate_up_proj"] = self.weight(count, self.hidden, 2 * self.wide)
-            found[f"{at}feed_forward.experts.down_proj"] = self.weight(count, self.wide, self.hidden)
-        return found
+            weights |= {**dict(self._attention(at)), f"{at}feed_forward.router.weight": self.weight(count, self.hidden)}
+            weights |= dict(self._mlp(f"{at}feed_forward.shared_expert.", self.wide))
+            weights[f"{at}feed_forward.experts.gate_up_proj"] = self.weight(count, self.hidden, 2 * self.wide)
+            weights[f"{at}feed_forward.experts.down_proj"] = self.weight(count, self.wide, self.hidden)
+        return weights
 
 
 def is_linear(name: str) -> bool:
@@ -195,18 +198,18 @@ def is_linear(name: str) -> bool:
 
 
 def coded(
-    source: Tensors, dialect: str, block: Block, scale_name: str, change: Any = np.asarray, **given: Any
+    source: Tensors, dialect: str, block: Block, scale_name: str, change: Any = np.asarray, **arguments: Any
 ) -> Tensors:
     """The linear layers in float8: `scale_name` is a template of {w} and {m}, `change` lays the scale out."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name, x in source.items():
         if not is_linear(name):
-            found[name] = x
+            tensors[name] = x
             continue
-        made = quantize(x, dialect, block=block, **{key: one[name] for key, one in given.items()})
-        found[name] = made.codes
-        found[scale_name.format(w=name, m=name.removesuffix(".weight"))] = np.ascontiguousarray(change(made.scale))
-    return found
+        made = quantize(x, dialect, block=block, **{key: arrays[name] for key, arrays in arguments.items()})
+        tensors[name] = made.codes
+        tensors[scale_name.format(w=name, m=name.removesuffix(".weight"))] = np.ascontiguousarray(change(made.scale))
+    return tensors
 
 
 def modules(source: Tensors) -> list[str]:
@@ -297,10 +300,12 @@ def model_optimizer(draw: Draw) -> Sound:
         tensors |= {f"{module}.input_scale": draw.scale() for module in modules(source)}
         tensors |= {f"{m}.{m[-6]}_scale": draw.scale() for m in modules(source) if m.endswith(("k_proj", "v_proj"))}
     exclude = ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(draw.layers))]
-    said = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8" if algorithm == "FP8" else None}
+    algorithms = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8" if algorithm == "FP8" else None}
     producer = {"producer": {"name": "modelopt", "version": "0.47.0"}}
-    files: dict[str, Any] = {"hf_quant_config.json": {**producer, "quantization": {**said, "exclude_modules": exclude}}}
-    config = {**said, **producer, "quant_method": "modelopt", "ignore": exclude} if draw.chance() else None
+    files: dict[str, Any] = {
+        "hf_quant_config.json": {**producer, "quantization": {**algorithms, "exclude_modules": exclude}}
+    }
+    config = {**algorithms, **producer, "quant_method": "modelopt", "ignore": exclude} if draw.chance() else None
     files |= {} if config else {"config.json": {"model_type": "llama"}}
     return Sound(variant=algorithm, source=source, tensors=tensors, dialect=name, quantization=config, files=files)
 
@@ -397,12 +402,12 @@ _MISTRAL = {
 
 def own_names(tensors: Tensors) -> Tensors:
     """As Mistral calls them."""
-    found: Tensors = {}
+    renamed: Tensors = {}
     for name, x in tensors.items():
         for old, new in _MISTRAL.items():
             name = name.replace(old, new)
-        found[name] = x
-    return found
+        renamed[name] = x
+    return renamed
 
 
 def mistral(draw: Draw) -> Sound:
@@ -410,17 +415,24 @@ def mistral(draw: Draw) -> Sound:
     variant, name = draw.one_of("its own", "both", "transformers' names"), "vllm_weight_tensor"
     source = draw.llama()
     acts = {module: draw.scale() for module in modules(source)}
-    own = coded(source, name, TENSOR, "{m}.qscale_weight", scalar) | {f"{m}.qscale_act": s for m, s in acts.items()}
+    mistral_tensors = coded(source, name, TENSOR, "{m}.qscale_weight", scalar) | {
+        f"{m}.qscale_act": s for m, s in acts.items()
+    }
     theirs = coded(source, name, TENSOR, "{w}_scale_inv", scalar) | {
         f"{m}.activation_scale": s for m, s in acts.items()
     }
     quantization = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
     params = {"params.json": {"dim": draw.hidden, "quantization": quantization}}
     if variant == "its own":
-        here: Any = {"source": own_names(source), "tensors": {}, "consolidated": own_names(own), "files": params}
+        here: Any = {
+            "source": own_names(source),
+            "tensors": {},
+            "consolidated": own_names(mistral_tensors),
+            "files": params,
+        }
         return Sound(variant=variant, dialect=name, **here)
     config = fp8(weight_block_size=None, activation_scheme="static", modules_to_not_convert=["lm_head"])
-    both: Any = {"consolidated": own_names(own), "files": params} if variant == "both" else {}
+    both: Any = {"consolidated": own_names(mistral_tensors), "files": params} if variant == "both" else {}
     return Sound(variant=variant, source=source, tensors=theirs, dialect=name, quantization=config, **both)
 
 
@@ -491,11 +503,14 @@ def accused(path: Path, source: Path, dialect: str) -> list[str]:
     """What the audit of a sound checkpoint says untruly, with and without the source; a dialect must be named too."""
     wrong: list[str] = []
     for origin in (None, source):
-        found = audit(path, source=origin)
-        faults = [one for one in found.findings if one.severity is not Severity.NOTE]
-        wrong += [f"{one.check} {one.tensor}: expected {one.expected}; found {one.found}" for one in faults]
-        if not found.tensors or found.uncompared:
-            wrong.append(f"{found.compared} of {found.tensors} weights were compared")
-        if origin and dialect not in ("", *found.dialect.split(", ")):
-            wrong.append(f"{dialect} is not among the dialects {found.dialect!r}")
+        result = audit(path, source=origin)
+        faults = [finding for finding in result.findings if finding.severity is not Severity.NOTE]
+        wrong += [
+            f"{finding.check} {finding.tensor}: expected {finding.expected}; found {finding.found}"
+            for finding in faults
+        ]
+        if not result.tensors or result.uncompared:
+            wrong.append(f"{result.compared} of {result.tensors} weights were compared")
+        if origin and dialect not in ("", *result.dialect.split(", ")):
+            wrong.append(f"{dialect} is not among the dialects {result.dialect!r}")
     return wrong

@@ -53,7 +53,7 @@ WITHOUT_FLOORS = (
 @pytest.mark.parametrize("name", WITHOUT_FLOORS)
 def test_no_fault_is_invented(name: str, tmp_path: Path) -> None:
     for seed, (dtype, shape) in enumerate([(BF16, (256, 256)), (np.float32, (200, 320))]):
-        for what, x in [*weights(*shape, seed).items()][seed::2]:
+        for kind, x in [*weights(*shape, seed).items()][seed::2]:
             x = x.astype(np.float32).astype(dtype)
             block = next(one for one in DIALECTS[name].blocks if one in CONFIGURATIONS)
             made = quantize(x, name, block=block)
@@ -64,15 +64,15 @@ def test_no_fault_is_invented(name: str, tmp_path: Path) -> None:
                 config = fp8(scale_fmt="ue8m0")
             scale = made.scale.reshape(1) if block == TENSOR else made.scale
             path = checkpoint(tmp_path / "model", {"l.weight": made.codes, scale_name: scale}, config)
-            found = audit(path, source=checkpoint(tmp_path / "source", {"l.weight": x}))
-            assert status_of(found) == 0 and not found.findings, (what, dtype, found.findings)
-            assert name in found.dialect.split(", "), what
+            result = audit(path, source=checkpoint(tmp_path / "source", {"l.weight": x}))
+            assert status_of(result) == 0 and not result.findings, (kind, dtype, result.findings)
+            assert name in result.dialect.split(", "), kind
 
 
 @pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool != "f8emu"])  # tests/dialects audits its exports
 def test_what_a_tool_writes_is_not_accused(tool: str, tmp_path: Path) -> None:
     """Two seeds of each, with and without a source; ten: `python -m benchmarks.proofs.sound_checkpoints`."""
     for seed in SEEDS.get(tool, (0, 1)):
-        one = sound(tool, seed)
+        made = sound(tool, seed)
         (tmp_path / str(seed)).mkdir()
-        assert accused(*one.write(tmp_path / str(seed)), one.dialect) == [], (seed, one.variant)
+        assert accused(*made.write(tmp_path / str(seed)), made.dialect) == [], (seed, made.variant)

@@ -68,7 +68,7 @@ def test_a_wrong_cast_is_told_by_its_codes(dialect: str, name: str, tmp_path: Pa
         factor = np.kron(scale.astype(np.float32), np.ones((128, 128), np.float32))
         tensors |= {f"l.{i}.weight": CASTS[name](x.astype(np.float32) / factor), f"l.{i}.weight_scale_inv": scale}
     config = fp8(**({"scale_fmt": "ue8m0"} if dialect.endswith("ue8m0") else {}))
-    checks = {one.check for one in audit(checkpoint(tmp_path / "model", tensors, config)).findings}
+    checks = {finding.check for finding in audit(checkpoint(tmp_path / "model", tensors, config)).findings}
     assert checks & {"wrong-cast", "too-coarse"} and ("wrong-cast" in checks or name.startswith("clipped")), checks
 
 
@@ -91,7 +91,7 @@ def test_sound_weights_have_the_counts_of_a_right_cast() -> None:
         "4-bit floats": x.astype(ml_dtypes.float4_e2m1fn).astype(np.float64) * rows,
         "float8 of another scale": right(x.astype(np.float32) * 4000).astype(np.float64),
     }
-    for what, values in every.items():
+    for kind, values in every.items():
         for block in ((128, 128), (1, 256), (512, 256), (1, 32)):
             for dtype in (np.float32, BF16):
                 v = (
@@ -104,8 +104,8 @@ def test_sound_weights_have_the_counts_of_a_right_cast() -> None:
                     codes = right(v / scale).view(np.uint8) & 0x7F
                     counts = Counts(np.bincount(codes.reshape(-1), minlength=128), float(amax.size))
                     largest = codes.max((1, 3)).reshape(-1)
-                    found = wrong_cast(counts, largest[largest > 0], is_float=bool(np.any(np.frexp(scale)[0] != 0.5)))
-                    assert found is None, (what, block, dtype, found)
+                    fault = wrong_cast(counts, largest[largest > 0], is_float=bool(np.any(np.frexp(scale)[0] != 0.5)))
+                    assert fault is None, (kind, block, dtype, fault)
 
 
 LOST: dict[str, tuple[str, object, Callable[[Array], object]]] = {
@@ -138,5 +138,7 @@ def test_codes_that_were_lost_are_told_from_zeros(name: str, tmp_path: Path) -> 
             if name == "half":
                 scale[scale == np.float32(1e-4) / np.float32(448)] = 1e-9
             tensors |= {f"l.{i}.weight": codes, f"l.{i}.weight{suffix}": scale.reshape(1) if scale.size == 1 else scale}
-        found = audit(checkpoint(tmp_path / f"model {is_lost}", tensors, config)).findings
-        assert [one.tensor for one in found if one.check == "lost-codes"] == ["l.1.weight"] * is_lost, found
+        findings = audit(checkpoint(tmp_path / f"model {is_lost}", tensors, config)).findings
+        assert [finding.tensor for finding in findings if finding.check == "lost-codes"] == ["l.1.weight"] * is_lost, (
+            findings
+        )

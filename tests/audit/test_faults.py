@@ -172,8 +172,10 @@ def test_a_fault_is_named(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]()
     path = checkpoint(tmp_path / "model", fault.tensors, fault.config)
     source = None if fault.source is None else checkpoint(tmp_path / "source", fault.source)
-    found = audit(path, source=source, consumer=fault.consumer)
-    assert status_of(found) == 1
-    (one,) = [one for one in found.findings if one.check == fault.check and one.tensor == fault.tensor]
-    assert fault.block is None or one.block == fault.block
-    print(name, [(f.check, f.severity, f.place, f.expected, f.found) for f in found.findings])
+    result = audit(path, source=source, consumer=fault.consumer)
+    assert status_of(result) == 1
+    (finding,) = [
+        finding for finding in result.findings if finding.check == fault.check and finding.tensor == fault.tensor
+    ]
+    assert fault.block is None or finding.block == fault.block
+    print(name, [(f.check, f.severity, f.place, f.expected, f.found) for f in result.findings])

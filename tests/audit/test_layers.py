@@ -20,21 +20,21 @@ UNIT = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def blocks(shapes: dict[str, tuple[int, ...]], suffix: str = "_scale_inv") -> Tensors:
     """Weights by their names, in blocks of 128 x 128; experts are one tensor."""
-    found: Tensors = {}
+    weights: Tensors = {}
     for seed, (name, shape) in enumerate(shapes.items()):
         made = [quantize(normal(*shape[-2:], seed=7 * seed + i), "deep_gemm_block") for i in range((1, *shape)[-3])]
         codes, scale = (np.stack(part) if len(shape) == 3 else part[0] for part in zip(*made, strict=True))
-        found |= {name: codes, f"{name}{suffix}": scale}
-    return found
+        weights |= {name: codes, f"{name}{suffix}": scale}
+    return weights
 
 
 def tensors(scales: dict[str, float], shape: tuple[int, int] = (128, 256)) -> Tensors:
     """Weights with a scale each, and the size that it gives them."""
-    found: Tensors = {}
+    weights: Tensors = {}
     for seed, (name, size) in enumerate(scales.items()):
         made = quantize((normal(*shape, seed=seed).astype(np.float32) * size).astype(np.float32), "vllm_tensor")
-        found |= {name: made.codes, f"{name}_scale": made.scale.reshape(1)}
-    return found
+        weights |= {name: made.codes, f"{name}_scale": made.scale.reshape(1)}
+    return weights
 
 
 L, E = "model.layers.0.", "model.layers.0.mlp.experts."
@@ -45,8 +45,8 @@ ATTENTION = {f"model.layers.{i}.self_attn.{name}.weight": (128, 128) for i in ra
 PLAIN = {f"model.layers.{i}.self_attn.o_proj.weight": normal(128, 128) for i in range(2)}
 
 
-def without(found: Tensors, *names: str) -> Tensors:
-    return {name: x for name, x in found.items() if not name.startswith(names)}
+def without(weights: Tensors, *names: str) -> Tensors:
+    return {name: x for name, x in weights.items() if not name.startswith(names)}
 
 
 LLAMA = blocks(ATTENTION | DENSE)
@@ -129,10 +129,10 @@ CASES: dict[str, tuple[Tensors, object, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_named(name: str, tmp_path: Path) -> None:
-    found, config, expected, options = CASES[name]
-    result = audit(checkpoint(tmp_path / "model", found, config), **options)
-    faults = [f"{one.check} {one.tensor}" for one in result.findings if one.is_fault]
-    assert expected in faults and len({one.split()[0] for one in faults}) == 1, result.findings
+    weights, config, expected, options = CASES[name]
+    result = audit(checkpoint(tmp_path / "model", weights, config), **options)
+    faults = [f"{finding.check} {finding.tensor}" for finding in result.findings if finding.is_fault]
+    assert expected in faults and len({finding.split()[0] for finding in faults}) == 1, result.findings
 
 
 def test_the_sound_ones_are_not_accused(tmp_path: Path) -> None:
@@ -148,19 +148,19 @@ def test_the_sound_ones_are_not_accused(tmp_path: Path) -> None:
         (without(LLAMA, *PLAIN) | PLAIN, fp8(modules_to_not_convert=["o_proj"]), {}),
         (other, config, {}),
     ]
-    for number, (found, config, options) in enumerate(cases):
-        result = audit(checkpoint(tmp_path / f"model {number}", found, config), **options)
+    for number, (weights, config, options) in enumerate(cases):
+        result = audit(checkpoint(tmp_path / f"model {number}", weights, config), **options)
         assert status_of(result) == 0, (number, result.findings)
     notes = (
         (TENSOR, {f"{L}self_attn.q_proj.weight": 1, f"{L}self_attn.k_proj.weight": 0.3}, "vllm:h100", "requantized"),
         (TENSOR | {"torch_dtype": "x"}, {"l.weight": 0.1}, None, "scale-half"),
     )
     for config, sizes, consumer, check in notes:
-        found = tensors(dict(sizes))
+        weights = tensors(dict(sizes))
         if check == "scale-half":
-            found = {k: x.astype(np.float16) if "scale" in k else x for k, x in found.items()}
-        (one,) = audit(checkpoint(tmp_path / check, found, config), consumer=consumer).findings
-        assert (one.check, one.severity) == (check, Severity.NOTE)
+            weights = {k: x.astype(np.float16) if "scale" in k else x for k, x in weights.items()}
+        (finding,) = audit(checkpoint(tmp_path / check, weights, config), consumer=consumer).findings
+        assert (finding.check, finding.severity) == (check, Severity.NOTE)
 
 
 def experts_of(layout: str) -> Tensors:
@@ -187,31 +187,31 @@ def test_experts_are_compared_across_layouts(layout: str, source: str, tmp_path:
         made[name], made[f"{name}_scale_inv"] = (
             np.stack(part) if x.ndim == 3 else part[0] for part in zip(*parts, strict=True)
         )
-    found = audit(checkpoint(tmp_path / "sound", made, fp8()), source=origin)
-    assert status_of(found) == 0 and found.compared == found.tensors and "deep_gemm_block" in found.dialect, found
-    for what in ("scales", "experts")[layout == "each" :]:
+    result = audit(checkpoint(tmp_path / "sound", made, fp8()), source=origin)
+    assert status_of(result) == 0 and result.compared == result.tensors and "deep_gemm_block" in result.dialect, result
+    for exchanged in ("scales", "experts")[layout == "each" :]:
         bad = {name: x.copy() for name, x in made.items()}
         for name in made:
-            if what == "scales" and not name.endswith("_scale_inv"):
+            if exchanged == "scales" and not name.endswith("_scale_inv"):
                 continue
             if layout == "each" and f"{E}1." in name:
                 other = name.replace(f"{E}1.", f"{E}2.")
                 bad[name], bad[other] = made[other], made[name]
             elif layout != "each":
                 bad[name] = made[name][[0, 2, 1, 3]]
-        found = audit(checkpoint(tmp_path / what, bad, fp8()), source=origin)
-        assert {one.check for one in found.findings if one.is_fault} <= {
+        result = audit(checkpoint(tmp_path / exchanged, bad, fp8()), source=origin)
+        assert {one.check for one in result.findings if one.is_fault} <= {
             "grid-moved",
             "no-dialect",
-        } and found.has_difference
+        } and result.has_difference
 
 
 def test_what_is_not_compared_is_named_and_is_a_status_of_its_own(tmp_path: Path) -> None:
     made = blocks({"a.weight": (128, 128), "b.weight": (128, 128)})
     source = checkpoint(tmp_path / "source", {"a.weight": normal(128, 128)})
-    found = audit(checkpoint(tmp_path / "model", made, fp8()), source=source)
-    assert not found.findings and status_of(found) == INCOMPLETE
-    assert found.uncompared == {"b.weight": "the source has no b.weight"}
+    result = audit(checkpoint(tmp_path / "model", made, fp8()), source=source)
+    assert not result.findings and status_of(result) == INCOMPLETE
+    assert result.uncompared == {"b.weight": "the source has no b.weight"}
 
 
 def test_a_fused_layer_whose_parts_share_a_block_is_compared_as_a_whole(tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_a_fused_layer_whose_parts_share_a_block_is_compared_as_a_whole(tmp_path
     source = checkpoint(tmp_path / "source", parts)
     for order, expected in (([0, 1, 2, 3, 4], []), ([4, 1, 2, 3, 0], ["grid-moved"])):
         made = {"l.gate_up_proj.weight": codes, "l.gate_up_proj.weight_scale_inv": scale[order]}
-        found = audit(checkpoint(tmp_path / "model", made, fp8()), source=source)
-        assert [one.check for one in found.findings] == expected and found.compared == 1
+        result = audit(checkpoint(tmp_path / "model", made, fp8()), source=source)
+        assert [finding.check for finding in result.findings] == expected and result.compared == 1
 
 
 def test_scales_of_another_rule_are_told_and_are_no_fault(tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_scales_of_another_rule_are_told_and_are_no_fault(tmp_path: Path) -> Non
         shared |= {name: quantize(x, "modelopt_channel", block=(None, None), scale=scale.reshape(1, 1)).codes}
         shared |= {f"{name}_scale": scale}
     origin = checkpoint(tmp_path / "source", source)
-    found = audit(checkpoint(tmp_path / "shared", shared, TENSOR), source=origin)
-    assert not found.findings and "modelopt_channel" in found.dialect
+    result = audit(checkpoint(tmp_path / "shared", shared, TENSOR), source=origin)
+    assert not result.findings and "modelopt_channel" in result.dialect
     x = normal(128, 256)
     x[7] = 0
     origin = checkpoint(tmp_path / "rows", {"l.weight": x})
@@ -248,5 +248,5 @@ def test_scales_of_another_rule_are_told_and_are_no_fault(tmp_path: Path) -> Non
         codes = np.clip(x.astype(np.float32) / scale, -448, 448).astype(shared["q_proj.weight"].dtype)
         made = {"l.weight": codes, "l.weight_scale": scale}
         config = compressed("channel", observer=observer)
-        (one,) = audit(checkpoint(tmp_path / check, made, config), source=origin).findings
-        assert (one.check, one.severity) == (check, Severity.NOTE)
+        (finding,) = audit(checkpoint(tmp_path / check, made, config), source=origin).findings
+        assert (finding.check, finding.severity) == (check, Severity.NOTE)

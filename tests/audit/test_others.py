@@ -20,30 +20,30 @@ S, W, C = "l.1.weight_scale_inv", "l.1.weight", "l.1.weight_scale"
 
 
 def quantized(dialect: str, source: Tensors = SOURCE) -> Tensors:
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name, x in source.items():
         made = quantize(x, dialect)
         scale = made.scale.view(np.uint8) if dialect == MX else made.scale
-        found |= {name: made.codes.copy(), NAMES[dialect].format(name): scale.copy()}
-    return found
+        tensors |= {name: made.codes.copy(), NAMES[dialect].format(name): scale.copy()}
+    return tensors
 
 
 def with_maximum(largest: float) -> Tensors:
     """Scales of another maximum than 448."""
-    found = quantized(BLOCK)
+    tensors = quantized(BLOCK)
     x = SOURCE[W].astype(np.float32).reshape(4, 128, 4, 128)
-    found[S] = (np.abs(x).max((1, 3)) / largest).astype(np.float32)
-    found[W] = (x / found[S][:, None, :, None]).reshape(512, 512).astype(E4M3)
-    return found
+    tensors[S] = (np.abs(x).max((1, 3)) / largest).astype(np.float32)
+    tensors[W] = (x / tensors[S][:, None, :, None]).reshape(512, 512).astype(E4M3)
+    return tensors
 
 
 def put(name: str, change: Callable[[np.ndarray], object], dialect: str = BLOCK) -> Callable[[], Tensors]:
     """`change` gives another tensor, or None after it changed this one."""
 
     def plant() -> Tensors:
-        found = quantized(dialect)
-        made = change(found[name])
-        return found if made is None else found | {name: np.asarray(made)}
+        tensors = quantized(dialect)
+        made = change(tensors[name])
+        return tensors if made is None else tensors | {name: np.asarray(made)}
 
     return plant
 
@@ -53,13 +53,13 @@ def at(index: tuple[int, int], value: float) -> Callable[[np.ndarray], object]:
 
 
 def swapped(a: str, b: str) -> Tensors:
-    found = quantized(BLOCK)
-    return found | {a: found[b], b: found[a]}
+    tensors = quantized(BLOCK)
+    return tensors | {a: tensors[b], b: tensors[a]}
 
 
 def renamed(old: str, new: str, dialect: str = BLOCK) -> Tensors:
-    found = quantized(dialect)
-    return {new if name == old else name: array for name, array in found.items()}
+    tensors = quantized(dialect)
+    return {new if name == old else name: array for name, array in tensors.items()}
 
 
 def floor_of_microscaling() -> Tensors:
@@ -128,12 +128,14 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
     plant, check, config, needs_source = FAULTS[name]
     path = checkpoint(tmp_path / "model", plant(), config)
     source = checkpoint(tmp_path / "source", SOURCE) if needs_source else None
-    found = audit(path, source=source)
-    assert status_of(found) == 1
+    result = audit(path, source=source)
+    assert status_of(result) == 1
     named = {
-        one.tensor.removesuffix("_scale_inv").removesuffix("_scale") for one in found.findings if one.check == check
+        finding.tensor.removesuffix("_scale_inv").removesuffix("_scale")
+        for finding in result.findings
+        if finding.check == check
     }
-    assert W in named or check == "config-missing", found.findings
+    assert W in named or check == "config-missing", result.findings
     if not needs_source and check not in ("config-missing", "scale-shape", "input-scale"):
         assert named == {W}, "the sound weights have none"
 
@@ -144,8 +146,8 @@ def test_scales_of_shards_and_vectors_of_codes(tmp_path: Path) -> None:
     sound = {"qkv_proj.weight": codes(384, 128), "qkv_proj.weight_scale": f32(1e-3, 2e-3, 1e-3)}
     assert not audit(checkpoint(tmp_path / "sound", sound, config)).findings
     faulty = sound | {"qkv_proj.weight_scale": f32(1e-3, 1e-39, 3e5), "qkv_proj.bias": codes(1, 384)[0]}
-    found = audit(checkpoint(tmp_path / "faulty", faulty, config)).findings
-    assert {(one.check, one.tensor, one.block) for one in found} == {
+    findings = audit(checkpoint(tmp_path / "faulty", faulty, config)).findings
+    assert {(finding.check, finding.tensor, finding.block) for finding in findings} == {
         ("scale-invalid", "qkv_proj.weight", (1,)),
         ("amplitude", "qkv_proj.weight", (2,)),
         ("code-dtype", "qkv_proj.bias", None),
@@ -158,8 +160,8 @@ def test_files_without_a_configuration(tmp_path: Path) -> None:
     assert not audit(checkpoint(tmp_path / "plain", plain)).findings
     scaled = {"a.weight": codes(), "a.scale_weight": f32(1e-4)[0], "scaled_fp8": np.zeros(2, E4M3)}
     assert not audit(checkpoint(tmp_path / "scaled", scaled)).findings
-    found = audit(checkpoint(tmp_path / "lost", scaled | {"b.weight": codes()})).findings
-    assert [(one.check, one.tensor) for one in found] == [("scale-missing", "b.weight")]
+    findings = audit(checkpoint(tmp_path / "lost", scaled | {"b.weight": codes()})).findings
+    assert [(finding.check, finding.tensor) for finding in findings] == [("scale-missing", "b.weight")]
 
 
 def test_codes_of_other_weights_are_an_error_and_explained_zeros_are_none(tmp_path: Path) -> None:
@@ -171,16 +173,16 @@ def test_codes_of_other_weights_are_an_error_and_explained_zeros_are_none(tmp_pa
         tensors |= {name: made.codes, f"{name}_scale": made.scale.reshape(1)}
     tensors_of_half = {name: x.astype(np.float16) if "scale" in name else x for name, x in tensors.items()}
     underflow = checkpoint(tmp_path / "half", tensors_of_half, compressed("tensor"))
-    rounded = [(one.check, one.severity) for one in audit(underflow, source=source).findings]
+    rounded = [(finding.check, finding.severity) for finding in audit(underflow, source=source).findings]
     assert rounded == [("scale-dtype", Severity.WARNING)] * 2 + [("scale-zero", Severity.WARNING)]
     path = checkpoint(tmp_path / "zeros", tensors, compressed("tensor"))
     for origin, severity in ((None, Severity.WARNING), (source, Severity.NOTE)):
-        (one,) = audit(path, source=origin).findings
-        assert (one.check, one.tensor, one.severity) == ("scale-zero", W, severity)
+        (finding,) = audit(path, source=origin).findings
+        assert (finding.check, finding.tensor, finding.severity) == ("scale-zero", W, severity)
     rolled = quantized(BLOCK) | {W: np.roll(quantized(BLOCK)[W].view(np.uint8), 1, 0).view(E4M3)}
     path = checkpoint(tmp_path / "rolled", rolled, CONFIGS[BLOCK])
-    (one,) = audit(path, source=checkpoint(tmp_path / "sound", SOURCE)).findings
-    assert (one.check, one.severity) == ("no-dialect", Severity.ERROR)
+    (finding,) = audit(path, source=checkpoint(tmp_path / "sound", SOURCE)).findings
+    assert (finding.check, finding.severity) == ("no-dialect", Severity.ERROR)
 
 
 @pytest.mark.parametrize("dialect", NAMES)
@@ -191,18 +193,20 @@ def test_codes_of_a_master_beside_its_copy_and_the_reverse(dialect: str, tmp_pat
     copies = {name: x.astype(BF16) for name, x in masters.items()}
     for number, (served, other) in enumerate(((masters, copies), (copies, masters))):
         tensors, source = quantized(dialect, served), checkpoint(tmp_path / f"source {number}", other)
-        found = audit(checkpoint(tmp_path / f"sound {number}", tensors, CONFIGS[dialect]), source=source).findings
-        assert [one.check for one in found] == ["cast-from"] and 'cast_weight_from="bfloat16"' in found[0].remedy
+        findings = audit(checkpoint(tmp_path / f"sound {number}", tensors, CONFIGS[dialect]), source=source).findings
+        assert [finding.check for finding in findings] == ["cast-from"] and 'cast_weight_from="bfloat16"' in findings[
+            0
+        ].remedy
         tensors[W].view(np.uint8)[5, 7] ^= 0x04
-        found = audit(checkpoint(tmp_path / f"faulty {number}", tensors, CONFIGS[dialect]), source=source).findings
-        assert [one.check for one in found] == ["no-dialect"]
+        findings = audit(checkpoint(tmp_path / f"faulty {number}", tensors, CONFIGS[dialect]), source=source).findings
+        assert [finding.check for finding in findings] == ["no-dialect"]
 
 
 @pytest.mark.parametrize("dialect", NAMES)
 def test_without_a_fault_nothing_is_named(dialect: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model", quantized(dialect), CONFIGS[dialect])
-    found = audit(path, source=checkpoint(tmp_path / "source", SOURCE), consumer="transformers:h100")
-    assert status_of(found) == 0 and not found.findings and dialect in found.dialects
+    result = audit(path, source=checkpoint(tmp_path / "source", SOURCE), consumer="transformers:h100")
+    assert status_of(result) == 0 and not result.findings and dialect in result.dialects
 
 
 def test_what_is_not_float8_is_left_alone(tmp_path: Path) -> None:
@@ -229,8 +233,8 @@ def test_what_is_not_float8_is_left_alone(tmp_path: Path) -> None:
 )
 def test_a_source_that_is_another_model(check: str, source: Tensors, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model", quantized(BLOCK), CONFIGS[BLOCK])
-    found = audit(path, source=checkpoint(tmp_path / "source", source))
-    assert status_of(found) == 1 and [one.check for one in found.findings] == [check]
+    result = audit(path, source=checkpoint(tmp_path / "source", source))
+    assert status_of(result) == 1 and [finding.check for finding in result.findings] == [check]
 
 
 def test_a_source_refutes_what_was_judged_by_chance(tmp_path: Path) -> None:
@@ -239,8 +243,8 @@ def test_a_source_refutes_what_was_judged_by_chance(tmp_path: Path) -> None:
     made = quantize(x, MX)
     path = checkpoint(tmp_path / "model", {W: made.codes, C: made.scale.view(np.uint8)}, MXFP8)
     for source, severity in ((None, Severity.ERROR), (checkpoint(tmp_path / "source", {W: x}), Severity.NOTE)):
-        (one,) = audit(path, source=source).findings
-        assert (one.check, one.severity) == ("saturated", severity)
+        (finding,) = audit(path, source=source).findings
+        assert (finding.check, finding.severity) == ("saturated", severity)
 
 
 def test_a_layer_that_was_left_out_on_purpose(tmp_path: Path) -> None:
@@ -256,8 +260,8 @@ def test_shards_that_share_a_scale_excuse_each_other(tmp_path: Path) -> None:
     both = {"q.weight": large, "k.weight": small, "q.weight_scale": f32([scale])[0], "k.weight_scale": f32([scale])[0]}
     assert not audit(checkpoint(tmp_path / "both", both, compressed("tensor"))).findings
     both["k.weight_scale"] = np.nextafter(both["k.weight_scale"], np.float32(0))
-    (one,) = audit(checkpoint(tmp_path / "apart", both, compressed("tensor"))).findings
-    assert (one.check, one.tensor) == ("too-coarse", "k.weight")
+    (finding,) = audit(checkpoint(tmp_path / "apart", both, compressed("tensor"))).findings
+    assert (finding.check, finding.tensor) == ("too-coarse", "k.weight")
 
 
 def test_blocks_that_end_early_and_experts(tmp_path: Path) -> None:
@@ -267,12 +271,12 @@ def test_blocks_that_end_early_and_experts(tmp_path: Path) -> None:
     stacked = {"e.up": np.stack([one.codes for one in made]), "e.up_scale_inv": np.stack([one.scale for one in made])}
     shards = {"a.safetensors": ["e.up"], "b.safetensors": ["e.up_scale_inv"]}
     source = checkpoint(tmp_path / "source", {"e.up": x})
-    found = audit(checkpoint(tmp_path / "sound", stacked, fp8(), shards), source=source)
-    assert not found.findings and found.blocks == 18 and BLOCK in found.dialects
+    result = audit(checkpoint(tmp_path / "sound", stacked, fp8(), shards), source=source)
+    assert not result.findings and result.blocks == 18 and BLOCK in result.dialects
     stacked["e.up"].view(np.uint8)[2, 199, 271] = 0x7F
     stacked["e.up_scale_inv"][1, 0, 1] *= np.float32(1.5)
-    found = audit(checkpoint(tmp_path / "faulty", stacked, fp8(), shards), source=source)
-    places = {one.check: one.block for one in found.findings}
+    result = audit(checkpoint(tmp_path / "faulty", stacked, fp8(), shards), source=source)
+    places = {one.check: one.block for one in result.findings}
     assert places == {"nan-code": (2, 1, 2), "no-dialect": (1, 0, 1)}
 
 
@@ -292,8 +296,8 @@ def test_bands_do_not_change_what_is_measured(tmp_path: Path, monkeypatch: pytes
         parts = [[codes[r : r + h, c : c + w] & 0x7F for c in range(0, 272, w)] for r in range(0, 300, h)]
         expected = [int(part.max()) for row in parts for part in row]
         for size in (272, 1000, 40_000, 1 << 20):
-            found = blocks.measured(weight, size)
-            assert found.largest.tolist() == expected, (scale, size)
+            measured = blocks.measured(weight, size)
+            assert measured.largest.tolist() == expected, (scale, size)
 
 
 @pytest.mark.parametrize("scheme", ["shard", CHANNEL, BLOCK, MX])
@@ -303,20 +307,20 @@ def test_the_shards_of_a_fused_weight_are_compared_each_with_its_source(scheme: 
     source = {f"l.{name}.weight": normal(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
     dialect = "vllm_tensor" if scheme == "shard" else scheme
     made = [quantize(x, dialect) for x in source.values()]
-    scale = np.concatenate([one.scale.view(np.uint8) if scheme == MX else one.scale for one in made])
-    weight = np.concatenate([one.codes for one in made])
+    scale = np.concatenate([finding.scale.view(np.uint8) if scheme == MX else finding.scale for finding in made])
+    weight = np.concatenate([finding.codes for finding in made])
     name = "l.qkv_proj.weight_scale" + "_inv" * (scheme == BLOCK)
     config = {"quant_method": "fp8", "activation_scheme": "dynamic"} if scheme == "shard" else CONFIGS[scheme]
     origin = checkpoint(tmp_path / "source", source)
     for folder in ("clean", "planted"):
         tensors = {"l.qkv_proj.weight": weight, name: scale.reshape(-1) if scheme == "shard" else scale}
-        found = audit(checkpoint(tmp_path / folder, tensors, config), source=origin)
-        assert found.compared == 3, found.findings
-        faults = [one for one in found.findings if one.is_fault]
+        result = audit(checkpoint(tmp_path / folder, tensors, config), source=origin)
+        assert result.compared == 3, result.findings
+        faults = [finding for finding in result.findings if finding.is_fault]
         if folder == "clean":
-            assert not faults and found.dialects[dialect] == 3
+            assert not faults and result.dialects[dialect] == 3
         else:
-            assert [one.tensor for one in faults] == ["l.qkv_proj.weight (k_proj)"], faults
+            assert [finding.tensor for finding in faults] == ["l.qkv_proj.weight (k_proj)"], faults
         weight.view(np.uint8)[512 + 5, 7] ^= 1
 
 
@@ -324,13 +328,15 @@ def test_a_fused_weight_whose_scales_are_packed_is_left_whole(tmp_path: Path) ->
     tensors = {"l.qkv_proj.weight": codes(384), "l.qkv_proj.weight_scale_inv": np.full((3, 1), 0x77777777, np.int32)}
     source = {f"l.{name}.weight": normal(128, 128) for name in ("q_proj", "k_proj", "v_proj")}
     path = checkpoint(tmp_path / "model", tensors, fp8())
-    found = audit(path, source=checkpoint(tmp_path / "source", source)).findings
-    assert ("scale-packed", "l.qkv_proj.weight") in {(one.check, one.tensor) for one in found}
+    findings = audit(path, source=checkpoint(tmp_path / "source", source)).findings
+    assert ("scale-packed", "l.qkv_proj.weight") in {(finding.check, finding.tensor) for finding in findings}
 
 
 def test_a_finding_counts_the_blocks_that_have_it(tmp_path: Path) -> None:
     """Two of four scales have mantissa bits: the consumer's finding, and that of the configuration, are of those."""
     tensors = {"l.weight": codes(128, 512), "l.weight_scale_inv": f32([2**-9, 3 * 2**-10, 2**-9, 3 * 2**-11])}
     path = checkpoint(tmp_path / "model", tensors, fp8(scale_fmt="ue8m0"))
-    found = {one.check: one for one in audit(path, consumer="deep_gemm:b200").findings}
-    assert {(found[check].block, found[check].blocks) for check in ("scale-kind", "scale-format")} == {((0, 1), 2)}
+    findings = {finding.check: finding for finding in audit(path, consumer="deep_gemm:b200").findings}
+    assert {(findings[check].block, findings[check].blocks) for check in ("scale-kind", "scale-format")} == {
+        ((0, 1), 2)
+    }

@@ -20,13 +20,13 @@ from tests.clients.clients import CLIENTS, errors_of, is_installed, run_apart, r
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"one of {', '.join(CLIENTS)}")
     parser.add_argument("--json", type=Path, help="where to record")
     parser.add_argument("--verbose", action="store_true", help="what the libraries say, and tracebacks")
     parser.add_argument("--here", action="store_true", help="one client, in this process: the row alone, as JSON")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(words)
     if unknown := set(arguments.clients) - set(CLIENTS):
         parser.error(f"no script for {', '.join(sorted(unknown))}")
     if arguments.here:
@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
             failed = True
             continue
         errors = errors_of(row)
-        said = "\n  ".join(["fails", *errors]) if errors else "works"
-        print(f"{row['package']} {row['version']}: {said} ({row['seconds']} s)", flush=True)
+        verdict = "\n  ".join(["fails", *errors]) if errors else "works"
+        print(f"{row['package']} {row['version']}: {verdict} ({row['seconds']} s)", flush=True)
         failed |= bool(errors)
         if arguments.json:
             write(arguments.json, rows)

@@ -101,8 +101,8 @@ class Watch:
         }
 
 
-def _none(found: list[str], what: str) -> None:
-    assert not found, f"{len(found)} {what}: {', '.join(found[:5])}"
+def _none(names: list[str], fault: str) -> None:
+    assert not names, f"{len(names)} {fault}: {', '.join(names[:5])}"
 
 
 def _has_history(layer: f8.Float8Linear) -> bool:

@@ -60,8 +60,8 @@ def torchao() -> dict[str, Case]:
 
     def inference(x: torch.Tensor, block: Any) -> Result:
         granularity = {(1, None): PerRow(), (None, None): PerTensor()}.get(block) or PerBlock(list(block))
-        found = Float8Tensor.from_hp(x, granularity=granularity, kernel_preference=KernelPreference.TORCH)
-        return found.qdata, found.scale
+        tensor = Float8Tensor.from_hp(x, granularity=granularity, kernel_preference=KernelPreference.TORCH)
+        return tensor.qdata, tensor.scale
 
     def mx(mode: Any) -> Case:
         return lambda x, _: to_mx(x, E4M3, 32, mode)[::-1]
@@ -105,8 +105,8 @@ def transformers() -> dict[str, Case]:
     def run(scale_fmt: str) -> Case:
         def quantized(x: torch.Tensor, block: Any) -> Result:
             config = SimpleNamespace(weight_block_size=None if block[0] is None else block, scale_fmt=scale_fmt)
-            found = Fp8Quantize(SimpleNamespace(quantization_config=config))._quantize_one("l.weight", x)
-            return found["l.weight"], found["l.weight_scale_inv"]
+            tensor = Fp8Quantize(SimpleNamespace(quantization_config=config))._quantize_one("l.weight", x)
+            return tensor["l.weight"], tensor["l.weight_scale_inv"]
 
         return quantized
 
@@ -143,12 +143,12 @@ def modelopt() -> dict[str, Case]:
         rest: Any = {"axis": {(None, None): None, (1, None): 0}.get(block)}
         if block[1] is not None:
             rest = {"block_sizes": {-1: block[1]} | ({-2: block[0]} if block[0] > 1 else {})}
-        found, scale = FP8QTensor.quantize(x, **rest)
-        return found._quantized_data, scale
+        tensor, scale = FP8QTensor.quantize(x, **rest)
+        return tensor._quantized_data, scale
 
     def mxfp8(x: torch.Tensor, _: Any) -> Result:
-        found, scale = MXFP8QTensor.quantize(x)
-        return found._quantized_data, scale
+        tensor, scale = MXFP8QTensor.quantize(x)
+        return tensor._quantized_data, scale
 
     def fake(x: torch.Tensor, block: Any) -> Result:
         return fp8_eager(x, grid(x, block).abs().amax((1, 3)).reshape(-1, 1)), torch.zeros(0)
@@ -178,8 +178,8 @@ def jax_libraries() -> dict[str, Case]:
         tiles = {axis: size for axis, size in enumerate(block) if size not in (None, 1)}
         rows = (0,) if block[0] == 1 else ()
         qtype = "mxfp8" if block == (1, 32) else jnp.float8_e4m3fn
-        found = qarray.quantize_api(x, qtype, channelwise_axes=rows, tiled_axes=tiles)
-        return found.qvalue, found.scale
+        array = qarray.quantize_api(x, qtype, channelwise_axes=rows, tiled_axes=tiles)
+        return array.qvalue, array.scale
 
     compiled = {"flax_linen": flax, "qwix": qwix, "qwix_mxfp8": qwix}
     return {name: jax.jit(case, static_argnums=1) for name, case in compiled.items()} | {"qwix_eager_tensor": qwix}

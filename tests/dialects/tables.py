@@ -15,11 +15,11 @@ def tables(dtype: str) -> dict[str, NDArray[Any]]:
     random = np.random.default_rng(41)
     rows = random.standard_normal(SHAPE) * np.exp2(random.integers(-20, 12, (SHAPE[0], 1)))
     steps = np.exp2(random.integers(-6, 6, (SHAPE[0] // 128, SHAPE[1] // 32))).repeat(128, 0).repeat(32, 1)
-    found = {"random": (rows * steps).astype(np.float32), "nasty": _nasty(random), "near": _near(random)}
+    matrices = {"random": (rows * steps).astype(np.float32), "nasty": _nasty(random), "near": _near(random)}
     if dtype == "float16":
-        found = {name: x.clip(-65000, 65000) for name, x in found.items()}
+        matrices = {name: x.clip(-65000, 65000) for name, x in matrices.items()}
     with np.errstate(over="ignore"):
-        return {name: x.astype(DTYPES[dtype]) for name, x in (found | {"special": _special()}).items()}
+        return {name: x.astype(DTYPES[dtype]) for name, x in (matrices | {"special": _special()}).items()}
 
 
 def _nasty(random: np.random.Generator) -> NDArray[np.float32]:

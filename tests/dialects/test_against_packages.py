@@ -59,7 +59,7 @@ TABLES = {(dtype, table): x for dtype in load("tables").DTYPES for table, x in l
 def bytes_of_packages(folder: Path) -> dict[str, Array]:
     """`TABLE/DTYPE/DIALECT/BLOCK/codes` and `/scale` -> bytes of the package; its checkpoints go into the folder."""
     out = folder / "out.npz"
-    blocks = {name: [block for block in one.blocks if block != COLUMN] for name, one in COMPARED.items()}
+    blocks = {name: [block for block in dialect.blocks if block != COLUMN] for name, dialect in COMPARED.items()}
     paths = [str(HERE), *sys.path, str(Path(sys.prefix, "stacks"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_NUMPY_RANK_PROMOTION": "allow"}
     command = [sys.executable, str(HERE / "packages.py"), str(out), json.dumps(blocks), str(folder)]
@@ -155,7 +155,7 @@ def test_every_byte_and_no_finding(tmp_path: Path) -> None:
             with_corners.add(name)
     assert apart == {}, "(codes, scales) that differ"
     assert with_corners == CORNERS.keys(), "a corner is what the tables show, and no more"
-    assert [one for one in PLANTED if sum(differences(one, packages)[:2]) == 0] == []
+    assert [dialect for dialect in PLANTED if sum(differences(dialect, packages)[:2]) == 0] == []
     assert_clean(tmp_path)
 
 

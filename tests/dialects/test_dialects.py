@@ -79,7 +79,7 @@ def test_codes_of_zero_blocks_and_nans() -> None:
 def test_mx_rules_over_the_mantissas_of_bfloat16() -> None:
     """How many of the 128 give another power of two than rounding amax / 448 up."""
     amax = np.arange(0x3F80, 0x4000, dtype=np.uint16).view(BF16).astype(np.float32)
-    scales = {name: bits(stored(amax, one, BF16)) for name, one in RULES.items() if "mx" in name}
+    scales = {name: bits(stored(amax, dialect, BF16)) for name, dialect in RULES.items() if "mx" in name}
     reference = scales["torchao_mx_rceil"]
     apart = {name: int((of != reference).sum()) for name, of in scales.items() if of.dtype == np.uint8}
     assert apart == {
@@ -197,14 +197,14 @@ def test_text_of_torch(device: str) -> None:
             name = f"{name}_cuda" if device == "cuda" and f"{name}_cuda" in DIALECTS else name
             blocks = tensor.view(256 // (rows or 256), rows or 256, 384 // (k or 384), k or 384)
             values, scale = text(blocks, blocks.abs().amax((1, 3), keepdim=True))
-            found = quantize(tensor, name, block=(rows, k))
-            apart = found.scale != scale[:, 0, :, 0]
+            made = quantize(tensor, name, block=(rows, k))
+            apart = made.scale != scale[:, 0, :, 0]
             if name == "fbgemm_torch" and dtype != torch.float32:  # its caveat: zeros in 16 bits
                 assert apart[0, 0]
                 apart[0, 0] = False
             assert not apart.any(), name
             codes = values.to(torch.float8_e4m3fn).view(256, 384)
-            assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8)), name
+            assert torch.equal(made.codes.view(torch.uint8), codes.view(torch.uint8)), name
 
 
 def test_under_a_compiler_of_torch() -> None:
@@ -243,10 +243,10 @@ def test_partial_blocks(shape: tuple[int, int], block: Block, monkeypatch: pytes
             codes[part] = bits(f8emu.numpy.cast(x[part].astype(np.float32) * t, "float8_e4m3fn"))
     for band in (1, 200, 1 << 19):
         monkeypatch.setattr(arithmetic, "_BAND", band)
-        found = quantize(x, dialect)
-        assert (bits(found.codes) == codes).all() and (found.scale == scale).all() and found.scale.shape == grid
-        values = dequantize(found.codes, found.scale, dialect, out_dtype="float32")
-        expected = f8emu.numpy.decode(found.codes) * scale.repeat(rows, 0).repeat(k, 1)[: shape[0], : shape[1]]
+        made = quantize(x, dialect)
+        assert (bits(made.codes) == codes).all() and (made.scale == scale).all() and made.scale.shape == grid
+        values = dequantize(made.codes, made.scale, dialect, out_dtype="float32")
+        expected = f8emu.numpy.decode(made.codes) * scale.repeat(rows, 0).repeat(k, 1)[: shape[0], : shape[1]]
         assert (values == expected).all()
 
 
@@ -255,10 +255,10 @@ def test_the_cast_is_the_oracles() -> None:
     x = np.arange(1 << 16, dtype=np.uint16).view(BF16).astype(np.float32)
     x = np.concatenate([(bits(x) + np.uint32(step)).view(np.float32) for step in (0, 1, 0xFFFF)])
     scale = np.ones((1, 1), np.float32)
-    found = quantize(
+    made = quantize(
         x.reshape(1, -1), replace(DIALECTS["vllm_static"], code=DIALECTS["torchao_inference"].code), scale=scale
     )
-    assert (bits(found.codes)[0] == bits(f8emu.numpy.cast(x, "float8_e4m3fn"))).all()
+    assert (bits(made.codes)[0] == bits(f8emu.numpy.cast(x, "float8_e4m3fn"))).all()
 
 
 NAMES = "vllm_group torchao_rowwise compressed_tensors_block transformers_block_ue8m0 modelopt_qtensor"
@@ -276,10 +276,10 @@ def test_libraries_agree(name: str) -> None:
     tensor = interop.to_torch(x)
     of_torch = quantize(tensor.t().contiguous().t(), name)  # strides of a transpose
     compiled = jax.jit(lambda x: quantize(x, name))
-    for found in (of_torch, quantize(interop.to_jax(x), name), compiled(interop.to_jax(x))):
-        assert type(found.codes) in (torch.Tensor, type(interop.to_jax(x))), "arrays of x's library"
-        again = dequantize(found.codes, found.scale, name, out_dtype="bfloat16")
-        for theirs, ours in ((found.codes, mine.codes), (found.scale, mine.scale), (again, back)):
+    for made in (of_torch, quantize(interop.to_jax(x), name), compiled(interop.to_jax(x))):
+        assert type(made.codes) in (torch.Tensor, type(interop.to_jax(x))), "arrays of x's library"
+        again = dequantize(made.codes, made.scale, name, out_dtype="bfloat16")
+        for theirs, ours in ((made.codes, mine.codes), (made.scale, mine.scale), (again, back)):
             array = interop.to_numpy(theirs)
             assert array.dtype == ours.dtype and (bits(array) == bits(ours)).all()
     assert torch.equal(tensor, interop.to_torch(x)), "x is only read"
@@ -290,9 +290,9 @@ def test_given_scales() -> None:
     for name in ("vllm_static", "vllm_group", "torchao_rowwise_float"):
         block = DIALECTS[name].blocks[0] if DIALECTS[name].scale else GROUP
         of = "vllm_group" if name == "vllm_static" else name
-        own = quantize(x, of)
-        given = quantize(x, name, block=block, scale=own.scale)
-        assert (bits(own.codes) == bits(given.codes)).all() and given.scale is own.scale
+        made = quantize(x, of)
+        again = quantize(x, name, block=block, scale=made.scale)
+        assert (bits(made.codes) == bits(again.codes)).all() and again.scale is made.scale
 
 
 def test_fused_shards() -> None:
@@ -331,14 +331,17 @@ def test_refusals(case: str) -> None:
 
 
 def test_the_table() -> None:
-    assert all(name == one.name and dialect_by_name(one) is one for name, one in DIALECTS.items())
-    assert len({(one.stack, one.formula, one.blocks, one.stored, one.source) for one in DIALECTS.values()}) == len(
-        DIALECTS
-    )
-    for one in DIALECTS.values():
-        assert hash(one) == hash(replace(one)) and one.blocks and one.source and one.formula
-        assert ("==" in one.version) or not one.is_compared, "a compared package has a version that pip knows"
-        assert bool(one.scale_ulps or one.code_steps) <= bool(one.caveat), "a bound has a reason"
+    assert all(name == dialect.name and dialect_by_name(dialect) is dialect for name, dialect in DIALECTS.items())
+    assert len(
+        {
+            (dialect.stack, dialect.formula, dialect.blocks, dialect.stored, dialect.source)
+            for dialect in DIALECTS.values()
+        }
+    ) == len(DIALECTS)
+    for dialect in DIALECTS.values():
+        assert hash(dialect) == hash(replace(dialect)) and dialect.blocks and dialect.source and dialect.formula
+        assert ("==" in dialect.version) or not dialect.is_compared, "a compared package has a version that pip knows"
+        assert bool(dialect.scale_ulps or dialect.code_steps) <= bool(dialect.caveat), "a bound has a reason"
 
 
 def test_those_said_to_have_run_on_a_gpu_did() -> None:
@@ -358,7 +361,9 @@ def test_those_said_to_have_run_on_a_gpu_did() -> None:
     whole |= {
         case["activations"] for case in served["cases"] if not any(layer[p] for layer in case["layers"] for p in parts)
     }
-    assert {name for name, one in DIALECTS.items() if one.gpu} == whole, f"on an H100: {' '.join(sorted(whole))}"
+    assert {name for name, dialect in DIALECTS.items() if dialect.gpu} == whole, (
+        f"on an H100: {' '.join(sorted(whole))}"
+    )
     for name in whole:
         exact = [case for case in found.get(name, ()) if case["verdict"] == "equal"] or name not in found
         assert exact or DIALECTS[name].code_steps, f"{name} claims exactness; its kernels were never equal"

@@ -41,13 +41,13 @@ def expected(
 
 def assert_same_bits(observed: Any, wanted: Any) -> None:
     """Dtype, shape and every bit, a NaN being like any other."""
-    found, right = np.asarray(observed), np.asarray(wanted)
-    assert found.dtype == right.dtype and found.shape == right.shape
-    wrong = np.flatnonzero(_bits(found) != _bits(right))
-    assert not wrong.size, f"{wrong.size} of {found.size} differ, first at {wrong[:5]}"
+    array, right = np.asarray(observed), np.asarray(wanted)
+    assert array.dtype == right.dtype and array.shape == right.shape
+    wrong = np.flatnonzero(_bits(array) != _bits(right))
+    assert not wrong.size, f"{wrong.size} of {array.size} differ, first at {wrong[:5]}"
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    found = np.ascontiguousarray(x).reshape(-1).view(f"u{x.itemsize}").copy()
-    found[np.isnan(x.astype(np.float32)).reshape(-1)] = np.iinfo(found.dtype).max
-    return found
+    codes = np.ascontiguousarray(x).reshape(-1).view(f"u{x.itemsize}").copy()
+    codes[np.isnan(x.astype(np.float32)).reshape(-1)] = np.iinfo(codes.dtype).max
+    return codes

@@ -37,12 +37,12 @@ SIZES = (72, 80, 48)
 
 def tensors(m: int, k: int, n: int) -> Arrays:
     """input [M, K], kernel [K, N] and grad_output [M, N], whose magnitudes grow: each part has another amax."""
-    found = []
+    drawn = []
     for seed, (rows, columns) in enumerate(((m, k), (k, n), (m, n))):
         size = np.exp2(4 * np.arange(rows) / rows)[:, None] * np.exp2(4 * np.arange(columns) / columns)
         values = draw(rows, columns, seed=seed, dtype="float32") * size.astype(np.float32)
-        found.append(values.astype(jnp.dtype(jnp.bfloat16)))
-    return found[0], found[1], found[2]
+        drawn.append(values.astype(jnp.dtype(jnp.bfloat16)))
+    return drawn[0], drawn[1], drawn[2]
 
 
 def oracle(recipe: Recipe, arrays: Arrays, parts: Mapping[str, int]) -> tuple[Arrays, list[np.float32]]:
@@ -117,23 +117,23 @@ def placed(mesh: Mesh, arrays: Any, specs: Any) -> list[Any]:
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
 
 
-def assert_right(found: Any, recipe: Recipe, arrays: Arrays, parts: Mapping[str, int]) -> None:
+def assert_right(results: Any, recipe: Recipe, arrays: Arrays, parts: Mapping[str, int]) -> None:
     wanted, amaxes = oracle(recipe, arrays, parts)
-    for name, observed, right in zip(NAMES, found, wanted, strict=False):
+    for name, observed, right in zip(NAMES, results, wanted, strict=False):
         try:
             assert_same_bits(observed, right)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
     if amaxes:
-        assert [float(of.amax_history[0]) for of in found[3]] == amaxes
-        assert all(not np.asarray(of.amax_history[1:]).any() and float(of.inv_scale) == 1 for of in found[3])
+        assert [float(of.amax_history[0]) for of in results[3]] == amaxes
+        assert all(not np.asarray(of.amax_history[1:]).any() and float(of.inv_scale) == 1 for of in results[3])
 
 
 def gathers(text: str) -> list[tuple[str, tuple[int, ...]]]:
     """dtype and shape of every all-gather of a compiled program."""
     lines = re.findall(r"= (.*?) all-gather(?:-start)?\(", text)
-    found = [a for line in lines for a in re.findall(r"(\w+)\[([\d,]*)\]", line)]
-    return [(dtype, tuple(int(n) for n in shape.split(",") if n)) for dtype, shape in found]
+    arrays = [a for line in lines for a in re.findall(r"(\w+)\[([\d,]*)\]", line)]
+    return [(dtype, tuple(int(n) for n in shape.split(",") if n)) for dtype, shape in arrays]
 
 
 def assert_gathers_codes(text: str, at_least: int) -> None:
@@ -166,12 +166,12 @@ def by_xla(
     way = "gather" if parts is None else "sum"
     options: dict[str, Any] = {"out_sharding": of_y} if explicit else {}
     run = functools.partial(step, layer(spec, sharded_k=way, **options))
-    given = *placed(mesh, arrays, (specs[0], specs[1], specs[2])), state_of(spec)
+    operands = *placed(mesh, arrays, (specs[0], specs[1], specs[2])), state_of(spec)
     shardings = (of_y, of_x, of_w, NamedSharding(mesh, P()))
-    program = jit(run, **({} if explicit else {"out_shardings": shardings})).lower(*given).compile()
-    found = program(*given)
-    assert [x.sharding.is_equivalent_to(s, 2) for x, s in zip(found, shardings[:3], strict=False)] == [True] * 3
-    assert_right(found, spec, arrays, parts or {})
+    program = jit(run, **({} if explicit else {"out_shardings": shardings})).lower(*operands).compile()
+    results = program(*operands)
+    assert [x.sharding.is_equivalent_to(s, 2) for x, s in zip(results, shardings[:3], strict=False)] == [True] * 3
+    assert_right(results, spec, arrays, parts or {})
     # A program that is told to gather codes along K gathers products too.
     if parts is not None:
         assert_gathers_codes(program.as_text(), gathered)
@@ -207,9 +207,9 @@ def by_hand(
             in_specs=(*specs, P()),
             out_specs=(specs[2], specs[0], specs[1], P()),
         )
-    given = *placed(mesh, arrays, specs), state_of(spec)
-    program = f8.jit(run).lower(*given).compile()
-    assert_right(program(*given), spec, arrays, parts)
+    operands = *placed(mesh, arrays, specs), state_of(spec)
+    program = f8.jit(run).lower(*operands).compile()
+    assert_right(program(*operands), spec, arrays, parts)
     assert_gathers_codes(program.as_text(), gathered)
 
 
@@ -220,8 +220,8 @@ def planted_local_scales() -> None:
     for in_specs, is_right in ((None, False), ((P(), P()), False), ((P(DATA), P()), True)):
         part = layer(spec, in_specs=in_specs)
         run = jax.shard_map(lambda x, w: part(x, w, None), mesh=mesh, in_specs=(P(DATA), P()), out_specs=P(DATA))  # noqa: B023
-        found = np.asarray(jax.jit(run)(*arrays[:2]))
-        assert (found.view(np.uint16) == wanted.view(np.uint16)).all() == is_right
+        observed = np.asarray(jax.jit(run)(*arrays[:2]))
+        assert (observed.view(np.uint16) == wanted.view(np.uint16)).all() == is_right
 
 
 def training() -> None:

@@ -35,11 +35,11 @@ TRITON = "@__gpu$xla.gpu.triton"
 def operands(pair: tuple[Granularity, Granularity], m: int, n: int, k: int) -> list[np.ndarray]:
     """Codes of -2 to 2, and scales that differ between the blocks of a row and between neighbouring rows."""
     random = np.random.default_rng((m, n, k))
-    found = [reference.cast(random.integers(-2, 3, (rows, k)).astype(np.float32), E4M3FN) for rows in (m, n)]
+    arrays = [reference.cast(random.integers(-2, 3, (rows, k)).astype(np.float32), E4M3FN) for rows in (m, n)]
     for granularity, rows in zip(pair, (m, n), strict=True):
         row, block = np.indices(granularity.scale_shape(rows, k))
-        found.append(np.exp2((3 * row + 2 * block) % 7 - 3).astype(np.float32))
-    return found
+        arrays.append(np.exp2((3 * row + 2 * block) % 7 - 3).astype(np.float32))
+    return arrays
 
 
 def found_by_kernel(
@@ -76,8 +76,8 @@ def test_scales_meet_their_blocks(
     wanted = reference.scaled_mm(
         a, b.T, scale_a, scale_b.T, granularity_a=kinds[0], granularity_b=kinds[1], out_dtype=out, split_k=split_k
     )
-    found = found_by_kernel(arrays, kinds, out, split_k, transposed, launch=launch)
-    assert_same_bits(found, wanted.T if transposed else wanted)
+    observed = found_by_kernel(arrays, kinds, out, split_k, transposed, launch=launch)
+    assert_same_bits(observed, wanted.T if transposed else wanted)
 
 
 def test_order_of_two_vector_scales() -> None:
@@ -85,8 +85,8 @@ def test_order_of_two_vector_scales() -> None:
     a, b = (reference.cast(np.ones((rows, 128), np.float32), E4M3FN) for rows in (2, 3))
     scales = [np.full((rows, 1), scale, np.float32) for rows, scale in ((2, 2.0**125), (3, 2.0**-125))]
     for transposed in (False, True):
-        found = found_by_kernel([a, b, *scales], (VECTOR, VECTOR), FLOAT32, 1, transposed, launch=SMALL)
-        assert np.isposinf(found).all()
+        observed = found_by_kernel([a, b, *scales], (VECTOR, VECTOR), FLOAT32, 1, transposed, launch=SMALL)
+        assert np.isposinf(observed).all()
 
 
 def test_every_tile_has_one_program() -> None:
@@ -138,9 +138,9 @@ def test_what_triton_is_given(pair: str, monkeypatch: pytest.MonkeyPatch) -> Non
     lower = lowering.lower_jaxpr_to_triton_module
 
     def seen(*args: Any, **options: Any) -> Any:
-        found = lower(*args, **options)
-        texts.append(str(found.module))
-        return found
+        lowered_module = lower(*args, **options)
+        texts.append(str(lowered_module.module))
+        return lowered_module
 
     monkeypatch.setattr(lowering, "lower_jaxpr_to_triton_module", seen)
     lowered(PAIRS[pair], 640, 512, 256)

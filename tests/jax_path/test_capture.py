@@ -52,8 +52,10 @@ def test_a_jax_capture_equals_that_of_torch(tmp_path: Path) -> None:
     capturing.close()
     assert capturing.is_done and len(capturing.written) == 2 and not capturing.left_out
     assert {step.header.reason for step in read_capture(tmp_path / "jax")} == {"the loss jumped"}
-    found = replay(read_capture(tmp_path / "jax"))
-    assert found.is_equal and not found.not_replayed and found.gemms == 6, [one.line() for one in found.findings]
+    replayed = replay(read_capture(tmp_path / "jax"))
+    assert replayed.is_equal and not replayed.not_replayed and replayed.gemms == 6, [
+        finding.line() for finding in replayed.findings
+    ]
 
     layers = torch.nn.ModuleDict({"up": torch.nn.Linear(48, 80, bias=False)}).bfloat16()
     convert_to_float8_training(layers, config=recipe_by_name("rowwise"))
@@ -65,7 +67,7 @@ def test_a_jax_capture_equals_that_of_torch(tmp_path: Path) -> None:
         of_torch.step()
     assert of_torch.is_done
     parts = diff_captures(read_capture(tmp_path / "torch"), read_capture(tmp_path / "jax"))
-    assert parts.is_equal and parts.stages == 2 * (3 + 3 * 5), [one.line() for one in parts.divergences]
+    assert parts.is_equal and parts.stages == 2 * (3 + 3 * 5), [finding.line() for finding in parts.divergences]
     assert "framework: torch / jax" in parts.context
 
 
@@ -88,8 +90,8 @@ def test_a_chip_without_a_plan_is_captured_without_a_split(tmp_path: Path) -> No
     (step,) = read_capture(tmp_path)
     (record,) = (one.record for one in step.records if isinstance(one.record, GemmRecord))
     assert (record.split_k, record.split_k_source, record.chip) == (1, "unknown", "Ada")
-    found = replay([step])
-    assert found.is_equal and not found.not_replayed, [one.line() for one in found.findings]
+    replayed = replay([step])
+    assert replayed.is_equal and not replayed.not_replayed, [one.line() for one in replayed.findings]
 
 
 def test_a_ring_without_tensors_looks_at_them_all_the_same(tmp_path: Path) -> None:

@@ -37,12 +37,12 @@ def drawn(rows: int, k: int) -> np.ndarray:
 
 def test_scaled_mm_of_another_chip() -> None:
     a, b = (jnp.asarray(drawn(rows, 160)).astype("float8_e4m3fn") for rows in (16, 32))
-    one = jnp.full((1, 1), 0.75)
+    scale = jnp.full((1, 1), 0.75)
     options: dict[str, Any] = {"out_dtype": "float32", "use_fast_accum": True, "chip": ADA}
-    expected = reference.scaled_mm(np.asarray(a), np.asarray(b).T, np.asarray(one), np.asarray(one), **options)
-    assert is_same(f8.scaled_mm(a, b.T, one, one, **options), expected)
-    assert is_same(jax.jit(lambda *x: f8.scaled_mm(*x, **options))(a, b.T, one, one), expected)
-    assert not is_same(f8.scaled_mm(a, b.T, one, one, out_dtype="float32", use_fast_accum=True), expected)
+    expected = reference.scaled_mm(np.asarray(a), np.asarray(b).T, np.asarray(scale), np.asarray(scale), **options)
+    assert is_same(f8.scaled_mm(a, b.T, scale, scale, **options), expected)
+    assert is_same(jax.jit(lambda *x: f8.scaled_mm(*x, **options))(a, b.T, scale, scale), expected)
+    assert not is_same(f8.scaled_mm(a, b.T, scale, scale, out_dtype="float32", use_fast_accum=True), expected)
 
 
 def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,11 +50,11 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
     monkeypatch.setattr(planned, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, jax.devices()[0]))
     monkeypatch.setattr(ask, "split_k_at_hand", lambda gemm: Split(2, Source.ASKED))
     a, b = (jnp.asarray(drawn(rows, 8192)).astype("float8_e4m3fn") for rows in (8, 64))
-    one = jnp.ones((1, 1))
+    unit = jnp.ones((1, 1))
     options: dict[str, Any] = {"out_dtype": "float32", "use_fast_accum": True, "engine": "emulated"}
-    found = {s: f8.scaled_mm(a, b.T, one, one, **options, split_k=s) for s in (None, 2, 3)}
-    assert is_same(found[None], found[2]) and not is_same(found[None], found[3])
-    assert is_same(f8.jit(lambda *xs: f8.scaled_mm(*xs, **options))(a, b.T, one, one), found[2])
+    products = {s: f8.scaled_mm(a, b.T, unit, unit, **options, split_k=s) for s in (None, 2, 3)}
+    assert is_same(products[None], products[2]) and not is_same(products[None], products[3])
+    assert is_same(f8.jit(lambda *xs: f8.scaled_mm(*xs, **options))(a, b.T, unit, unit), products[2])
     a, b = a.astype("bfloat16"), b.T.astype("bfloat16")
     assert is_same(*(f8.mm(a, b, out_dtype="float32", engine="emulated", split_k=s) for s in (None, 2)))
     assert planned.is_at_hand(HOPPER)
@@ -89,10 +89,10 @@ def test_dot_general_follows_the_chip_of_its_recipe() -> None:
     dot = f8.dot_general(recipe)
     output, pull = jax.vjp(lambda x, w: dot(x, w, (((1,), (1,)), ((), ()))), x, weight)
     gradients = pull(jnp.asarray(grad))
-    for found, trace in zip(
+    for observed, trace in zip(
         (output, *gradients), (expected.output, expected.grad_input, expected.grad_weight), strict=True
     ):
-        assert is_same(found, trace.product)
+        assert is_same(observed, trace.product)
 
 
 def test_what_is_said_and_refused() -> None:

@@ -76,9 +76,9 @@ def test_50_steps_beside_torch() -> None:
         model.weight.grad = None
         output = model(x_torch.requires_grad_())
         output.backward(g_torch)
-        found, amaxes = step(x, w, g, state)
+        results, amaxes = step(x, w, g, state)
         of_torch: Any = (output.detach(), x_torch.grad, model.weight.grad)
-        for observed, tensor in zip(found, of_torch, strict=True):
+        for observed, tensor in zip(results, of_torch, strict=True):
             assert_same_bits(observed, tensor.view(torch.uint16).numpy().view(x.dtype))
         # 2. The state.
         f8_torch.sync_float8_amax_and_scale_history(plain)
@@ -105,15 +105,15 @@ def test_settled_states_and_accumulation() -> None:
     assert [float(of.amax_history[0]) for of in state] == np.max(amaxes, axis=0).tolist()
     settled = linear_delayed_settled(state)
     assert all(of.initialized is None for of in settled)
-    (wanted, of_flags), (found, of_settled) = step(*tensors(2), state), step(*tensors(2), settled)
-    for observed, right in zip(found, wanted, strict=True):
+    (wanted, of_flags), (results, of_settled) = step(*tensors(2), state), step(*tensors(2), settled)
+    for observed, right in zip(results, wanted, strict=True):
         assert_same_bits(observed, right)
     assert jax.tree.structure(of_settled) == jax.tree.structure(settled)
     updated = linear_delayed_update(settled, of_settled)
     assert all(of.initialized is None for of in updated)
-    for one, other in zip(updated, linear_delayed_update(state, of_flags), strict=True):
-        assert_same_bits(one.inv_scale, other.inv_scale)
-        assert_same_bits(one.amax_history, other.amax_history)
+    for of_settled_state, other in zip(updated, linear_delayed_update(state, of_flags), strict=True):
+        assert_same_bits(of_settled_state.inv_scale, other.inv_scale)
+        assert_same_bits(of_settled_state.amax_history, other.amax_history)
 
 
 def test_amaxes_are_of_the_casts_that_were_made() -> None:
@@ -135,11 +135,11 @@ def test_one_state_for_several_uses_and_overwriting() -> None:
         return sum(multiply(x * 2**i, w, s, WEIGHT).astype(jnp.float32).sum() for i, s in enumerate(uses))
 
     gradient, _ = jax.grad(total, argnums=(0, 1))(state, jnp.asarray(x))
-    one = np.float32(1)
+    unit = np.float32(1)
     amaxes = Float8State(
         *(
             DelayedState(jnp.zeros(16).at[0].set(amax), jnp.zeros(()), jnp.zeros(()))
-            for amax in (np.abs(x.astype(np.float32)).max() * 2, np.abs(w.astype(np.float32)).max(), one)
+            for amax in (np.abs(x.astype(np.float32)).max() * 2, np.abs(w.astype(np.float32)).max(), unit)
         )
     )
     jax.tree.map(assert_same_bits, gradient, linear_delayed_update(state, amaxes))

@@ -62,14 +62,14 @@ def layer(recipe: Recipe | str = TENSORWISE, numbers: Any = WEIGHT, **options: A
 def stack() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """Three tensorwise layers, and the oracle's output, grad_input and grad_weight of each, stacked."""
     x, w, g = operands()
-    found = [expected(TENSORWISE, *of_layer) for of_layer in zip(x, w, g, strict=True)]
-    return (x, w, g), tuple(map(np.stack, zip(*found, strict=True)))
+    layers = [expected(TENSORWISE, *of_layer) for of_layer in zip(x, w, g, strict=True)]
+    return (x, w, g), tuple(map(np.stack, zip(*layers, strict=True)))
 
 
 def test_signature_is_that_of_jax() -> None:
-    own = list(inspect.signature(f8.dot_general(TENSORWISE)).parameters.values())
+    ours = list(inspect.signature(f8.dot_general(TENSORWISE)).parameters.values())
     wanted = list(inspect.signature(jax.lax.dot_general).parameters.values())
-    assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in wanted]
+    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in wanted]
 
 
 def test_function_is_static_data() -> None:
@@ -96,15 +96,15 @@ def test_many_layers_at_once(manner: str) -> None:
     """A batch, which is a vmap, and a scan are of layers, each with its own scales."""
     arrays, wanted = stack()
     if manner == "batch dimensions":
-        found = passes(layer(numbers=(((2,), (2,)), ((0,), (0,)))), *arrays)
+        results = passes(layer(numbers=(((2,), (2,)), ((0,), (0,)))), *arrays)
     else:
 
         def all_layers(x: Any, w: Any) -> Any:
-            one = jax.checkpoint(layer())
-            return jax.lax.scan(lambda carry, of_layer: (carry, one(*of_layer)), 0, (x, w))[1]
+            checkpointed = jax.checkpoint(layer())
+            return jax.lax.scan(lambda carry, of_layer: (carry, checkpointed(*of_layer)), 0, (x, w))[1]
 
-        found = f8.jit(functools.partial(passes, all_layers))(*arrays)
-    for observed, right in zip(found, wanted, strict=True):
+        results = f8.jit(functools.partial(passes, all_layers))(*arrays)
+    for observed, right in zip(results, wanted, strict=True):
         assert_same_bits(observed, right)
 
 
@@ -112,8 +112,8 @@ def test_any_dimensions_mean_the_same_layer() -> None:
     """Contracting dimensions in any place and number, einsum, transposed operands: the bits of the plain layer."""
     (x, w, g), (y, dx, dw) = ([a[0] for a in arrays] for arrays in stack())
     # 1. A kernel [K, N], and an input [K, M]: gradients come in the same layouts.
-    found = passes(layer(numbers=(((0,), (0,)), ((), ()))), x.T.copy(), w.T.copy(), g)
-    for observed, right in zip(found, (y, dx.T, dw.T), strict=True):
+    results = passes(layer(numbers=(((0,), (0,)), ((), ()))), x.T.copy(), w.T.copy(), g)
+    for observed, right in zip(results, (y, dx.T, dw.T), strict=True):
         assert_same_bits(observed, right)
     # 2. Two contracting dimensions, in another order on each side, between free ones.
     x_4 = x.reshape(3, 11, 7, 10).transpose(0, 3, 1, 2)  # [3, 10, 11, 7]
@@ -149,8 +149,8 @@ def test_with_64_bit_types() -> None:
     x, w, g = (a[0] for a in operands("float16", layers=1))
     wanted = expected(ROWWISE, x, w, g)
     with jax.enable_x64(True):
-        found = passes(layer(ROWWISE), *map(jnp.asarray, (x, w, g)))
-    for observed, right in zip(found, wanted, strict=True):
+        results = passes(layer(ROWWISE), *map(jnp.asarray, (x, w, g)))
+    for observed, right in zip(results, wanted, strict=True):
         assert_same_bits(observed, right)
 
 
@@ -190,29 +190,29 @@ def test_a_widening_layer_keeps_its_input(recipe: Recipe, monkeypatch: pytest.Mo
     defers = recipe not in (BLOCKWISE, ROWWISE_WITH_GW_HP)  # casts both operands at once; does not cast that one
     for widening, is_transposed in ((2 * K, False), (2 * K + 1, False), (2 * K + 1, True)):
         x, w, g = (draw(*shape, seed=i) for i, shape in enumerate(((M, K), (widening, K), (M, widening))))
-        given = (x.T, w.T) if is_transposed else (x, w)
+        operands = (x.T, w.T) if is_transposed else (x, w)
         step, state = layer_with_state(recipe, TRANSPOSED if is_transposed else WEIGHT)
         # 1. What is kept, and what waits for the gradient: the weight, and such an input.
         is_kept = defers and widening > 2 * K
-        _, pull = jax.eval_shape(functools.partial(jax.vjp, step), *given, state)
+        _, pull = jax.eval_shape(functools.partial(jax.vjp, step), *operands, state)
         codes = [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.dtype.itemsize == 1]
         assert codes == ([] if is_kept or recipe is ROWWISE_WITH_GW_HP else [(K, M)])
         barriers = equations(jax.make_jaxpr(lambda pull, g: pull(g))(pull, g), "optimization_barrier")
         pairs = [eqn.invars for eqn in barriers if len(eqn.invars) == 2]
         waiting = [x.aval.shape for x, after in pairs if after.aval.shape == g.shape]
-        assert sorted(waiting) == sorted(given[i].shape for i in ((0, 1) if is_kept else (1,)))
+        assert sorted(waiting) == sorted(operands[i].shape for i in ((0, 1) if is_kept else (1,)))
         # 2. The bits.
         if not is_kept:
             continue
-        output, pull = jax.vjp(step, *given, state)
-        found = (output, *pull(g))
+        output, pull = jax.vjp(step, *operands, state)
+        results = (output, *pull(g))
         with monkeypatch.context() as patched:
             patched.setattr(matmul, "keeps_input", lambda *_: False)
-            output, pull = jax.vjp(step, *given, state)
-        jax.tree.map(assert_same_bits, found, (output, *pull(g)))
+            output, pull = jax.vjp(step, *operands, state)
+        jax.tree.map(assert_same_bits, results, (output, *pull(g)))
         if recipe.delayed is None:
             d_weight = expected(recipe, x, w, g)[2]
-            assert_same_bits(found[2], d_weight.T if is_transposed else d_weight)
+            assert_same_bits(results[2], d_weight.T if is_transposed else d_weight)
 
 
 def layer_with_state(recipe: Recipe, numbers: Any) -> tuple[Callable[..., Any], Any]:
@@ -225,12 +225,12 @@ def layer_with_state(recipe: Recipe, numbers: Any) -> tuple[Callable[..., Any], 
 
 def equations(jaxpr: Any, primitive: str) -> list[Any]:
     """Those of a primitive, in programs inside of the program too."""
-    found = []
+    matching = []
     for eqn in jaxpr.eqns:
-        found += [eqn] if eqn.primitive.name == primitive else []
+        matching += [eqn] if eqn.primitive.name == primitive else []
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            found += equations(inner, primitive) if hasattr(inner, "eqns") else []
-    return found
+            matching += equations(inner, primitive) if hasattr(inner, "eqns") else []
+    return matching
 
 
 def lowered(recipe: Recipe, jit: Any, platform: str, **options: Any) -> str:
@@ -275,16 +275,16 @@ def test_nothing_that_follows_joins_a_gemm(recipe: Recipe) -> None:
     text = lowered(recipe, f8.jit, "cuda")
     for dot in re.finditer(r"(%\w+) = stablehlo\.dot_general .* -> tensor<\w*xbf16>", text):
         name, end = dot[1], dot.end()
-        found: list[str] = []
-        while not found or found[-1] in ("multiply", "LayoutConstraint", "slice"):
+        users: list[str] = []
+        while not users or users[-1] in ("multiply", "LayoutConstraint", "slice"):
             user = re.compile(rf"(%\w+) = stablehlo\.(?:custom_call @)?(\w+).*{name}\b.*").search(text, end)
             assert user is not None
             assert user[2] != "LayoutConstraint" or "result_layouts = [dense<[1, 0]>" in user[0]
             name, end = user[1], user.end()
-            found.append(user[2])
+            users.append(user[2])
         # A folded factor needs a product that is laid as rows.
-        assert (found[0] == "multiply") == (found[1:2] == ["LayoutConstraint"])
-        ends.append(found[-1])
+        assert (users[0] == "multiply") == (users[1:2] == ["LayoutConstraint"])
+        ends.append(users[-1])
     high = sum(gemm.is_high_precision for gemm in recipe.gemms.values())
     scaled = {"tensorwise": 3, "delayed": 3}.get(recipe.name, 0)
     assert ends.count("optimization_barrier") == scaled + high
@@ -406,10 +406,10 @@ def test_out_sharding() -> None:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     (x, w, _), (y, *_) = ([a[0] for a in arrays] for arrays in stack())
     with jax.set_mesh(mesh):
-        found = jax.jit(
+        observed = jax.jit(
             lambda x, w: f8.dot_general(TENSORWISE)(x, w, WEIGHT, out_sharding=PartitionSpec("data", None))
         )(x, w)
-    assert_same_bits(found, y)
+    assert_same_bits(observed, y)
 
 
 def test_our_jit_lends_its_methods_to_nobody() -> None:

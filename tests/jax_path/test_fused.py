@@ -66,11 +66,11 @@ def test_kernels_under_given_scales_equal_plain(shape, dtype, format) -> None:
     x, how = jnp.asarray(drawn(shape, dtype)), {"format": format, "launch": SMALL}
     scales = {None: None, "one": inv_scales(1, 1), "rows": inv_scales(shape[0], 2), "cols": inv_scales(shape[1], 3)}
     for names in GIVEN.values():
-        given = [scales[name] for name in names]
-        assert_same_bits(kernels.cast_pair(x, *given, **how), casts.cast_pair(x, format, *given))
+        factors = [scales[name] for name in names]
+        assert_same_bits(kernels.cast_pair(x, *factors, **how), casts.cast_pair(x, format, *factors))
     for sides in ({"rows": True, "cols": True}, {"rows": False, "cols": True}):
-        found = kernels.cast_pair_amax(x, scales["one"], **sides, **how)
-        assert_same_bits(found, casts.cast_pair_amax(x, format, scales["one"], **sides))
+        observed = kernels.cast_pair_amax(x, scales["one"], **sides, **how)
+        assert_same_bits(observed, casts.cast_pair_amax(x, format, scales["one"], **sides))
     assert_same_bits(kernels.row_col_amax(x, launch=SMALL), casts.row_col_amax(x))
 
 
@@ -126,14 +126,14 @@ def test_casts_equal_the_oracle(shape, dtype, format, rule, granularity) -> None
     if granularity.is_blockwise:
         assert_same_bits(casts.cast_blocks(x, format, rule, granularity, granularity), (rows, cols))
         return
-    given = jnp.asarray(rows[1].inv_scale), jnp.asarray(cols[1].inv_scale)
-    assert_same_bits(casts.cast_pair(x, format, *given), (rows[0], cols[0]))
+    factors = jnp.asarray(rows[1].inv_scale), jnp.asarray(cols[1].inv_scale)
+    assert_same_bits(casts.cast_pair(x, format, *factors), (rows[0], cols[0]))
     amaxes = reference.amax(x, granularity), reference.amax(x.T, granularity)
     if granularity is Granularity.ROWWISE:
         assert_same_bits(casts.cast_rows(x, format, rule), rows)
         assert_same_bits((casts.row_amax(x), *casts.row_col_amax(x)), (amaxes[0], *amaxes))
     else:
-        assert_same_bits(casts.cast_pair_amax(x, format, given[0]), (rows[0], cols[0], amaxes[0]))
+        assert_same_bits(casts.cast_pair_amax(x, format, factors[0]), (rows[0], cols[0], amaxes[0]))
         assert_same_bits(casts.tensor_amax(x), amaxes[0])
 
 
@@ -203,7 +203,7 @@ def test_casts_under_vmap_equal_casts_of_each() -> None:
 
 def test_identical_casts_are_done_once() -> None:
     """As of the input of two layers: XLA finds the same operations, and on a GPU the same call of one function."""
-    x, one = jnp.ones((256, 384), jnp.bfloat16), ones(1)
+    x, unit = jnp.ones((256, 384), jnp.bfloat16), ones(1)
 
     def first(x: jax.Array, s: jax.Array) -> Any:
         with jax.named_scope("w1"):
@@ -215,10 +215,10 @@ def test_identical_casts_are_done_once() -> None:
 
     def conversions(function: Callable[..., Any]) -> int:
         added = jax.jit(lambda x, s: [codes.astype(jnp.float32) for codes in function(x, s)])
-        return str(added.lower(x, one).compile().as_text()).count(" convert(")
+        return str(added.lower(x, unit).compile().as_text()).count(" convert(")
 
     def sums(x: jax.Array, s: jax.Array) -> Any:
         return [(a.astype(jnp.float32) + b.astype(jnp.float32)) for a, b in zip(first(x, s), second(x, s), strict=True)]
 
     assert conversions(sums) == conversions(first)
-    assert lowered(sums, x, one).count(TRITON) == 1
+    assert lowered(sums, x, unit).count(TRITON) == 1

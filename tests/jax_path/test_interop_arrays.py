@@ -147,9 +147,9 @@ def test_shared_memory_outlives_its_first_owner() -> None:
     """Also an owner that gives its memory away: JAX does not donate a buffer that something outside holds."""
     array = interop.to_jax(torch.full((1024,), 3.0), copy=False)
     tensor = interop.to_torch(jnp.full((1024,), 4.0), copy=False)
-    given = jnp.ones(1024)
-    held = interop.to_torch(given, copy=None)
-    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(given)
+    donated = jnp.ones(1024)
+    held = interop.to_torch(donated, copy=None)
+    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(donated)
     others = torch.full((4096,), 5.0), jnp.full((4096,), 6.0)
     assert len(others) == 2 and set(np.asarray(array)) == {3.0} and set(tensor.tolist()) == {4.0}
     assert float(doubled[0]) == 2 and set(held.tolist()) == {1.0}

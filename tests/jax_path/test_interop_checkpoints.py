@@ -104,8 +104,8 @@ def test_training_goes_on_in_the_other_library(recipe: str) -> None:
     if is_delayed:
         assert all(isinstance(state, Float8State) for state in states.values())
         f8.load_delayed_state_dict(again, interop.delayed_state_dict_from_float8_states(states, recipe))
-        found, wanted = f8.delayed_state_dict(again), f8.delayed_state_dict(alone)
-        assert {name: raw(x) for name, x in found.items()} == {name: raw(x) for name, x in wanted.items()}
+        observed, wanted = f8.delayed_state_dict(again), f8.delayed_state_dict(alone)
+        assert {name: raw(x) for name, x in observed.items()} == {name: raw(x) for name, x in wanted.items()}
     again.load_state_dict(interop.state_dict_from_params(params, like=again.state_dict()))
     for step in range(4, 6):
         assert torch_step(again, step) == torch_step(alone, step)

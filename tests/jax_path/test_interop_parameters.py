@@ -235,9 +235,9 @@ def test_delayed_state_and_back(steps: int) -> None:
     )
     states = interop.float8_states_from_delayed_state_dict(state, rules=rules)
     assert list(states) == ["layers_0", "layers_1"]
-    for i, found in enumerate(states.values()):
-        assert isinstance(found, Float8State)
-        for tensor, of_tensor in enumerate(found):
+    for i, float8_state in enumerate(states.values()):
+        assert isinstance(float8_state, Float8State)
+        for tensor, of_tensor in enumerate(float8_state):
             assert isinstance(of_tensor, DelayedState)
             assert [x.shape for x in of_tensor] == [(16,), (), ()]
             assert of_tensor.initialized.dtype == jnp.float32 and float(of_tensor.initialized) == (steps > 0)

@@ -29,8 +29,8 @@ BATCH = (((2,), (2,)), ((0,), (0,)))
 ZEROS: Any = jax.tree.map(jnp.zeros_like, STATE._replace(input=None, weight=None))
 
 
-def layer(lhs: Any = LHS, rhs: Any = LHS, numbers: Any = WEIGHT, *given: Any, **options: Any) -> Any:
-    return f8.dot_general("tensorwise", **options)(lhs, rhs, numbers, *given)
+def layer(lhs: Any = LHS, rhs: Any = LHS, numbers: Any = WEIGHT, *more: Any, **options: Any) -> Any:
+    return f8.dot_general("tensorwise", **options)(lhs, rhs, numbers, *more)
 
 
 def delayed(state: Any, lhs: Any = LHS, numbers: Any = WEIGHT) -> Any:

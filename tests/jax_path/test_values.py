@@ -39,8 +39,8 @@ def random_float32(count: int, seed: int) -> np.ndarray:
 
 def test_values_equal_the_oracle() -> None:
     """Every code and every 16-bit input, amaxes, scales, states, quantised and back, as the suite has them."""
-    (found,) = verify([load_subject("f8emu.jax")], stages=["formats", "scales"]).subjects
-    assert found.is_equal and [stage.cases_total > 30 for stage in found.stages] == [True, True]
+    (subject,) = verify([load_subject("f8emu.jax")], stages=["formats", "scales"]).subjects
+    assert subject.is_equal and [stage.cases_total > 30 for stage in subject.stages] == [True, True]
 
 
 @pytest.mark.parametrize("format", FLOAT8, ids=str)
@@ -136,9 +136,9 @@ def test_a_number_is_a_tensorwise_scale() -> None:
 def quotient(a, b) -> np.ndarray:
     """Float32 quotients of numpy, which are IEEE's, every NaN as the canonical one."""
     with np.errstate(all="ignore"):
-        found = np.divide(a, b, dtype=np.float32)
-    found[np.isnan(found)] = np.uint32(0x7FFFFFFF).view(np.float32)
-    return found
+        quotients = np.divide(a, b, dtype=np.float32)
+    quotients[np.isnan(quotients)] = np.uint32(0x7FFFFFFF).view(np.float32)
+    return quotients
 
 
 def test_division_is_that_of_ieee() -> None:

@@ -63,11 +63,11 @@ class Recorder:
         return self._record(1, call, regions, lambda: self.engine.f8_run_cast(cast, width))
 
     def _record(self, function: int, call: Any, regions: Sequence[tuple[int, int | None, int]], run: Any) -> int:
-        found = [(offset, address, size) for offset, address, size in regions if address]
-        before = [ctypes.string_at(address, size) for _, address, size in found]
+        present = [(offset, address, size) for offset, address, size in regions if address]
+        before = [ctypes.string_at(address, size) for _, address, size in present]
         result = run()
-        self.file.write(_words(function, ctypes.sizeof(call), len(found)) + bytes(call))
-        for (offset, address, size), old in zip(found, before, strict=True):
+        self.file.write(_words(function, ctypes.sizeof(call), len(present)) + bytes(call))
+        for (offset, address, size), old in zip(present, before, strict=True):
             self.file.write(_words(offset, size) + old + ctypes.string_at(address, size))
         return result
 
@@ -95,16 +95,16 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Record
     engine = library.library()
     assert engine is not None
     with (tmp_path / "calls").open("wb") as file:
-        found = Recorder(engine, file)
-        monkeypatch.setattr(library, "library", lambda: found)
-        yield found
+        recording = Recorder(engine, file)
+        monkeypatch.setattr(library, "library", lambda: recording)
+        yield recording
 
 
 def _replay(program: Path, recorder: Recorder) -> None:
     recorder.file.flush()
-    found = subprocess.run([EMULATOR, program, recorder.file.name], capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.startswith("NEON\n"), found.stdout
+    replayed = subprocess.run([EMULATOR, program, recorder.file.name], capture_output=True, text=True)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert replayed.stdout.startswith("NEON\n"), replayed.stdout
 
 
 @pytest.mark.parametrize("kind", ["every code", "one sign", "tiny"])

@@ -31,7 +31,7 @@ def _run(x: Any, granularity: Granularity, format: Format, rule: ScaleRule, orde
     grids = [np.full(shape[::-1], -1, np.float32).T for _ in range(3)]
     codes = np.full(x.shape, 0x55, np.uint8) if order == "C" else np.full(x.shape[::-1], 0x55, np.uint8).T
     strides = [stride // 4 for stride in grids[0].strides]
-    grid = native.Grid(*[found.ctypes.data for found in grids], *strides)
+    grid = native.Grid(*[array.ctypes.data for array in grids], *strides)
     row_stride, k_stride = (stride // x.itemsize for stride in x.strides)
     of_codes = native.Codes(codes.ctypes.data, *codes.strides)
     values = native.Values(x.ctypes.data, x.shape[0], x.shape[1], row_stride, k_stride, x.dtype.name)
@@ -83,8 +83,8 @@ def check_casts(format: Format, granularity: Granularity, widths: Sequence[str])
             amax, inv_scale, scale, codes = _run(
                 x, granularity, format, rule, out_order, stages=stages, threads=3, width=width
             )
-            for found, right in ((inv_scale, scales.inv_scale), (scale, scales.scale), (codes, wanted)):
-                np.testing.assert_array_equal(_bits(found), _bits(right), name)
+            for observed, right in ((inv_scale, scales.inv_scale), (scale, scales.scale), (codes, wanted)):
+                np.testing.assert_array_equal(_bits(observed), _bits(right), name)
             np.testing.assert_array_equal(amax.view(np.uint32), expected.view(np.uint32), name)
 
 
@@ -94,14 +94,14 @@ def test_parts_on_threads_equal_the_oracle(width) -> None:
     rng = np.random.default_rng(0)
     x = _values(rng, (700, 900), FLOAT32, "normal", "C")
     for granularity in Granularity:
-        for given in (x, x.T):
+        for matrix in (x, x.T):
             amax, _, _, codes = _run(
-                given, granularity, FLOAT8[0], RULES[0], "C", stages=(ALL,), threads=3, width=width
+                matrix, granularity, FLOAT8[0], RULES[0], "C", stages=(ALL,), threads=3, width=width
             )
-            expected = oracle.amax(given, granularity)
+            expected = oracle.amax(matrix, granularity)
             inv_scale = oracle.scale_from_amax(expected, FLOAT8[0], RULES[0]).inv_scale
             np.testing.assert_array_equal(amax, expected)
-            wanted = oracle.quantize(given, inv_scale, FLOAT8[0], granularity).view(np.uint8)
+            wanted = oracle.quantize(matrix, inv_scale, FLOAT8[0], granularity).view(np.uint8)
             np.testing.assert_array_equal(codes, wanted)
 
 
@@ -110,12 +110,12 @@ def test_parts_on_threads_equal_the_oracle(width) -> None:
 def test_every_16_bit_input_is_cast_as_the_oracle_casts_it(format, width) -> None:
     for dtype in (BFLOAT16, FLOAT16):
         x = np.arange(65536, dtype=np.uint16).view(_dtype(dtype)).reshape(256, 256)
-        one = np.ones((1, 1), np.float32)
+        unit = np.ones((1, 1), np.float32)
         codes = np.empty(x.shape, np.uint8)
         native.run(
             native.Values(x.ctypes.data, *x.shape, 256, 1, x.dtype.name),
             Granularity.TENSORWISE,
-            native.Grid(0, one.ctypes.data, 0, 1, 1),
+            native.Grid(0, unit.ctypes.data, 0, 1, 1),
             format,
             None,
             native.Codes(codes.ctypes.data, 256, 1),
@@ -123,4 +123,4 @@ def test_every_16_bit_input_is_cast_as_the_oracle_casts_it(format, width) -> Non
             threads=1,
             width=width,
         )
-        np.testing.assert_array_equal(codes, oracle.quantize(x, one, format).view(np.uint8))
+        np.testing.assert_array_equal(codes, oracle.quantize(x, unit, format).view(np.uint8))

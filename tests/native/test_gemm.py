@@ -47,8 +47,8 @@ def _matrix(x: Any, scales: tuple[Any, ...] = ()) -> native.Matrix:
 def _run(a: Any, b: Any, call: GemmCall, out: Any, width: str, bias: Any = None, **options: Any) -> Any:
     scales = [options.pop(name, ()) for name in ("of_a", "of_b")]
     row_stride, column_stride = (stride // out.itemsize for stride in out.strides)
-    given: tuple[int, int, str] = (0, 0, "float32") if bias is None else (bias.ctypes.data, 1, bias.dtype.name)
-    output = native.Output(out.ctypes.data, row_stride, column_stride, out.dtype.name, *given)
+    of_bias: tuple[int, int, str] = (0, 0, "float32") if bias is None else (bias.ctypes.data, 1, bias.dtype.name)
+    output = native.Output(out.ctypes.data, row_stride, column_stride, out.dtype.name, *of_bias)
     described = native.described(call, _matrix(a, scales[0]), _matrix(b, scales[1]), output)
     native.run(described, width=width, threads=options.pop("threads", 2))
     return out
@@ -78,10 +78,10 @@ def check_accumulators(kind: str, widths: Sequence[str], shapes: Sequence[tuple[
                 expected = oracle.mm(a, b.T, out_dtype="float32", chip=chip)
                 model = chip.bfloat16
             else:
-                one = np.ones((m, 1), np.float32), np.ones((1, n), np.float32)
+                units = np.ones((m, 1), np.float32), np.ones((1, n), np.float32)
                 rowwise: dict[str, Any] = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
                 expected = oracle.scaled_mm(
-                    a, b.T, *one, **rowwise, out_dtype="float32", use_fast_accum=fast, chip=chip
+                    a, b.T, *units, **rowwise, out_dtype="float32", use_fast_accum=fast, chip=chip
                 )
                 model = chip.float8_fast if fast else chip.float8
             for width in widths:

@@ -75,14 +75,14 @@ def test_ends_that_are_none_stay_inside_the_arrays() -> None:
 
 def test_calls_from_many_threads() -> None:
     operands = codes(200, K, seed=0), codes(K, 300, seed=1), scales(200, 1, seed=2), scales(1, 300, seed=3)
-    program, found = jax.jit(f8.scaled_mm), list[np.ndarray]()
+    program, outputs = jax.jit(f8.scaled_mm), list[np.ndarray]()
     expected = np.asarray(program(*operands)).view(np.uint16)
-    threads = [threading.Thread(target=lambda: found.append(np.asarray(program(*operands)))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: outputs.append(np.asarray(program(*operands)))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8 and all((x.view(np.uint16) == expected).all() for x in found)
+    assert len(outputs) == 8 and all((x.view(np.uint16) == expected).all() for x in outputs)
 
 
 def test_an_exported_program_needs_no_engine() -> None:

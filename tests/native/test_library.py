@@ -12,14 +12,14 @@ from f8emu.native import library
 def said(**variables: str) -> str:
     """What a fresh process says of its engine."""
     code = "from f8emu.native import library as x; print(x.unavailable(), x.widths(), x.library() is None)"
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": ":".join(sys.path), **variables},
         capture_output=True,
         text=True,
         check=True,
     )
-    return found.stdout
+    return process.stdout
 
 
 def test_widths_run_here_and_end_with_the_portable_one() -> None:
@@ -46,9 +46,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_damaged_file(tmp_path: Path) -> None:
     file = tmp_path / "engine.so"
     file.write_bytes(b"\x7fELF")
-    found = said(**{library.VARIABLE: str(file)})
-    assert found.startswith("the engine does not load on ") and found.endswith(" () True\n")
-    assert "damaged or of another machine" in found and "gcc or clang" in found
+    message = said(**{library.VARIABLE: str(file)})
+    assert message.startswith("the engine does not load on ") and message.endswith(" () True\n")
+    assert "damaged or of another machine" in message and "gcc or clang" in message
 
 
 def test_another_library(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def test_the_callers_rounding_is_neither_used_nor_changed(width: str, monkeypatc
     )
     for mode in (up, down, zero):
         with rounding(mode) as current:
-            found, left = product(width), current()
-        assert found == expected and left == mode
+            observed, left = product(width), current()
+        assert observed == expected and left == mode
 
 
 @pytest.mark.parametrize("width", library.widths())
@@ -83,10 +83,10 @@ def test_subnormals_are_kept_where_the_caller_flushes_them(width: str, monkeypat
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormals")
     try:
-        found, flushed = product(width), float(torch.tensor(2e-40) * torch.tensor(1.0))
+        observed, flushed = product(width), float(torch.tensor(2e-40) * torch.tensor(1.0))
     finally:
         torch.set_flush_denormal(False)
-    assert found == expected and flushed == 0
+    assert observed == expected and flushed == 0
 
 
 @pytest.mark.parametrize("first", ["", "import torch; torch.set_num_threads(2); torch.ones(9999999).sum()"])
@@ -101,8 +101,10 @@ def test_a_child_of_fork_multiplies(first: str) -> None:
 def test_other_threads_run_meanwhile() -> None:
     """The lock of Python's interpreter is released."""
     x = np.ones((512, 512), ml_dtypes.float8_e4m3fn)
-    one = np.ones((1, 1), np.float32)
-    worker = threading.Thread(target=emulation.scaled_mm, args=(x, x, one, one), kwargs={"width": library.widths()[-1]})
+    unit = np.ones((1, 1), np.float32)
+    worker = threading.Thread(
+        target=emulation.scaled_mm, args=(x, x, unit, unit), kwargs={"width": library.widths()[-1]}
+    )
     worker.start()
     turns = 0
     while worker.is_alive():

@@ -72,16 +72,16 @@ MAY_GROW = {"xla_api", "xla_call"}
 
 
 def assertions() -> list[str]:
-    found = [f"({ours}) == (int){theirs}" for ours, theirs in ENUMS.items()]
-    found.append("XLA_OLDEST_MINOR <= XLA_FFI_API_MINOR")
+    equalities = [f"({ours}) == (int){theirs}" for ours, theirs in ENUMS.items()]
+    equalities.append("XLA_OLDEST_MINOR <= XLA_FFI_API_MINOR")
     for types, fields in FIELDS.items():
         ours, theirs = types.split()
         comparison = "<=" if ours in MAY_GROW else "=="
-        found.append(f"sizeof({ours}) {comparison} sizeof({theirs})")
+        equalities.append(f"sizeof({ours}) {comparison} sizeof({theirs})")
         for mine, name in map(str.split, fields.split(", ")):
-            found.append(f"offsetof({ours}, {mine}) == offsetof({theirs}, {name})")
-            found.append(f"sizeof((({ours} *)0)->{mine}) == sizeof((({theirs} *)0)->{name})")
-    return found
+            equalities.append(f"offsetof({ours}, {mine}) == offsetof({theirs}, {name})")
+            equalities.append(f"sizeof((({ours} *)0)->{mine}) == sizeof((({theirs} *)0)->{name})")
+    return equalities
 
 
 def compiled(conditions: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -95,8 +95,8 @@ def compiled(conditions: list[str], folder: Path) -> subprocess.CompletedProcess
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_layouts_are_xlas(tmp_path: Path) -> None:
-    found = compiled(assertions(), tmp_path)
-    assert found.returncode == 0, found.stderr
+    result = compiled(assertions(), tmp_path)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
@@ -105,5 +105,5 @@ def test_layouts_are_xlas(tmp_path: Path) -> None:
     ["XLA_EXECUTE == (int)XLA_FFI_ExecutionStage_PREPARE", "offsetof(xla_api, hole) == offsetof(xla_api, size)"],
 )
 def test_a_difference_is_found(tmp_path: Path, wrong: str) -> None:
-    found = compiled([wrong], tmp_path)
-    assert found.returncode != 0 and "static assertion failed" in found.stderr.lower(), found.stderr
+    result = compiled([wrong], tmp_path)
+    assert result.returncode != 0 and "static assertion failed" in result.stderr.lower(), result.stderr

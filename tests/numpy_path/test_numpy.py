@@ -50,11 +50,11 @@ def quantized(x: np.ndarray, granularity: Granularity) -> tuple[np.ndarray, np.n
 @pytest.mark.parametrize("pair", HOPPER.granularity_pairs, ids=lambda pair: " x ".join(g.value for g in pair))
 def test_granularities_follow_from_the_shapes_of_the_scales(pair: tuple[Granularity, Granularity]) -> None:
     (a, scale_a), (b, scale_b) = quantized(values(48, 384), pair[0]), quantized(values(144, 384), pair[1])
-    found = f8.scaled_mm(a, b.T, scale_a, scale_b.T, out_dtype=np.float32)
+    observed = f8.scaled_mm(a, b.T, scale_a, scale_b.T, out_dtype=np.float32)
     expected = oracle.scaled_mm(
         a, b.T, scale_a, scale_b.T, granularity_a=pair[0], granularity_b=pair[1], out_dtype="float32"
     )
-    assert found.dtype == np.float32 and bits(found) == bits(expected)
+    assert observed.dtype == np.float32 and bits(observed) == bits(expected)
 
 
 def test_ambiguous_shapes_can_be_named() -> None:
@@ -62,9 +62,9 @@ def test_ambiguous_shapes_can_be_named() -> None:
     (a, scale_a), (b, scale_b) = (quantized(values(rows, 128), Granularity.ROWWISE) for rows in (16, 32))
     rowwise = f8.scaled_mm(a, b.T, scale_a, scale_b.T)
     blocks = f8.scaled_mm(a, b.T, scale_a, scale_b.T, granularity_a="blockwise_1x128", granularity_b="blockwise_1x128")
-    for found, name in ((rowwise, "rowwise"), (blocks, "blockwise_1x128")):
+    for observed, name in ((rowwise, "rowwise"), (blocks, "blockwise_1x128")):
         expected = oracle.scaled_mm(a, b.T, scale_a, scale_b.T, granularity_a=name, granularity_b=name)
-        assert bits(found) == bits(expected)
+        assert bits(observed) == bits(expected)
 
 
 @pytest.mark.parametrize("use_fast_accum", [False, True])
@@ -75,13 +75,13 @@ def test_the_bits_are_those_of_the_other_backends(library: str, use_fast_accum: 
     interop: Any = pytest.importorskip("f8emu.interop")
     a, b = (values(rows, 8192).astype(E4M3) for rows in (16, 32))
     options: Any = {"out_dtype": "float32", "use_fast_accum": use_fast_accum}
-    found = f8.scaled_mm(a, b.T, 0.5, 2.0, **options)
-    one = np.ones((1, 1), np.float32)
+    observed = f8.scaled_mm(a, b.T, 0.5, 2.0, **options)
+    unit = np.ones((1, 1), np.float32)
     to = getattr(interop, f"to_{library}")
-    given = [to(a), to(b).T, to(one * np.float32(0.5)), to(one * np.float32(2))]
-    assert bits(found) == bits(interop.to_numpy(other.scaled_mm(*given, **options)))
+    operands = [to(a), to(b).T, to(unit * np.float32(0.5)), to(unit * np.float32(2))]
+    assert bits(observed) == bits(interop.to_numpy(other.scaled_mm(*operands, **options)))
     if use_fast_accum:  # promoted sums of such values do not round
-        assert bits(found) != bits(f8.scaled_mm(a, b.T, 0.5, 2.0, split_k=1, **options))
+        assert bits(observed) != bits(f8.scaled_mm(a, b.T, 0.5, 2.0, split_k=1, **options))
     x, y = (values(rows, 8192).astype(ml_dtypes.bfloat16) for rows in (16, 32))
     y = np.ascontiguousarray(y.T)  # row-major, the layout of JAX's plan
     assert bits(f8.mm(x, y)) == bits(interop.to_numpy(other.mm(to(x), to(y))))
@@ -215,13 +215,13 @@ def every_gemm(module: Any, chip: Chip) -> list[Any]:
     x, y = (x.astype(ml_dtypes.bfloat16) for x in (wide[:5], wide[5:]))
     scale_a, scale_b = wide[:5, :1] * 0.3, wide[5:, :1].T * 0.7
     rows: Any = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
-    found = (
+    products = (
         module.scaled_mm(a, b.T, scale_a, scale_b, **rows, bias=x[0, :7], split_k=2, chip=chip),
         module.mm(x, y.T, split_k=1, chip=chip),
         module.scaled_grouped_mm(a, b.T[None], scale_a[:, 0], scale_b, np.array([5], np.int32), chip=chip),
         module.linear(f8emu.ROWWISE, x, y, split_k={"output": 2}, chip=chip).result,
     )
-    return [bits(one) for one in found]
+    return [bits(product) for product in products]
 
 
 OWN = [
@@ -241,8 +241,8 @@ def test_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "library", lambda: None)
     library._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"f8emu\.numpy: .* until then f8ref\.numpy computes") as said:
-        found = every_gemm(f8, HOPPER)
-    assert len(said) == 1 and found == every_gemm(oracle, HOPPER)
+        products = every_gemm(f8, HOPPER)
+    assert len(said) == 1 and products == every_gemm(oracle, HOPPER)
 
 
 def test_a_shape_without_a_plan_is_said_once() -> None:

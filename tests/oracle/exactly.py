@@ -61,7 +61,7 @@ def scaled_mm(
     biases = [None] * b.shape[1] if bias is None else codes_of(bias.astype(np.float32)).tolist()
     rows, columns = at or (range(a.shape[0]), range(b.shape[1]))
     a_codes, b_codes = codes_of(a), codes_of(b.T)
-    found = [
+    codes = [
         [
             exact.scaled_dot(
                 a_codes[m].tolist(),
@@ -80,7 +80,7 @@ def scaled_mm(
         ]
         for m in rows
     ]
-    return typed(np.array(found, np.uint32).reshape(len(rows), len(columns)), out)
+    return typed(np.array(codes, np.uint32).reshape(len(rows), len(columns)), out)
 
 
 def scaled_grouped_mm(
@@ -96,11 +96,11 @@ def scaled_grouped_mm(
     options |= {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE, "is_grouped": True}
     rows, columns = at or (range(len(a)), range(b.shape[2]))
     groups = [exact.group_of_row(m, offs.tolist()) for m in rows]
-    found = [
+    products = [
         scaled_mm(a[m : m + 1], b[g], scale_a[m : m + 1, None], scale_b[g][None], at=((0,), columns), **options)
         for m, g in zip(rows, groups, strict=True)
     ]
-    return np.concatenate(found)
+    return np.concatenate(products)
 
 
 def mm(
@@ -116,8 +116,8 @@ def mm(
     options: Any = {"out_format": out, "split_k": split_k, "chip": chip}
     rows, columns = at or (range(len(a)), range(b.shape[1]))
     of_a, of_b = codes_of(a), codes_of(b.T)
-    found = [[exact.mm_dot(of_a[m].tolist(), of_b[n].tolist(), **options) for n in columns] for m in rows]
-    return typed(np.array(found, np.uint32).reshape(len(rows), len(columns)), out)
+    codes = [[exact.mm_dot(of_a[m].tolist(), of_b[n].tolist(), **options) for n in columns] for m in rows]
+    return typed(np.array(codes, np.uint32).reshape(len(rows), len(columns)), out)
 
 
 EXACT = SimpleNamespace(scaled_mm=scaled_mm, scaled_grouped_mm=scaled_grouped_mm, mm=mm)
@@ -127,8 +127,8 @@ IMPLEMENTATIONS = ("exact", "numpy")
 
 def implementation(name: str) -> Any:
     """The verbs of f8ref.exact, f8ref.numpy with the engine, or f8ref.jax."""
-    found: dict[str, SimpleNamespace | ModuleType] = {"exact": EXACT, "numpy": together}
-    return found[name] if name in found else pytest.importorskip("f8ref.jax")
+    verbs: dict[str, SimpleNamespace | ModuleType] = {"exact": EXACT, "numpy": together}
+    return verbs[name] if name in verbs else pytest.importorskip("f8ref.jax")
 
 
 def assert_same_bits(observed: Any, expected: np.ndarray) -> None:

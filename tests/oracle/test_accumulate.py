@@ -171,8 +171,8 @@ def dot(backend: str, terms: Terms, k: int, formats: tuple[Format, Format], **op
     f8 = implementation(backend)
     if formats[0] is BFLOAT16:
         return f8.mm(a, b, out_dtype="float32", **options)
-    one, rows = np.ones((1, 1), np.float32), Granularity.ROWWISE
-    return f8.scaled_mm(a, b, one, one, granularity_a=rows, granularity_b=rows, out_dtype="float32", **options)
+    unit, rows = np.ones((1, 1), np.float32), Granularity.ROWWISE
+    return f8.scaled_mm(a, b, unit, unit, granularity_a=rows, granularity_b=rows, out_dtype="float32", **options)
 
 
 def expected_code(sum: float) -> int:
@@ -191,8 +191,8 @@ def test_rule(row: Row, backend: str) -> None:
     is_open = default[0] is not BFLOAT16 and "use_fast_accum" not in options
     manners: list[dict[str, Any]] = [ONLY_FAST, ONLY_SLOW] if is_open else [{}]
     for more in manners:
-        found = dot(backend, terms, **(options | more))
-        assert hex(codes_of(found).item()) == hex(expected_code(sum)), (found, more)
+        observed = dot(backend, terms, **(options | more))
+        assert hex(codes_of(observed).item()) == hex(expected_code(sum)), (observed, more)
 
 
 @BACKENDS
@@ -203,8 +203,8 @@ def test_spec_1(pairs: list[tuple[float, float]], sum: float, far: int, backend:
     terms = at(range(len(pairs) * far), (1.0, 0.5)) | {i * far: pair for i, pair in enumerate(pairs)}
     for fast in (True, False):
         for split_k in (1, 2):
-            found = dot(backend, terms, 0, E5, use_fast_accum=fast, split_k=split_k)
-            assert hex(codes_of(found).item()) == hex(expected_code(sum))
+            observed = dot(backend, terms, 0, E5, use_fast_accum=fast, split_k=split_k)
+            assert hex(codes_of(observed).item()) == hex(expected_code(sum))
 
 
 @BACKENDS
@@ -219,8 +219,8 @@ def test_acc_4_order_within_a_step(backend: str) -> None:
 def test_acc_1_tail_is_as_if_padded(length: int, backend: str) -> None:
     terms: Terms = {k: ((-1.0) ** k * (1 + k % 8 / 8), 2.0 ** (k % 11 - 5)) for k in range(length)}
     for fast in (True, False):
-        found = [dot(backend, terms, k, (E4M3FN, E4M3FN), use_fast_accum=fast) for k in (0, length + -length % 32)]
-        assert codes_of(found[0]) == codes_of(found[1])
+        sums = [dot(backend, terms, k, (E4M3FN, E4M3FN), use_fast_accum=fast) for k in (0, length + -length % 32)]
+        assert codes_of(sums[0]) == codes_of(sums[1])
 
 
 @pytest.mark.parametrize(

@@ -324,11 +324,11 @@ def test_drawn_float32(format: Format, overflow: Overflow) -> None:
 @pytest.mark.parametrize("verb", [f8.decode, lambda x: f8.cast(f8.decode(x), E4M3FN)], ids=["decode", "cast"])
 def test_shapes_and_strides(verb: Callable[[np.ndarray], np.ndarray]) -> None:
     x = np.random.default_rng(3).integers(0, 0x7F, (300, 130)).astype(np.uint8).view(dtype_of(E4M3FN))
-    found = codes_of(verb(x))
-    np.testing.assert_array_equal(codes_of(verb(x.T)), found.T)
-    np.testing.assert_array_equal(codes_of(verb(x[::7, 1::3])), found[::7, 1::3])
+    codes = codes_of(verb(x))
+    np.testing.assert_array_equal(codes_of(verb(x.T)), codes.T)
+    np.testing.assert_array_equal(codes_of(verb(x[::7, 1::3])), codes[::7, 1::3])
     assert verb(x[:0]).shape == (0, 130) and verb(x[0, 0]).shape == ()
-    assert codes_of(verb(x[0, 0])) == found[0, 0]
+    assert codes_of(verb(x[0, 0])) == codes[0, 0]
 
 
 def test_results_are_writable_and_apart() -> None:

@@ -144,8 +144,8 @@ def drawn(rng: np.random.Generator, format: Format, shape: tuple[int, ...]) -> n
     """Codes of all kinds: of any exponent, of like exponents so that sums cancel, and a few that are not finite."""
     any_code = rng.integers(0, 1 << format.bits, shape)
     finite = np.where((any_code & format.magnitude_mask) > format.max_code, any_code & format.fraction_mask, any_code)
-    one = format.bias << format.fraction_bits
-    near_one = (any_code & (format.sign_mask | format.fraction_mask)) | one
+    exponent_of_one = format.bias << format.fraction_bits
+    near_one = (any_code & (format.sign_mask | format.fraction_mask)) | exponent_of_one
     mixed = np.where(rng.random((shape[0],) + (1,) * (len(shape) - 1)) < 0.4, near_one, finite)
     return np.where(rng.random(shape) < 0.002, any_code, mixed)
 
@@ -167,8 +167,8 @@ def test_the_three_agree_on_every_instruction(chip: Chip, instruction: Instructi
     operands = typed(a, formats[0]), typed(b, formats[1]), typed(c, instruction.out)
     is_new_to_jax = (chip.name, instruction.out.name, formats[0].bits) in OF_JAX
     for backend in (reference, jax_reference) if is_new_to_jax else (reference,):
-        found = np.asarray(backend.mma(*operands, chip=chip, out_dtype=instruction.out))
-        assert codes_of(found).tolist() == expected, backend.__name__
+        observed = np.asarray(backend.mma(*operands, chip=chip, out_dtype=instruction.out))
+        assert codes_of(observed).tolist() == expected, backend.__name__
 
 
 @pytest.mark.parametrize("chip", [BLACKWELL_MMA, CDNA3], ids=str)

@@ -81,11 +81,11 @@ class Case:
         return a, b.T, scale_a, scale_b.T
 
     def given(self) -> dict[str, Any]:
-        found = {"granularity_a": self.granularities[0], "granularity_b": self.granularities[1], **self.options}
+        options = {"granularity_a": self.granularities[0], "granularity_b": self.granularities[1], **self.options}
         if self.bias is not None:
             bias = np.random.default_rng(self.seed).normal(0, 100, N).astype(np.float32)
-            found["bias"] = bias.astype(dtype_of(self.bias))
-        return {"out_dtype": FLOAT32, **found}
+            options["bias"] = bias.astype(dtype_of(self.bias))
+        return {"out_dtype": FLOAT32, **options}
 
 
 def draw_cases() -> list[Case]:
@@ -181,5 +181,5 @@ def test_scaled_grouped_mm(use_fast_accum: bool) -> None:
 
 def test_casts_and_scales() -> None:
     """Formats, amaxes, scales, codes and delayed states, as the suite puts them: the definition judges the oracle."""
-    (found,) = verify([load_subject("f8ref.numpy")], stages=["formats", "scales"]).subjects
-    assert found.is_equal and [stage.cases_total > 30 for stage in found.stages] == [True, True]
+    (subject,) = verify([load_subject("f8ref.numpy")], stages=["formats", "scales"]).subjects
+    assert subject.is_equal and [stage.cases_total > 30 for stage in subject.stages] == [True, True]

@@ -135,16 +135,16 @@ def test_vmap_is_a_loop() -> None:
 
 
 def test_operands_that_a_trace_closes_over() -> None:
-    one = jnp.ones((), jnp.float32)
-    product = f8.scaled_mm(A, B, one, one, out_dtype="float32")
+    unit = jnp.ones((), jnp.float32)
+    product = f8.scaled_mm(A, B, unit, unit, out_dtype="float32")
 
     def call(scale: jax.Array) -> jax.Array:
-        return f8.scaled_mm(A, B, scale, one, out_dtype="float32")
+        return f8.scaled_mm(A, B, scale, unit, out_dtype="float32")
 
-    assert leaves(jax.jit(call)(one)) == leaves(product)
-    assert leaves(jax.jit(lambda: call(one))()) == leaves(product)
-    assert leaves(jax.vmap(call)(one[None])[0]) == leaves(product)
-    assert leaves(jax.lax.fori_loop(0, 2, lambda i, x: call(one), jnp.zeros_like(product))) == leaves(product)
+    assert leaves(jax.jit(call)(unit)) == leaves(product)
+    assert leaves(jax.jit(lambda: call(unit))()) == leaves(product)
+    assert leaves(jax.vmap(call)(unit[None])[0]) == leaves(product)
+    assert leaves(jax.lax.fori_loop(0, 2, lambda i, x: call(unit), jnp.zeros_like(product))) == leaves(product)
 
 
 def test_operation_by_operation() -> None:

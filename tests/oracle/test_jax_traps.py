@@ -43,8 +43,8 @@ def operands() -> Operands:
 @pytest.fixture(scope="module")
 def acc(operands: Operands) -> F32:
     """The accumulators, which are outputs under scales of one."""
-    one = np.ones((1, 1), np.float32)
-    return compiled(lambda a, b: scaled_mm(a, b, jnp.asarray(one), jnp.asarray(one), out_dtype="float32"), *operands)
+    unit = np.ones((1, 1), np.float32)
+    return compiled(lambda a, b: scaled_mm(a, b, jnp.asarray(unit), jnp.asarray(unit), out_dtype="float32"), *operands)
 
 
 def rowwise(acc: F32, scale_a: F32, scale_b: F32, bias: F32 | None = None, out_dtype: Format = FLOAT32) -> F32:

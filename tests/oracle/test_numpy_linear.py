@@ -165,29 +165,29 @@ def test_experts_are_layers_of_their_own(recipe: Recipe) -> None:
     x, w, g = ((r.normal(size=shape) * 2.0 ** r.integers(-9, 9, size)).astype(BF16) for shape, size in loud)
     states = [{t: s._replace(inv_scale=s.inv_scale * np.float32(2**e)) for t, s in STATES.items()} for e in range(6)]
     states = states if recipe.delayed else None
-    found = f8.grouped_linear(recipe, x, w, ENDS, g, delayed_state=states)
+    trace = f8.grouped_linear(recipe, x, w, ENDS, g, delayed_state=states)
     of_engine = f8_production.grouped_linear(recipe, x, w, ENDS.tolist(), g, delayed_state=states)
-    assert found.grad_input is not None and found.grad_weight is not None
-    for ours, theirs in zip(of_engine[1:], (found.result, found.grad_input, found.grad_weight), strict=True):
+    assert trace.grad_input is not None and trace.grad_weight is not None
+    for ours, theirs in zip(of_engine[1:], (trace.result, trace.grad_input, trace.grad_weight), strict=True):
         assert ours is not None
         assert_same_bits(ours, theirs)
     start = 0
     for e, end in enumerate(ENDS):
         alone = f8.linear(recipe, x[start:end], w[e], g[start:end], delayed_state=states[e] if states else None)
         assert alone.grad_input is not None and alone.grad_weight is not None
-        assert_same_bits(found.result[start:end], alone.result)
-        assert_same_bits(found.grad_input[start:end], alone.grad_input.product)
-        assert_same_bits(found.grad_weight[e], alone.grad_weight.product)
-        assert_same_bits(found.experts[e].output.a.codes, alone.output.a.codes)
+        assert_same_bits(trace.result[start:end], alone.result)
+        assert_same_bits(trace.grad_input[start:end], alone.grad_input.product)
+        assert_same_bits(trace.grad_weight[e], alone.grad_weight.product)
+        assert_same_bits(trace.experts[e].output.a.codes, alone.output.a.codes)
         start = end
-    assert not found.result[33:].any() and not found.grad_input[33:].any()
-    assert found.result.dtype == found.grad_input.dtype == found.grad_weight.dtype == BF16
-    assert_same_bits(f8.grouped_linear(recipe, x, w, ENDS, delayed_state=states).result, found.result)
+    assert not trace.result[33:].any() and not trace.grad_input[33:].any()
+    assert trace.result.dtype == trace.grad_input.dtype == trace.grad_weight.dtype == BF16
+    assert_same_bits(f8.grouped_linear(recipe, x, w, ENDS, delayed_state=states).result, trace.result)
 
 
 def test_groups_that_do_not_fit() -> None:
     x, w = np.zeros((4, 6), BF16), np.zeros((2, 5, 6), BF16)
-    for arrays, said in (
+    for arrays, message in (
         ((x, w, np.array([3, 5], np.int32)), "at most the 4 rows"),
         ((x, w, np.array([3, 1], np.int32)), "rise"),
         ((x, w, np.array([3, 4])), "int64"),
@@ -195,5 +195,5 @@ def test_groups_that_do_not_fit() -> None:
         ((x, w.swapaxes(1, 2), np.array([3, 4], np.int32)), r"weight \[E, N, K\]"),
         ((x, w, np.array([3, 4], np.int32), x), "output's shape"),
     ):
-        with pytest.raises(OperandError, match=said):
+        with pytest.raises(OperandError, match=message):
             f8.grouped_linear(ROWWISE, *arrays)

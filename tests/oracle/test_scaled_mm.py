@@ -32,9 +32,9 @@ def power(exponent: int) -> Fraction:
 
 def array(values: Sequence[float | Fraction], format: Format) -> np.ndarray:
     """Values that the format holds exactly."""
-    found = np.array([float(value) for value in values]).astype(dtype_of(format))
-    np.testing.assert_array_equal(found.astype(np.float64), [float(value) for value in values])
-    return found
+    values_of_format = np.array([float(value) for value in values]).astype(dtype_of(format))
+    np.testing.assert_array_equal(values_of_format.astype(np.float64), [float(value) for value in values])
+    return values_of_format
 
 
 def code(value: float | Fraction, format: Format) -> int:
@@ -139,7 +139,7 @@ def test_epilogue(row: Row, backend: str) -> None:
     if "bias" in given:
         given["bias"] = np.array([given["bias"]], np.uint32).view(np.float32)
     scales = [array(s if isinstance(s, list) else [s], FLOAT32) for s in (scale_a, scale_b)]
-    found = implementation(backend).scaled_mm(
+    observed = implementation(backend).scaled_mm(
         array(a, formats[0])[None],
         array(b, formats[1])[:, None],
         scales[0][None],
@@ -149,7 +149,7 @@ def test_epilogue(row: Row, backend: str) -> None:
         out_dtype=out_dtype,
         **given,
     )
-    assert hex(codes_of(found).item()) == hex(expected)
+    assert hex(codes_of(observed).item()) == hex(expected)
 
 
 # ---- Of the definition alone
@@ -246,7 +246,7 @@ def test_groups_of_every_kind_are_groups_of_rows(kind: str) -> None:
     scale_a = r.random((groups, m), np.float32)
     scale_b = r.random(n if kind == "columns" else (groups, n), np.float32)
     flat = [scale.reshape(-1) if kind == "K" else scale for scale in (scale_a, scale_b)]
-    found = f8.scaled_grouped_mm(a, b, *flat, None if ends is None else np.array(ends, np.int32))
+    observed = f8.scaled_grouped_mm(a, b, *flat, None if ends is None else np.array(ends, np.int32))
     parts = []
     for group in range(groups):
         run = slice(None) if ends is None else slice(([0, *ends])[group], ends[group])
@@ -255,7 +255,7 @@ def test_groups_of_every_kind_are_groups_of_rows(kind: str) -> None:
         own_scale = scale_b[run] if kind == "columns" else scale_b[group]
         parts.append(f8.scaled_grouped_mm(own_a, own_b[None], scale_a[group], own_scale[None], np.array([m], np.int32)))
     expected = np.concatenate(parts, axis=1) if kind == "columns" else np.stack(parts)
-    assert_same_bits(found, expected)
+    assert_same_bits(observed, expected)
 
 
 def test_what_lies_beyond_the_last_group() -> None:
@@ -265,7 +265,7 @@ def test_what_lies_beyond_the_last_group() -> None:
     one, ends = np.ones(12, np.float32), np.array([2, 4], np.int32)
     rows = f8.scaled_grouped_mm(a, np.stack([b, b]), one[:6], np.ones((2, 5), np.float32), ends)
     columns = f8.scaled_grouped_mm(np.stack([a, a]), b, one.reshape(2, 6), one[:5], ends)
-    for found in (rows, columns.T):
-        assert found[:4].any(axis=1).all() and not found[4:].any()
+    for observed in (rows, columns.T):
+        assert observed[:4].any(axis=1).all() and not observed[4:].any()
     summed = f8.scaled_grouped_mm(a, b, one, one[:10], ends * 8)
     assert_same_bits(summed, f8.scaled_grouped_mm(a[:, :32], b[:32], one, one[:10], ends * 8))

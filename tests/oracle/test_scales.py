@@ -125,9 +125,9 @@ SCALES: list[tuple[int, Format, ScaleRule, int, int, int]] = [
 @pytest.mark.parametrize("row", SCALES, ids=lambda row: f"{row[0]:#x} {row[1]} {row[2]} {row[3]}")
 def test_scales_by_hand(row: Any, backend: str) -> None:
     amax, format, rule, margin, inv_scale, scale = row
-    given = np.array([amax], np.uint32).view(np.float32)
-    found = VERBS[backend]["scale_from_amax"](given, format, rule, margin=margin)
-    assert [hex(codes_of(x).item()) for x in found] == [hex(inv_scale), hex(scale)]
+    amaxes = np.array([amax], np.uint32).view(np.float32)
+    scales = VERBS[backend]["scale_from_amax"](amaxes, format, rule, margin=margin)
+    assert [hex(codes_of(x).item()) for x in scales] == [hex(inv_scale), hex(scale)]
 
 
 # (code of x, code of inv_scale, in E4M3, in E5M2)
@@ -161,9 +161,9 @@ DEQUANTIZED = [
 def test_quantize_and_dequantize_by_hand(backend: str) -> None:
     verbs = VERBS[backend]
     for x, inv_scale, *expected in QUANTIZED:
-        given, factor = (np.array([[bits]], np.uint32).view(np.float32) for bits in (x, inv_scale))
-        found = [codes_of(verbs["quantize"](given, factor, format)).item() for format in (E4M3FN, E5M2)]
-        assert list(map(hex, found)) == list(map(hex, expected)), (hex(x), hex(inv_scale))
+        values, factor = (np.array([[bits]], np.uint32).view(np.float32) for bits in (x, inv_scale))
+        observed = [codes_of(verbs["quantize"](values, factor, format)).item() for format in (E4M3FN, E5M2)]
+        assert list(map(hex, observed)) == list(map(hex, expected)), (hex(x), hex(inv_scale))
     for codes, format, scale, expected_code in DEQUANTIZED:
         factor = np.array([[scale]], np.uint32).view(np.float32)
         assert codes_of(verbs["dequantize"](typed([[codes]], format), factor)).item() == expected_code, hex(codes)
@@ -263,7 +263,7 @@ def test_delayed_by_hand(row: Trace, backend: str) -> None:
     states: list[DelayedState] = [verbs["initial_delayed_state"](delayed)]
     for amax in amaxes:
         states.append(verbs["update_delayed_state"](states[-1], np.float32(amax), format, rule, delayed))
-    found = [(s.amax_history.tolist(), s.inv_scale.tolist(), s.initialized.tolist()) for s in states]
-    assert found == [([0] * delayed.history_length, 1, False), *expected]
+    observed = [(s.amax_history.tolist(), s.inv_scale.tolist(), s.initialized.tolist()) for s in states]
+    assert observed == [([0] * delayed.history_length, 1, False), *expected]
     types = [(x.dtype, x.shape) for x in states[-1]]
     assert types == [(np.float32, (delayed.history_length,)), (np.float32, ()), (np.bool_, ())]

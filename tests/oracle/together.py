@@ -24,9 +24,9 @@ def _together(verb: Callable[..., np.ndarray], of_engine: Callable[..., np.ndarr
     def call(*args: Any, **options: Any) -> np.ndarray:
         result = verb(*args, **options)
         for width in library.widths():
-            found = of_engine(*args, **options, width=width)
-            assert found.dtype == result.dtype and found.shape == result.shape, width
-            assert found.tobytes() == result.tobytes(), f"{width} differs from the oracle"
+            observed = of_engine(*args, **options, width=width)
+            assert observed.dtype == result.dtype and observed.shape == result.shape, width
+            assert observed.tobytes() == result.tobytes(), f"{width} differs from the oracle"
         return result
 
     return call
@@ -34,6 +34,6 @@ def _together(verb: Callable[..., np.ndarray], of_engine: Callable[..., np.ndarr
 
 def scale_from_amax(*args: Any, **options: Any) -> Any:
     """The engine has it in one width."""
-    result, found = (verb(*args, **options) for verb in (f8ref.numpy.scale_from_amax, emulation.scale_from_amax))
-    assert [x.tobytes() for x in found] == [x.tobytes() for x in result]
+    result, of_engine = (verb(*args, **options) for verb in (f8ref.numpy.scale_from_amax, emulation.scale_from_amax))
+    assert [x.tobytes() for x in of_engine] == [x.tobytes() for x in result]
     return result

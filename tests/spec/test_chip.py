@@ -67,16 +67,16 @@ def test_slices_of_block_scaled_gemms() -> None:
 def test_every_scaled_gemm_that_hopper_has_and_no_other() -> None:
     """[EPI-5], SPEC-1's last sentence: one list of refusals, asked for every combination."""
     formats = (E4M3FN, E5M2, E4M3FNUZ)
-    asked = product(product(formats, formats), product(Granularity, Granularity), (True, False))
-    taken = {call for call in asked if HOPPER.refusal(call[0], call[1], use_fast_accum=call[2]) is None}
+    calls = product(product(formats, formats), product(Granularity, Granularity), (True, False))
+    taken = {call for call in calls if HOPPER.refusal(call[0], call[1], use_fast_accum=call[2]) is None}
     dense = product(((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2)), ((T, T), (R, R)), (True, False))
     assert taken == {*dense, *(((E4M3FN, E4M3FN), pair, False) for pair in ((V, V), (V, S), (S, V)))}
 
 
 def test_a_profile_says_what_it_stands_on() -> None:
-    found = {name: chip.evidence.value for name, chip in CHIPS.items()}
+    evidence = {name: chip.evidence.value for name, chip in CHIPS.items()}
     assumed = "instructions recorded, GEMMs around them assumed"
-    assert found == {
+    assert evidence == {
         "Hopper": "recorded",
         "H100": "recorded",
         "Ada": assumed,

@@ -242,8 +242,8 @@ def test_tensors_with_a_state_of_delayed_scaling() -> None:
     """Those with delayed scales that are cast at all."""
     plain = Gemm(a=HIGH, b=HIGH)
     forward_only = replace(DELAYED, grad_input=plain, grad_weight=plain)
-    found = [recipe.delayed_tensors for recipe in (TENSORWISE, DELAYED, forward_only)]
-    assert found == [(), ("input", "weight", "grad_output"), ("input", "weight")]
+    tensors = [recipe.delayed_tensors for recipe in (TENSORWISE, DELAYED, forward_only)]
+    assert tensors == [(), ("input", "weight", "grad_output"), ("input", "weight")]
 
 
 def test_content_hashes_are_pinned() -> None:

@@ -47,7 +47,7 @@ def test_what_a_repr_leaves_out_still_counts(data: object) -> None:
 def test_an_error_is_also_of_its_builtin_kind() -> None:
     kinds = (SpecError, OperandError, GoldenFileError, UnsupportedError, MissingExtraError)
     builtin = (ValueError, ValueError, ValueError, NotImplementedError, ImportError)
-    assert [kind.__mro__[1:3] for kind in kinds] == [(F8Error, one) for one in builtin]
+    assert [kind.__mro__[1:3] for kind in kinds] == [(F8Error, base) for base in builtin]
 
 
 def test_missing_extra_names_the_remedy() -> None:
