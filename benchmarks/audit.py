@@ -49,7 +49,7 @@ def write(folder: Path, mebibytes: int, shards: int) -> Path:
     tensors = {name: made.codes for name in layers} | {f"{name}_scale_inv": made.scale for name in layers}
     files = {
         f"model-{i + 1:05}-of-{shards:05}.safetensors": [
-            one for name in layers[i::shards] for one in (name, f"{name}_scale_inv")
+            tensor for name in layers[i::shards] for tensor in (name, f"{name}_scale_inv")
         ]
         for i in range(shards)
     }
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for file in files:
                 np.fromfile(file, np.uint8)
 
-        found = audit(path)
+        result = audit(path)
         times = shortest(
             {"numpy.fromfile": read, "f8emu audit": lambda: audit(path)}, run.arguments.rounds, lambda: None
         )
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         imported, peak_bytes = map(int, peak.stdout.split())
     entry: Entry = {
         "subject": "f8emu audit",
-        "bytes": found.elements,
+        "bytes": result.elements,
         "seconds": times["f8emu audit"],
         "baseline_seconds": times["numpy.fromfile"],
         "ratio": times["f8emu audit"] / times["numpy.fromfile"],
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.record(
         cpu=cpu_name(), cores=len(os.sched_getaffinity(0)), load_before=round(os.getloadavg()[0], 1), figures=[entry]
     )
-    return int(found.has_difference)
+    return int(result.has_difference)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 def casts(x: Tensor) -> dict[str, Pair]:
     """What the recipes do with a matrix."""
     m, n = x.shape
-    one, rows, cols = (100 * torch.rand(size, 1, device=x.device) + 400 for size in (1, m, n))
+    unit, rows, cols = (100 * torch.rand(size, 1, device=x.device) + 400 for size in (1, m, n))
     inv_scale, state = torch.full((1, 1), 0.9, device=x.device), torch.zeros(1, 1, device=x.device)
 
     def both(x: Tensor, of_rows: Tensor, of_cols: Tensor) -> Results:
@@ -58,7 +58,7 @@ def casts(x: Tensor) -> dict[str, Pair]:
             lambda: (fused.amaxes_of_tiles(x),), lambda x: (eager.amaxes_of_tiles(x),)
         ),
         "tensorwise, both ways": Pair(
-            lambda: fused.cast_pair(x, _NAME, one, one, *_SETTINGS), lambda x: both(x, one, one)
+            lambda: fused.cast_pair(x, _NAME, unit, unit, *_SETTINGS), lambda x: both(x, unit, unit)
         ),
         "delayed, both ways and amax": Pair(
             lambda: (*delayed.cast_pair_delayed(x, _NAME, inv_scale, True, True, state, *_SETTINGS, 0)[:2], state),
@@ -88,8 +88,8 @@ def measure(name: str, pair: Pair, x: Tensor, bandwidth: float) -> Entry:
     """Time and bytes a second of both; how many results of the compiled one differ is a figure, not a failure."""
     torch._dynamo.reset()
     compiled = torch.compile(pair.plain, fullgraph=True, dynamic=False)
-    found, plain, wanted = pair.operator(), compiled(x), pair.plain(x)
-    moved = x.nbytes + sum(result.nbytes for result in found)
+    ours, plain, wanted = pair.operator(), compiled(x), pair.plain(x)
+    moved = x.nbytes + sum(result.nbytes for result in ours)
     times = {"f8emu": alone(pair.operator, x.device), "compiler": alone(lambda: compiled(x), x.device)}
     dtype = str(x.dtype).removeprefix("torch.")
     return {
@@ -97,7 +97,7 @@ def measure(name: str, pair: Pair, x: Tensor, bandwidth: float) -> Entry:
         "shape": list(x.shape),
         "dtype": dtype,
         "bytes": moved,
-        "differing": _differing(found, wanted),
+        "differing": _differing(ours, wanted),
         "compiler_differing": _differing(plain, wanted),
         **{f"{who}_ms": ms for who, ms in times.items()},
         **{f"{who}_of_copy": 1e3 * moved / ms / bandwidth for who, ms in times.items()},
@@ -105,8 +105,8 @@ def measure(name: str, pair: Pair, x: Tensor, bandwidth: float) -> Entry:
     }
 
 
-def _differing(found: Results, wanted: Results) -> int:
-    pairs = ([x.flatten().view(torch.uint8) for x in pair] for pair in zip(found, wanted, strict=True))
+def _differing(ours: Results, wanted: Results) -> int:
+    pairs = ([x.flatten().view(torch.uint8) for x in pair] for pair in zip(ours, wanted, strict=True))
     return sum(int((a != b).sum()) for a, b in pairs)
 
 
@@ -125,15 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = BENCH.parse(argv)
     bandwidth = copy_bandwidth(run.device)
     run.announce(f", copy {bandwidth / 1e12:.3f} TB/s")
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for dtype in run.arguments.dtypes:
         for n in run.arguments.cols:
             x = torch.randn(run.arguments.rows, n, device=run.device).to(getattr(torch, dtype))
-            found += [measure(name, pair, x, bandwidth) for name, pair in casts(x).items()]
-    shown = [{**e, "name": f"{e['cast']}, {e['dtype']} {e['shape'][0]} x {e['shape'][1]}"} for e in found]
+            entries += [measure(name, pair, x, bandwidth) for name, pair in casts(x).items()]
+    shown = [{**e, "name": f"{e['cast']}, {e['dtype']} {e['shape'][0]} x {e['shape'][1]}"} for e in entries]
     draw_entries("fused casts, and torch.compile of the same in plain torch", shown, _COLUMNS, of="name")
-    run.record(copy_bytes_per_second=round(bandwidth), casts=found)
-    return int(any(e["differing"] for e in found))
+    run.record(copy_bytes_per_second=round(bandwidth), casts=entries)
+    return int(any(e["differing"] for e in entries))
 
 
 if __name__ == "__main__":

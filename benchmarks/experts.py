@@ -215,7 +215,7 @@ _COLUMNS += "fraction_of_floor:.1% limit:"
 
 def main(argv: Sequence[str] | None = None) -> int:
     run = BENCH.parse(argv)
-    arguments, device, found = run.arguments, run.device, list[Entry]()
+    arguments, device, shapes = run.arguments, run.device, list[Entry]()
     runner.compile_without_limits()
     bandwidth = copy_bandwidth(device)
     run.announce(f", copy {bandwidth / 1e12:.3f} TB/s")
@@ -224,11 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = SHAPES.get(name, Experts(2, 16, 32, 64))
         entries = measure(shape, device, arguments)
         add_comparisons(entries, shape, bandwidth)
-        found.append({"name": name, **shape._asdict(), "subjects": entries})
+        shapes.append({"name": name, **shape._asdict(), "subjects": entries})
         runner.draw_entries(f"{name}, {shape}, forward + backward; speed: times bf16 compiled", entries, _COLUMNS)
-        run.record(shapes=found)
+        run.record(shapes=shapes)
         forget()
-    return int(any(is_wrong(e) for shape in found for e in shape["subjects"]))
+    return int(any(is_wrong(e) for shape in shapes for e in shape["subjects"]))
 
 
 def measure(shape: Experts, device: torch.device, arguments: Any) -> list[Entry]:

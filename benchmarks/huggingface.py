@@ -103,8 +103,8 @@ def warmed_up(entry: Entry, built: Callable[[str], Any], ids: Tensor, *, is_comp
         layer.compile(**compile_options(entry["subject"]))
     step = training(model, ids)
     entry["losses"] = [step().item() for _ in range(WARMUP)]
-    own, above = held_bytes(device) - others, peak_bytes(step, device)
-    entry["peak_bytes"] = None if above is None else own + above
+    held, above = held_bytes(device) - others, peak_bytes(step, device)
+    entry["peak_bytes"] = None if above is None else held + above
     return step
 
 

@@ -164,7 +164,9 @@ def flax_model(name: str, weights: SameTransformer, arguments: argparse.Namespac
     params = params_of(weights)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, jax.eval_shape(model.init, *example)["params"])
     # without the parameters XLA has little to compile
-    states = jax.jit(lambda *given: {name: x for name, x in model.init(*given).items() if name != "params"})(*example)
+    states = jax.jit(
+        lambda *key_and_tokens: {name: x for name, x in model.init(*key_and_tokens).items() if name != "params"}
+    )(*example)
     state = TrainState.create(apply_fn=model.apply, params={**states, "params": params}, tx=optimizer)
     # As it is after a step, so that JAX compiles once: a number would be traced as another type, and what torch made is
     # bound to its device while the rest is not.
@@ -184,8 +186,8 @@ def train(library: str, name: str, seed: int, corpus: Corpus, arguments: argpars
     weights = SameTransformer(**SIZE)
     is_jax = library == "jax"
     model = flax_model(name, weights, arguments) if is_jax else of_torch(name, weights, torch.device("cpu"))
-    found = followed(f"{library} {name}", seed, corpus, arguments, BATCHES, model)
-    return {"library": library, "name": name, "seed": seed, **found}
+    losses = followed(f"{library} {name}", seed, corpus, arguments, BATCHES, model)
+    return {"library": library, "name": name, "seed": seed, **losses}
 
 
 def _array(tokens: torch.Tensor) -> jax.Array:
@@ -215,7 +217,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed in range(arguments.seeds):
             for library in ("jax", "torch") if seed < arguments.torch_seeds else ("jax",):
                 runs.append(train(library, name, seed, corpus, arguments))
-            run.record(runs=runs, verdicts=judge([one for one in runs if one["library"] == "jax"]))
+            run.record(
+                runs=runs,
+                verdicts=judge([entry for entry in runs if entry["library"] == "jax"]),
+            )
     columns = ("recipe", "loss", "bf16 seeds", "in range", "seed 0: jax", "torch", "first step: jax", "torch")
     draw(f"loss after {arguments.steps} steps, mean of {arguments.seeds} seeds", columns, _rows(report))
     return int(not all(verdict["passes"] for verdict in report["verdicts"]))

@@ -15,9 +15,9 @@ KINDS = {
 }
 
 
-def kinds(found: Sequence[dict[str, Any]]) -> dict[str, float]:
+def kinds(kernels: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Microseconds of a step by kind of kernel; what is fused with a cast counts as a cast."""
     totals = dict.fromkeys([*KINDS, "other"], 0.0)
-    for entry in found:
+    for entry in kernels:
         totals[next((kind for kind, names in KINDS.items() if re.search(names, entry["name"])), "other")] += entry["us"]
     return totals

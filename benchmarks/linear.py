@@ -51,10 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens, dim, hidden = arguments.tokens, arguments.dim, arguments.hidden or arguments.dim * 7 // 2
     bandwidth = copy_bandwidth(device)
     run.announce(f", copy {bandwidth / 1e12:.3f} TB/s")
-    floor, found = Floor(device, bandwidth), list[Entry]()
+    floor, timed_workloads = Floor(device, bandwidth), list[Entry]()
     equality = _equality([(256, 512, 384), (tokens, dim, hidden)], device)
     run.report |= {"tokens": tokens, "rounds": arguments.rounds, "steps": arguments.steps}
-    run.report |= {"copy_bytes_per_second": round(bandwidth), "equal_to_torchao": equality, "workloads": found}
+    run.report |= {
+        "copy_bytes_per_second": round(bandwidth),
+        "equal_to_torchao": equality,
+        "workloads": timed_workloads,
+    }
     # 2. Every workload, computed again in the backward pass or not.
     modes = MODES if arguments.mode == "both" else (arguments.mode,)
     for name, checkpointing in ((name, c) for name in arguments.workloads for c in arguments.checkpointing):
@@ -72,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             microbatches=arguments.microbatches,
             profiled=arguments.kernels,
         )
-        found.append(entry)
+        timed_workloads.append(entry)
         title = f"{workload.title}, checkpointing {checkpointing}; {tokens} tokens, forward + backward"
         runner.draw_entries(f"{title}; speed and memory: times bf16's", entry["subjects"], _COLUMNS)
         for timed in (e for e in entry["subjects"] if "kernels" in e):
@@ -84,20 +88,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         forget()
     # 3. The verdict: bits first, then failures.
     altered = not isinstance(equality, str) and is_altered(equality)
-    return int(altered or any(is_wrong(e) for workload in found for e in workload["subjects"]))
+    return int(altered or any(is_wrong(e) for workload in timed_workloads for e in workload["subjects"]))
 
 
 def _equality(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> list[Entry] | str:
     try:
-        found = equal_to_torchao(shapes, device)
+        entries = equal_to_torchao(shapes, device)
     except runner.AbsentError as error:
         runner.say(f"tensorwise against torchao's Float8Linear: not compared, {error}")
         return f"not compared: {error}"
-    for entry in found:
+    for entry in entries:
         kind = f"{', bias' if entry['bias'] else ''}, {entry['parameters']} parameters"
         shape = f"{entry['tokens']} x {entry['k']} -> {entry['n']}{kind}"
         runner.say(f"tensorwise against torchao's Float8Linear, eager, {shape}: {verdict(entry['numbers_differing'])}")
-    return found
+    return entries
 
 
 def _gemm_entries(floor: Floor) -> list[Entry]:

@@ -118,7 +118,7 @@ def equal_to_torchao(shapes: Sequence[tuple[int, int, int]], device: torch.devic
     """
     if device.type != "cuda":
         raise AbsentError("torchao computes float8 GEMMs on a GPU only")
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for (tokens, k, n), has_bias, dtype in product(shapes, (False, True), (torch.bfloat16, torch.float32)):
         model = nn.Sequential(nn.Linear(k, n, bias=has_bias)).to(device, dtype)
         x, grad_output = _drawn(tokens, k, device), _drawn(tokens, n, device) * 1e-3
@@ -127,8 +127,8 @@ def equal_to_torchao(shapes: Sequence[tuple[int, int, int]], device: torch.devic
             ours, theirs = (_results(layer, x, grad_output) for layer in layers)
         differing = {part: _differing(a, b) for part, a, b in zip(PARTS, ours, theirs, strict=False)}
         entry = {"tokens": tokens, "k": k, "n": n, "bias": has_bias, "parameters": str(dtype).removeprefix("torch.")}
-        found.append(entry | {"numbers_differing": differing})
-    return found
+        entries.append(entry | {"numbers_differing": differing})
+    return entries
 
 
 def _drawn(rows: int, cols: int, device: torch.device) -> Tensor:

@@ -55,14 +55,14 @@ class Ranks(NamedTuple):
             error = raised
             if self.is_first and not isinstance(error, AbsentError):
                 say(traceback.format_exc())
-        own = None if error is None else (type(error).__name__, str(error).strip().partition("\n")[0])
+        reason = None if error is None else (type(error).__name__, str(error).strip().partition("\n")[0])
         reasons: list[tuple[str, str] | None] = [None] * self.mesh.size()
-        dist.all_gather_object(reasons, own, group=self.control)
+        dist.all_gather_object(reasons, reason, group=self.control)
         if not any(reasons):
             return result
         if len({reason and reason[0] for reason in reasons}) > 1:
-            told = (f"rank {rank}: {': '.join(reason)}" for rank, reason in enumerate(reasons) if reason)
-            raise DividedError("; ".join(told))
+            texts = (f"rank {rank}: {': '.join(reason)}" for rank, reason in enumerate(reasons) if reason)
+            raise DividedError("; ".join(texts))
         if isinstance(error, AbsentError):
             raise error
         raise RuntimeError(": ".join(reasons[0] or ()))

@@ -54,8 +54,8 @@ def option(name: str, default: Any, help: str = "", **settings: Any) -> Option:
 
 def turns_of(rounds: int, *steps: int) -> tuple[Option, ...]:
     """`--rounds`, and `--steps` of a turn where there are any."""
-    found = option("rounds", rounds, "turns of every subject")
-    return (found, *(option("steps", count, "steps a turn") for count in steps))
+    of_rounds = option("rounds", rounds, "turns of every subject")
+    return (of_rounds, *(option("steps", count, "steps a turn") for count in steps))
 
 
 DEVICE = option("device", "cuda" if torch.cuda.is_available() else "cpu")

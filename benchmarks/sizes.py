@@ -32,8 +32,8 @@ def smallest(speeds: Mapping[Size, float]) -> Size | None:
         for parameters in sorted({k * n for k, n in speeds})
     }
     # 2. Those that let no size through that was slower.
-    found = {pair: len(of) for pair, of in covered.items() if of and all(speeds[size] >= 1 for size in of)}
-    return max(found, key=lambda pair: (found[pair], pair), default=None)  # of equals, the one that claims least
+    counts = {pair: len(of) for pair, of in covered.items() if of and all(speeds[size] >= 1 for size in of)}
+    return max(counts, key=lambda pair: (counts[pair], pair), default=None)  # of equals, the one that claims least
 
 
 BENCH = Bench(
@@ -89,8 +89,11 @@ def _draw(report: dict[str, Any], timing: str, others: Sequence[str]) -> None:
     title = f"speed of one linear layer against bf16, {report['tokens']} tokens, {timing}"
     draw(title, ("K x N", "bf16 ms", *others), rows)
     for name in others:
-        found = report.get("smallest", {}).get(timing, {}).get(name)
-        say(f"{timing}, {name}: " + (f"from {found[0]} features, {found[1]} parameters on" if found else "never"))
+        threshold = report.get("smallest", {}).get(timing, {}).get(name)
+        say(
+            f"{timing}, {name}: "
+            + (f"from {threshold[0]} features, {threshold[1]} parameters on" if threshold else "never")
+        )
 
 
 def _speeds(points: Sequence[dict[str, Any]], timing: str, subject: str) -> dict[Size, float]:

@@ -129,8 +129,8 @@ class Subject:
     @property
     def gradients(self) -> list[Tensor]:
         """Those of the last pass."""
-        found = (self.x.grad, *(p.grad for p in self.model.parameters()))
-        return [grad for grad in found if grad is not None]
+        grads = (self.x.grad, *(p.grad for p in self.model.parameters()))
+        return [grad for grad in grads if grad is not None]
 
 
 def make_subject(
@@ -147,14 +147,16 @@ def make_subject(
     Raises:
         AbsentError: its library is not installed.
     """
-    own = converted(name, copy.deepcopy(model))
-    whole = checkpointed(name, own, checkpointing)
+    copied = converted(name, copy.deepcopy(model))
+    whole = checkpointed(name, copied, checkpointing)
     call = compiled(name, whole) if mode == "compiled" else whole
-    at_rest: list[Float8Weight] = [weight for weight in own.parameters() if isinstance(weight, Float8Weight)]
+    at_rest: list[Float8Weight] = [weight for weight in copied.parameters() if isinstance(weight, Float8Weight)]
     for weight in at_rest:
         weight.take_master()  # as an optimizer does
     own_x = x.clone().requires_grad_()
-    return Subject(call=call, model=own, x=own_x, grad_output=grad_output, microbatches=microbatches, at_rest=at_rest)
+    return Subject(
+        call=call, model=copied, x=own_x, grad_output=grad_output, microbatches=microbatches, at_rest=at_rest
+    )
 
 
 # Activation checkpointing: which results are kept, and which are computed again

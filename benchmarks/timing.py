@@ -157,7 +157,7 @@ def profiled(step: Step, device: torch.device) -> Profile:
             total = totals[event.key[:_NAME_LENGTH]]
             total[0] += event.count
             total[1] += us
-    found = [
+    entries = [
         {"name": name, "calls": round(calls / STEPS, 2), "us": round(us / STEPS, 1)}
         for name, (calls, us) in totals.items()
     ]
@@ -166,7 +166,7 @@ def profiled(step: Step, device: torch.device) -> Profile:
         for event in (seen.events() or () if is_cuda else ())
         if event.device_type == kind and not event.is_user_annotation
     ]
-    return Profile(sorted(found, key=lambda entry: -entry["us"]), runs, step_us)
+    return Profile(sorted(entries, key=lambda entry: -entry["us"]), runs, step_us)
 
 
 def exposure(runs: Sequence[Run], step_us: float, steps: int = STEPS) -> dict[str, Any]:
@@ -212,40 +212,42 @@ def exposure(runs: Sequence[Run], step_us: float, steps: int = STEPS) -> dict[st
 
 def _union(runs: Iterable[Run]) -> Times:
     """The times at which at least one of them runs, in order."""
-    found: Times = []
+    times: Times = []
     for run in sorted(runs, key=lambda run: run.begin):
-        if found and run.begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], run.end)
+        if times and run.begin <= times[-1][1]:
+            times[-1] = times[-1][0], max(times[-1][1], run.end)
         else:
-            found.append((run.begin, run.end))
-    return found
+            times.append((run.begin, run.end))
+    return times
 
 
 def _length(times: Times) -> float:
     return sum(end - begin for begin, end in times)
 
 
-def draw_kernels(title: str, found: Sequence[dict[str, Any]]) -> None:
+def draw_kernels(title: str, entries: Sequence[dict[str, Any]]) -> None:
     """The kernels as a table, with their sum, then their kinds; collectives may run beside other kernels."""
-    calls, total = (sum(entry[what] for entry in found) for what in ("calls", "us"))
+    calls, total = (sum(entry[what] for entry in entries) for what in ("calls", "us"))
     of_all = {"name": "sum", "calls": calls, "us": total}
-    rows = [(e["name"][:100], f"{e['calls']:g}", f"{e['us']:.1f}", f"{e['us'] / total:.1%}") for e in (*found, of_all)]
+    rows = [
+        (e["name"][:100], f"{e['calls']:g}", f"{e['us']:.1f}", f"{e['us'] / total:.1%}") for e in (*entries, of_all)
+    ]
     draw(title, ("kernel", "calls", "us", "part"), rows)
-    parts = [[kind, f"{us:.1f}", f"{us / total:.1%}"] for kind, us in kinds(found).items() if us]
+    parts = [[kind, f"{us:.1f}", f"{us / total:.1%}"] for kind, us in kinds(entries).items() if us]
     draw(f"{title}: kinds", ("kind", "us", "part"), parts)
 
 
-def draw_exposure(title: str, found: dict[str, Any]) -> None:
+def draw_exposure(title: str, times: dict[str, Any]) -> None:
     """Where the time of a step goes: computing, collectives that nothing hides, and nothing at all."""
     rows = [
-        ["computing", found["computing_us"]],
-        ["collectives alone (exposed)", found["exposed_us"]],
-        *([f"  of {name[:80]}", us] for name, us in found["exposed"].items()),
-        ["nothing runs", found["idle_us"]],
-        ["step, by the host's clock", found["step_us"]],
-        ["collectives, hidden or not", found["collectives_us"]],
-        ["kernels beside other kernels", found["beside_us"]],
-        *([f"wait before {name[:80]}", us] for name, us in found["waits"].items()),
+        ["computing", times["computing_us"]],
+        ["collectives alone (exposed)", times["exposed_us"]],
+        *([f"  of {name[:80]}", us] for name, us in times["exposed"].items()),
+        ["nothing runs", times["idle_us"]],
+        ["step, by the host's clock", times["step_us"]],
+        ["collectives, hidden or not", times["collectives_us"]],
+        ["kernels beside other kernels", times["beside_us"]],
+        *([f"wait before {name[:80]}", us] for name, us in times["waits"].items()),
     ]
-    table = [[name, f"{us / 1e3:.2f}", f"{us / found['step_us']:.1%}"] for name, us in rows]
+    table = [[name, f"{us / 1e3:.2f}", f"{us / times['step_us']:.1%}"] for name, us in rows]
     draw(title, ("a step of rank 0", "ms", "part"), table)

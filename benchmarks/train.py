@@ -110,12 +110,12 @@ def judge(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     bf16 = {run["seed"]: run for run in runs if run["name"] == BASELINE}
     verdicts: list[dict[str, Any]] = []
     for name in dict.fromkeys(run["name"] for run in runs if run["name"] != BASELINE):
-        own = [run for run in runs if run["name"] == name]
-        verdict: dict[str, Any] = {"name": name, "seeds": [run["seed"] for run in own]}
+        of_recipe = [run for run in runs if run["name"] == name]
+        verdict: dict[str, Any] = {"name": name, "seeds": [run["seed"] for run in of_recipe]}
         for figure in FIGURES:
             of = [run[figure] for run in bf16.values()]
-            shifts = [run[figure] - bf16[run["seed"]][figure] for run in own]
-            loss = fmean(run[figure] for run in own)
+            shifts = [run[figure] - bf16[run["seed"]][figure] for run in of_recipe]
+            loss = fmean(run[figure] for run in of_recipe)
             verdict[figure] = {
                 "loss": loss,
                 "bf16_least": min(of),
@@ -125,7 +125,7 @@ def judge(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "shifts": shifts,
                 "in_range": min(of) <= loss <= max(of),
             }
-        finite = all(math.isfinite(loss) for run in own for loss in run["losses"])
+        finite = all(math.isfinite(loss) for run in of_recipe for loss in run["losses"])
         verdict["passes"] = finite and all(verdict[f]["in_range"] for f in FIGURES)
         verdicts.append(verdict)
     return verdicts
@@ -172,9 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.record(runs=runs, verdicts=judge(runs))
     verdicts = run.report["verdicts"]
     rows = [(*row, f"{v[figure]['shift']:+.4f}") for v in verdicts for figure, row in rows_of(v).items()]
-    what = f"mean of {arguments.seeds} seeds; training: the last {min(LAST, arguments.steps)}"
+    figures = f"mean of {arguments.seeds} seeds; training: the last {min(LAST, arguments.steps)}"
     columns = ("recipe", "loss", "bf16 seeds", "in range", "shift from bf16")
-    draw(f"loss after {arguments.steps} steps, {what}", columns, rows)
+    draw(f"loss after {arguments.steps} steps, {figures}", columns, rows)
     return int(not all(verdict["passes"] for verdict in verdicts))
 
 

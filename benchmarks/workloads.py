@@ -180,13 +180,13 @@ def feed_forward(tokens: int, dim: int, hidden: int) -> Workload:
 
 def feed_forwards(tokens: int, dim: int, hidden: int, blocks: int) -> Workload:
     """Feed-forward blocks, one after the other."""
-    one = feed_forward(tokens, dim, hidden)
+    block = feed_forward(tokens, dim, hidden)
     return replace(
-        one,
+        block,
         title=f"{blocks} feed-forward blocks, {dim} -> {hidden} -> {dim}",
         build=lambda: nn.Sequential(*(FeedForward(dim, hidden) for _ in range(blocks))),
-        layers=tuple(layer._replace(input=f"{layer.input}{i}") for i in range(blocks) for layer in one.layers),
-        moved=blocks * one.moved,
+        layers=tuple(layer._replace(input=f"{layer.input}{i}") for i in range(blocks) for layer in block.layers),
+        moved=blocks * block.moved,
     )
 
 

@@ -71,9 +71,9 @@ def write(case: Case, folder: Path, device: torch.device) -> None:
 
 def replayed(folder: Path) -> Entry:
     """What a replay of one capture found."""
-    found = replay(read_capture(folder))
-    stages = {kind: asdict(count) for kind, count in found.counts.items()}
-    return {"capture": folder.name, "is_equal": found.is_equal, "oracles": found.oracles, "stages": stages}
+    result = replay(read_capture(folder))
+    stages = {kind: asdict(count) for kind, count in result.counts.items()}
+    return {"capture": folder.name, "is_equal": result.is_equal, "oracles": result.oracles, "stages": stages}
 
 
 BENCH = Bench(

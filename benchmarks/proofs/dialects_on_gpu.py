@@ -92,8 +92,10 @@ def launching(name: str, of: str | Dialect, kernel: Any, *with_: Any, **options:
 
 def variant(name: str, *, scale: dict[str, Any] | None = None, code: dict[str, Any] | None = None, **more: Any) -> Any:
     """A dialect with other fields: what its caveat says of a corner."""
-    one: Any = DIALECTS[name]
-    return replace(one, scale=replace(one.scale, **(scale or {})), code=replace(one.code, **(code or {})), **more)
+    dialect: Any = DIALECTS[name]
+    return replace(
+        dialect, scale=replace(dialect.scale, **(scale or {})), code=replace(dialect.code, **(code or {})), **more
+    )
 
 
 # 1 Tables
@@ -112,9 +114,9 @@ def tables(dtype: str, block: Block, *, special: bool) -> list[Array]:
     values[np.arange(count), rng.integers(0, size, count)] = amax * rng.choice(np.array([-1, 1], of), count)
     if special:
         values = values[: max(across, count // 8) // across * across]
-        what = np.array([np.nan, np.inf, -np.inf, -np.nan, np.nan], of)
+        specials = np.array([np.nan, np.inf, -np.inf, -np.nan, np.nan], of)
         for i, row in enumerate(values):
-            row[rng.integers(0, size, 1 + i % 2)] = what[i % len(what)]
+            row[rng.integers(0, size, 1 + i % 2)] = specials[i % len(specials)]
     else:
         more = count // 2 // across * across
         normal = rng.standard_normal((more, size)) * np.exp2(rng.uniform(-12, 6, (more, 1)))
@@ -146,10 +148,10 @@ def _shares(rng: np.random.Generator, count: int, size: int) -> Array:
     """Parts of amax: codes and ties between codes over 448, and any numbers down to the subnormals of float8."""
     codes = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     ties = np.concatenate([codes, (codes[1:] + codes[:-1]) / 2]) / MAX
-    found = rng.random((count, size)) ** 4
+    shares = rng.random((count, size)) ** 4
     is_tie = rng.random((count, size)) < 0.5
-    found[is_tie] = rng.choice(ties, is_tie.sum())
-    return found * rng.choice([-1.0, 1.0], (count, size))
+    shares[is_tie] = rng.choice(ties, is_tie.sum())
+    return shares * rng.choice([-1.0, 1.0], (count, size))
 
 
 # 2 Comparison
@@ -162,7 +164,7 @@ def compare(of: Case, dtype: str, device: torch.device, *, special: bool) -> Ent
         wide = np.abs(drawn.astype(np.float32))
         is_outside = np.isfinite(wide) & ((wide < of.range[0]) | (wide > of.range[1]))
         x = np.where(is_outside, drawn.dtype.type(0), drawn)
-        got, scale = (None if one is None else to_numpy(one.cpu()) for one in of.run(to_torch(x, device)))
+        got, scale = (None if tensor is None else to_numpy(tensor.cpu()) for tensor in of.run(to_torch(x, device)))
         scale = None if scale is None else scale.reshape(grid_shape(x.shape, of.block))
         expected = quantize(x, of.dialect, block=of.block, scale=scale if of.dialect.scale is None else None)
         wanted = expected.codes
@@ -176,16 +178,16 @@ def compare(of: Case, dtype: str, device: torch.device, *, special: bool) -> Ent
             wanted = np.where(_spread(different(scale, expected.scale), x.shape, of.block), by_scale, wanted)
         if got is not None:
             codes.append((got, wanted, x, _spread(expected.scale, x.shape, of.block)))
-    found: Entry = {}
+    entry: Entry = {}
     for name, unit, pairs in (("scale", "scale_ulps", scales), ("code", "code_steps", codes)):
         columns = [np.concatenate([array.reshape(-1) for array in column]) for column in zip(*pairs, strict=True)]
         distance = _distance(*columns[:2]) if columns else np.zeros(0, np.int64)
         counts = {f"{name}s": distance.size, f"{name}s_differ": int((distance != 0).sum())}
-        found |= counts | {unit: int(distance.max(initial=0))}
+        entry |= counts | {unit: int(distance.max(initial=0))}
         if distance.any():
             first = (float(column[(distance != 0).argmax()]).hex() for column in columns)
-            found[f"first_{name}"] = dict(zip(("got", "expected", "of", "s"), first, strict=False))
-    return found
+            entry[f"first_{name}"] = dict(zip(("got", "expected", "of", "s"), first, strict=False))
+    return entry
 
 
 def _distance(got: Array, expected: Array) -> Array:
@@ -209,10 +211,10 @@ def judge(of: Case, device: torch.device) -> Iterator[Entry]:
     for dtype in of.dtypes:
         entry: Entry = {"kernel": of.name, "dialect": of.dialect.name, "x": dtype}
         try:
-            found = compare(of, dtype, device, special=False)
-            is_equal = not found["scales_differ"] and not found["codes_differ"]
-            is_within = found["scale_ulps"] <= of.dialect.scale_ulps and found["code_steps"] <= of.dialect.code_steps
-            entry |= {"verdict": "equal" if is_equal else "within" if is_within else "differs", **found}
+            finite = compare(of, dtype, device, special=False)
+            is_equal = not finite["scales_differ"] and not finite["codes_differ"]
+            is_within = finite["scale_ulps"] <= of.dialect.scale_ulps and finite["code_steps"] <= of.dialect.code_steps
+            entry |= {"verdict": "equal" if is_equal else "within" if is_within else "differs", **finite}
             if of.has_special:
                 special = compare(of, dtype, device, special=True)
                 counts = ("scales", "scales_differ", "codes", "codes_differ")
@@ -247,13 +249,13 @@ class Kernels:
 
     def call(self, library: str, function: str, *arguments: Any) -> None:
         """A function of a library; one of C gets tensors as pointers."""
-        found = _loaded(self.libraries / f"{library}.so")
-        if isinstance(found, ctypes.CDLL):
+        module = _loaded(self.libraries / f"{library}.so")
+        if isinstance(module, ctypes.CDLL):
             torch.cuda.synchronize()
             kinds = {int: ctypes.c_int, float: ctypes.c_float}
             passed = (ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else kinds[type(a)](a) for a in arguments)
             arguments = tuple(passed)
-        getattr(found, function)(*arguments)
+        getattr(module, function)(*arguments)
 
     def functions(self, file: str, *names: str, **needed: Any) -> Any:
         """A module of functions and methods of a source file, as the file has them; `needed` are its other globals.
@@ -263,10 +265,10 @@ class Kernels:
         text, parts = (self.sources / file).read_text(), [_HEADER]
         for name in names:
             nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
-            found = next(node for node in nodes if node.name == name)
-            kept = [one.lineno for one in found.decorator_list if "triton" in ast.unparse(one)]
-            lines = text.splitlines()[min([found.lineno, *kept]) - 1 : found.end_lineno]
-            parts.append("\n".join(line[found.col_offset :] for line in lines))
+            function = next(node for node in nodes if node.name == name)
+            kept = [decorator.lineno for decorator in function.decorator_list if "triton" in ast.unparse(decorator)]
+            lines = text.splitlines()[min([function.lineno, *kept]) - 1 : function.end_lineno]
+            parts.append("\n".join(line[function.col_offset :] for line in lines))
         path = self._made / f"{Path(file).stem}_{names[0]}.py"
         path.write_text("\n\n".join(parts))
         module = ModuleType(path.stem)
@@ -375,10 +377,10 @@ def _vllm_torch(kernels: Kernels) -> Iterator[Case]:
         options = {"fp8_min": -MAX, "fp8_max": MAX, "use_ue8m0": up, "BLOCK": 128, "num_warps": 1, "num_stages": 1}
         yield launching(f"vLLM Triton group{' UE8M0' * up}", name, triton, 128, 512, 512, 1e-10, **options)
     grouped = {"group_size": 128, "use_ue8m0": False, "column_major_scales": False, "tma_aligned_scales": False}
-    one = {"is_group_quant": False, "static": False, "num_token_padding": None}
+    plain = {"is_group_quant": False, "static": False, "num_token_padding": None}
     for kind, block, name, method, more in (
-        ("token", ROW, "vllm_native_cuda", native.forward_native, one),
-        ("tensor", TENSOR, "vllm_native_cuda", native.forward_native, one),
+        ("token", ROW, "vllm_native_cuda", native.forward_native, plain),
+        ("tensor", TENSOR, "vllm_native_cuda", native.forward_native, plain),
         ("group", GROUP, "vllm_native_group_cuda", native._quantize_group_native, grouped),
     ):
         layer = _Names(group_shape=kind, **more)
@@ -452,8 +454,8 @@ def _transformers(kernels: Kernels) -> Iterator[Case]:
         config = SimpleNamespace(weight_block_size=size, scale_fmt=form)
         quantizer = SimpleNamespace(hf_quantizer=SimpleNamespace(quantization_config=config))
         quantizer._resolve_block_size = functools.partial(of._resolve_block_size, quantizer)
-        found = of._quantize_one(quantizer, "w.weight", x)
-        return found["w.weight"], found["w.weight_scale_inv"]
+        tensors = of._quantize_one(quantizer, "w.weight", x)
+        return tensors["w.weight"], tensors["w.weight_scale_inv"]
 
     yield launching("finegrained-fp8 act_quant", "transformers_activation", act_quant, **sizes)
     for form, name in (("float", "transformers_block"), ("ue8m0", "transformers_block_ue8m0")):
@@ -474,8 +476,8 @@ def _fbgemm(kernels: Kernels) -> Iterator[Case]:
     for function, block in (("quantize_fp8_row", ROW), ("quantize_fp8_block", SQUARE)):
         yield case(f"FBGEMM Triton {function}", "fbgemm_triton", block, of_torch, function, block, True)
         for dtype, scale in floors.items():
-            one = variant("fbgemm_torch", scale=scale)
-            yield case(f"FBGEMM torch {function}", one, block, of_torch, function, block, False, dtypes=(dtype,))
+            dialect = variant("fbgemm_torch", scale=scale)
+            yield case(f"FBGEMM torch {function}", dialect, block, of_torch, function, block, False, dtypes=(dtype,))
     yield filling("FBGEMM quantize_fp8_per_row", "fbgemm_cuda", ROW, cuda, dtypes=("bfloat16",))
 
 
@@ -493,14 +495,14 @@ def _transformer_engine(kernels: Kernels) -> Iterator[Case]:
 
     def bytes_of(x: Tensor) -> Result:
         amax = amax_of(x, MX_GROUP)
-        found = torch.empty_like(amax, dtype=torch.uint8)
-        kernels.call("small", "te_bytes", amax, found, amax.numel())
-        return None, found
+        exponents = torch.empty_like(amax, dtype=torch.uint8)
+        kernels.call("small", "te_bytes", amax, exponents, amax.numel())
+        return None, exponents
 
     parts = (("current", TENSOR), ("current_pow2", TENSOR), ("block_float", GROUP), ("block", GROUP), ("block", SQUARE))
-    for what, block in parts:
-        name, rest = f"transformer_engine_{what}", (block, int(what in ("current_pow2", "block")), "current" in what)
-        yield case(f"compute_scale_from_amax, {what} {block}", name, block, scales, *rest)
+    for kind, block in parts:
+        name, rest = f"transformer_engine_{kind}", (block, int(kind in ("current_pow2", "block")), "current" in kind)
+        yield case(f"compute_scale_from_amax, {kind} {block}", name, block, scales, *rest)
     yield case("float_to_e8m0", "transformer_engine_mxfp8", MX_GROUP, bytes_of)
 
 
@@ -586,15 +588,17 @@ BENCH = Bench(
 
 def main(argv: Sequence[str] | None = None) -> int:
     run = BENCH.parse(argv)
-    given, entries = run.arguments, list[Entry]()
+    arguments, entries = run.arguments, list[Entry]()
     # Every stack in a process of its own: an error on the device ends no other.
     start, processes = multiprocessing.get_context("spawn").Process, dict[Path, Any]()
     with tempfile.TemporaryDirectory() as folder:
-        for stack in given.stacks:
+        for stack in arguments.stacks:
             path = Path(folder, stack)
-            processes[path] = start(target=judge_stack, args=(stack, given.sources, given.libraries, run.device, path))
+            processes[path] = start(
+                target=judge_stack, args=(stack, arguments.sources, arguments.libraries, run.device, path)
+            )
             processes[path].start()
-        end = time.monotonic() + given.seconds
+        end = time.monotonic() + arguments.seconds
         for path, process in processes.items():
             process.join(max(1.0, end - time.monotonic()))
             process.kill()  # where it has not ended
@@ -609,7 +613,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if e["verdict"] == "differs":
             say(f"{e['kernel']} {e['x']}: {e.get('first_scale')} {e.get('first_code')}")
     verdicts = [entry["verdict"] for entry in entries]
-    say(", ".join(f"{verdicts.count(one)} {one}" for one in sorted(set(verdicts))))
+    say(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in sorted(set(verdicts))))
     return int("differs" in verdicts)
 
 
@@ -618,8 +622,8 @@ def judge_stack(stack: str, sources: Path, libraries: Path, device: torch.device
     compile_without_limits()
     entries: list[Entry] = []
     try:
-        for one in STACKS[stack](Kernels(sources, libraries)):
-            entries += judge(one, device)
+        for kernel_case in STACKS[stack](Kernels(sources, libraries)):
+            entries += judge(kernel_case, device)
             write_json(path, {"cases": entries})
     except Exception:  # before its cases, such as a source that is not there
         write_json(path, {"cases": [*entries, {"kernel": stack, **_not_run(traceback.format_exc(limit=-3))}]})

@@ -161,26 +161,26 @@ def data_parallel(
         f8.set_amax_reduction_group(model, False)
     for block in model if setting.mode == "compiled" else ():
         block.compile(fullgraph=True, dynamic=False)
-    optimizer, found, own = optimizer_of(model, rests), Trace(), setting.mesh.get_local_rank()
+    optimizer, trace, rank_here = optimizer_of(model, rests), Trace(), setting.mesh.get_local_rank()
     parameters, mine = list(model.parameters()), local if is_cut else setting.own
     for step in range(STEPS):
         # 2. One pass of all ranks; it adds two gradients in either order.
-        outputs = {rank: model(batch(setting, step, rank)) for rank in ([own] if is_cut else range(RANKS))}
+        outputs = {rank: model(batch(setting, step, rank)) for rank in ([rank_here] if is_cut else range(RANKS))}
         losses = {rank: output.float().square().mean() for rank, output in outputs.items()}
         torch.autograd.backward(list(losses.values()))
-        found += [("outputs", outputs[own].detach()), ("losses", losses[own].detach())]
+        trace += [("outputs", outputs[rank_here].detach()), ("losses", losses[rank_here].detach())]
         # 3. FSDP2 divides the sum of gradients itself.
         for parameter in () if is_cut else parameters:
             parameter.grad = grad_of(parameter) / RANKS
-        found += [("gradients", mine(grad_of(parameter)).clone()) for parameter in parameters]
+        trace += [("gradients", mine(grad_of(parameter)).clone()) for parameter in parameters]
         optimizer.step()
         optimizer.zero_grad()
         if precomputes:
             f8.precompute_float8_dynamic_scale_for_fsdp(model)
         values = [p.master if isinstance(p, f8.Float8Weight) else p.detach() for p in parameters]
-        found += [("weights", mine(value).clone()) for value in values]
-        found += states_of(model)
-    return found
+        trace += [("weights", mine(value).clone()) for value in values]
+        trace += states_of(model)
+    return trace
 
 
 def cut(setting: Setting, *, is_float8: bool) -> tuple[Trace, Trace]:
@@ -200,23 +200,23 @@ def cut(setting: Setting, *, is_float8: bool) -> tuple[Trace, Trace]:
             setting.drawn(2, sizes.tokens - 1, n, seed=4 * step + i) * 2**step
             for i, n in enumerate((sizes.dim, sizes.wide, sizes.wide, sizes.dim))
         )
-        for is_cut, (model, run, found) in enumerate(zip(models, runs, traces, strict=True)):
-            given, mine = (setting.own, whole) if is_cut else (whole, setting.own)
+        for is_cut, (model, run, trace) in enumerate(zip(models, runs, traces, strict=True)):
+            input_of, mine = (setting.own, whole) if is_cut else (whole, setting.own)
             # 1. By columns: the input has this rank's tokens, the output its columns.
-            columns = run[0](given(x, 1) * 1)
-            columns.backward(given(wide_grad, 2))
-            found.append(("outputs", mine(columns.detach(), 2)))
+            columns = run[0](input_of(x, 1) * 1)
+            columns.backward(input_of(wide_grad, 2))
+            trace.append(("outputs", mine(columns.detach(), 2)))
             # 2. By rows: the input has this rank's columns, the gradient of the output its tokens, or all.
-            h = given(wide, 2).clone().requires_grad_()
+            h = input_of(wide, 2).clone().requires_grad_()
             output = run[1](h * 1) * 1  # read, so that nothing waits for it at the end
-            output.backward(given(grad, 1) if is_float8 else grad)
-            found.append(("gradients", mine(grad_of(h), 2)))
+            output.backward(input_of(grad, 1) if is_float8 else grad)
+            trace.append(("gradients", mine(grad_of(h), 2)))
             places = ((model[0].weight, 0), (model[0].bias, 0), (model[1].weight, 1))
-            found += [("gradients", mine(local(grad_of(p)), dim).clone()) for p, dim in places]
+            trace += [("gradients", mine(local(grad_of(p)), dim).clone()) for p, dim in places]
             optimizers[is_cut].step()
             optimizers[is_cut].zero_grad()
-            found += [("weights", mine(local(p.detach()), dim).clone()) for p, dim in places]
-            found += states_of(model)
+            trace += [("weights", mine(local(p.detach()), dim).clone()) for p, dim in places]
+            trace += states_of(model)
     return traces
 
 
@@ -254,7 +254,7 @@ def experts(setting: Setting, *, is_cut: bool, is_parallel: bool, gathers: bool 
     """By `ExpertParallel` or FSDP2, or what one device has in its place: this rank's part of what must be equal."""
     # 1. The model, its shards if it is cut.
     torch.manual_seed(0)
-    sizes, own = setting.sizes, setting.mesh.get_local_rank()
+    sizes, rank_here = setting.sizes, setting.mesh.get_local_rank()
     blocks = [f8.Float8Experts(EXPERTS, sizes.dim, sizes.wide, recipe=setting.config) for _ in range(2)]
     model = Mixture(*blocks).to(setting.device, torch.bfloat16)
     if not is_cut:
@@ -268,11 +268,11 @@ def experts(setting: Setting, *, is_cut: bool, is_parallel: bool, gathers: bool 
             fully_shard(module, mesh=setting.mesh)
     for block in model if setting.mode == "compiled" else ():
         block.compile(fullgraph=not is_parallel, dynamic=is_parallel)
-    optimizer, found = optimizer_of(model), Trace()
+    optimizer, trace = optimizer_of(model), Trace()
     parameters, mine = list(model.parameters()), local if is_cut else setting.own
     for step in range(STEPS):
         # 2. One pass of all ranks: of one device in turn, or at once.
-        ranks = [own] if is_cut else range(RANKS)
+        ranks = [rank_here] if is_cut else range(RANKS)
         tokens = {rank: batch(setting, step, rank).requires_grad_() for rank in ranks}
         of_tokens = {rank: chosen(setting, step, rank) for rank in ranks}
         if is_parallel and not is_cut:
@@ -283,16 +283,16 @@ def experts(setting: Setting, *, is_cut: bool, is_parallel: bool, gathers: bool 
         else:
             outputs = {rank: model(x, ends(of_tokens[rank])) for rank, x in tokens.items()}
         torch.autograd.backward([output.float().square().mean() for output in outputs.values()])
-        found += [("outputs", outputs[own].detach()), ("gradients", grad_of(tokens[own]))]
+        trace += [("outputs", outputs[rank_here].detach()), ("gradients", grad_of(tokens[rank_here]))]
         # 3. FSDP2 divides the sum of gradients itself.
         for parameter in () if is_cut or is_parallel else parameters:
             parameter.grad = grad_of(parameter) / RANKS
-        found += [("gradients", mine(grad_of(parameter)).clone()) for parameter in parameters]
+        trace += [("gradients", mine(grad_of(parameter)).clone()) for parameter in parameters]
         optimizer.step()
         optimizer.zero_grad()
-        found += [("weights", mine(parameter.detach()).clone()) for parameter in parameters]
-        found += states_of(model)
-    return found
+        trace += [("weights", mine(parameter.detach()).clone()) for parameter in parameters]
+        trace += states_of(model)
+    return trace
 
 
 def whole(x: Tensor, dim: int) -> Tensor:
@@ -307,8 +307,8 @@ def grad_of(x: Tensor) -> Tensor:
 
 def local(x: Tensor) -> Tensor:
     """The plain tensor that this rank holds."""
-    own = x.to_local() if isinstance(x, DTensor) else x
-    return getattr(own, "plain", own)
+    shard = x.to_local() if isinstance(x, DTensor) else x
+    return getattr(shard, "plain", shard)
 
 
 def states_of(model: nn.Module) -> Trace:

@@ -102,18 +102,18 @@ def _added_in_halves(terms: Any, start: Any) -> Any:
 
 
 def _converted_toward_zero(x: np.ndarray, format: Format) -> Array:
-    return _code_before(x, format, lambda found: np.abs(found) > np.abs(x))
+    return _code_before(x, format, lambda converted: np.abs(converted) > np.abs(x))
 
 
 def _converted_with_saturation(x: np.ndarray, format: Format) -> Array:
-    return _code_before(x, format, lambda found: np.isinf(found) & np.isfinite(x))
+    return _code_before(x, format, lambda converted: np.isinf(converted) & np.isfinite(x))
 
 
 def _code_before(x: np.ndarray, format: Format, where: Callable[[np.ndarray], np.ndarray]) -> Array:
-    found = _convert(x, format)
+    converted = _convert(x, format)
     if format == FLOAT32:
-        return found
-    return (found.view(np.uint16) - where(found.astype(np.float32)).astype(np.uint16)).view(found.dtype)
+        return converted
+    return (converted.view(np.uint16) - where(converted.astype(np.float32)).astype(np.uint16)).view(converted.dtype)
 
 
 def _bias_on_bfloat16(result: np.ndarray, bias: np.ndarray) -> np.ndarray:

@@ -114,7 +114,7 @@ def machine() -> dict[str, object]:
     return {"cpu": model, "cores": os.cpu_count(), "versions": versions()}
 
 
-def parsed(given: Sequence[str]) -> argparse.Namespace:
+def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The options, if there is something to do and every backend is installed."""
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.exhaustive", description=summary)
@@ -122,7 +122,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", choices=tuple(BACKENDS), default=DEFAULT_BACKENDS)
     parser.add_argument("--workers", type=int, default=2, help="processes, one core each (default 2)")
     parser.add_argument("--json", type=Path, help=f"where to record (default, for a full run only: {RECORDED})")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(words)
     if not 0 < arguments.fraction <= 1:
         parser.error(f"--fraction must be above 0 and at most 1; got {arguments.fraction}")
     for package in ("jax", "torch"):
@@ -134,8 +134,8 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
-    arguments = parsed(given)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = parsed(words)
     stride = 1 if arguments.fraction == 1 else round(1 / arguments.fraction) | 1
     load, start = os.getloadavg()[0], time.perf_counter()
     casts, scales = run(arguments.backends, stride, arguments.workers)
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_whole = stride == 1 and set(DEFAULT_BACKENDS) <= set(arguments.backends)
     if path := arguments.json or (RECORDED if is_whole else None):
         report = {
-            "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.proofs.exhaustive", *given]),
+            "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.proofs.exhaustive", *words]),
             "exhaustive": stride == 1,
             "stride": stride,
             "workers": arguments.workers,

@@ -47,10 +47,10 @@ def numpy_backend() -> Backend:
 def native_backend() -> Backend:
     """The engine in C, one thread: its cast is `quantize`, of which a factor of 1 changes no value."""
     emulation = importlib.import_module("f8emu.numpy.emulation")
-    one = np.ones((1, 1), np.float32)
+    unit = np.ones((1, 1), np.float32)
 
     def cast(x: F32, fmt: Format, overflow: Overflow) -> U8:
-        return emulation.quantize(x[None], one, fmt, width=None)[0].view(np.uint8)
+        return emulation.quantize(x[None], unit, fmt, width=None)[0].view(np.uint8)
 
     return Backend(cast, emulation.scale_from_amax, policies=(Overflow.SATURATE,))
 
@@ -248,6 +248,6 @@ def check_scales(name: str, backend: Backend, amax: F32, fmt: Format, rule: Scal
         right &= inv_scale.view(np.uint32) == quotient.view(np.uint32) & np.uint32(0xFF800000)
     tally.differences = int(np.count_nonzero(~right))
     for i in np.flatnonzero(~right)[:EXAMPLES]:
-        found = " ".join(f"0x{x.view(np.uint32)[i]:08x}" for x in (inv_scale, scale))
-        tally.examples.append(f"0x{amax.view(np.uint32)[i]:08x} => {found}")
+        codes = " ".join(f"0x{x.view(np.uint32)[i]:08x}" for x in (inv_scale, scale))
+        tally.examples.append(f"0x{amax.view(np.uint32)[i]:08x} => {codes}")
     return tally

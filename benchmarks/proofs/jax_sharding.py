@@ -106,16 +106,16 @@ def _two_against_one(
     arrays, recipe = sharded.tensors(*sizes), recipe_by_name(name)
     step = partial(sharded.step, sharded.layer(recipe, sharded_k=way))
     state, mesh = sharded.state_of(recipe), sharded.mesh_of(*shape)
-    one = f8.jit(step)(*(jax.device_put(x, jax.devices()[0]) for x in arrays), state)
+    alone = f8.jit(step)(*(jax.device_put(x, jax.devices()[0]) for x in arrays), state)
     program = f8.jit(
         step, out_shardings=tuple(NamedSharding(mesh, spec) for spec in (specs[2], specs[0], specs[1], P()))
     )
-    given = (*sharded.placed(mesh, arrays, specs), state)
-    compiled = program.lower(*given).compile()
-    two = compiled(*given)
+    operands = (*sharded.placed(mesh, arrays, specs), state)
+    compiled = program.lower(*operands).compile()
+    two = compiled(*operands)
     differing = {
         part: [int((np.asarray(a).view(np.uint16) != np.asarray(b).view(np.uint16)).sum()), int(b.size)]
-        for part, a, b in zip(sharded.NAMES, one, two, strict=False)
+        for part, a, b in zip(sharded.NAMES, alone, two, strict=False)
     }
     assert way == "sum" or not any(count for count, _ in differing.values()), str(differing)
     return {"differing": differing, "program": _calls(compiled.as_text())}
@@ -123,13 +123,13 @@ def _two_against_one(
 
 def _calls(text: str) -> list[str]:
     """Collectives and library calls of a compiled program, in its order."""
-    found: list[str] = []
+    calls: list[str] = []
     for line in text.splitlines():
         if hit := _COLLECTIVE.search(line):
-            found.append(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}")
+            calls.append(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}")
         elif gemm := _GEMM.search(line):
-            found.append(gemm[1])
-    return found
+            calls.append(gemm[1])
+    return calls
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def digests(layer: Layer, device: torch.device) -> list[str]:
         return torch.from_numpy(draw.standard_normal(shape, np.float32)).to(device, torch.bfloat16)
 
     module = f8.Float8Linear(layer.k, layer.n, False, device, torch.bfloat16, recipe=layer.recipe)
-    found: list[str] = []
+    hashes: list[str] = []
     for _ in range(1 if RECIPES[layer.recipe].delayed is None else 2):
         with torch.no_grad():
             module.weight.copy_(drawn(layer.n, layer.k) / layer.k**0.5)
@@ -72,16 +72,16 @@ def digests(layer: Layer, device: torch.device) -> list[str]:
         for y in (output.detach(), x.grad, module.weight.grad):
             assert y is not None, "it was asked for"
             data = y.contiguous().view(torch.int16).cpu().numpy().tobytes()
-            found.append(hashlib.sha256(data).hexdigest()[:_DIGITS])
-    return found
+            hashes.append(hashlib.sha256(data).hexdigest()[:_DIGITS])
+    return hashes
 
 
 def differences(recorded: dict[str, list[str]], of: Iterable[Layer], device: torch.device) -> Iterator[str]:
     """The names of the layers whose digests are not the recorded ones, with the tensors."""
     parts = ("output", "grad_input", "grad_weight")
     for layer in of:
-        found, wanted = digests(layer, device), recorded[layer.name]
-        wrong = [parts[i % 3] for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b]
+        observed, wanted = digests(layer, device), recorded[layer.name]
+        wrong = [parts[i % 3] for i, (a, b) in enumerate(zip(observed, wanted, strict=True)) if a != b]
         if wrong:
             yield f"{layer.name}: {', '.join(wrong)}"
 
@@ -100,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = BENCH.parse(argv)
     file, wanted = run.arguments.file, layers(run.arguments.rows)
     if run.arguments.record:
-        found = {layer.name: digests(layer, run.device) for layer in track(wanted, "layers")}
-        write_json(file, {**run.report, "layers": found})
+        digests_by_name = {layer.name: digests(layer, run.device) for layer in track(wanted, "layers")}
+        write_json(file, {**run.report, "layers": digests_by_name})
         say(f"{len(wanted)} layers recorded on {run.report['device']}")
         return 0
     recorded = json.loads(file.read_text())

@@ -135,10 +135,10 @@ def start(folder: Path, case: Case) -> subprocess.Popen[bytes]:
 def layers(folder: Path) -> Iterator[tuple[ForeignRecord, Arrays, np.ndarray]]:
     """Of each layer that vLLM served: its record, its operands and its input."""
     (step,) = read_capture(folder / "served")
-    inputs = {one.record.layer: one for one in step.records if one.record.what == "input"}
-    for one in step.records:
-        if isinstance(one.record, ForeignRecord):
-            yield one.record, one.load(), inputs[one.record.layer].load()["value"]
+    inputs = {captured.record.layer: captured for captured in step.records if captured.record.what == "input"}
+    for captured in step.records:
+        if isinstance(captured.record, ForeignRecord):
+            yield captured.record, captured.load(), inputs[captured.record.layer].load()["value"]
 
 
 def compared(model: nn.Module, folder: Path, case: Case) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ def compared(model: nn.Module, folder: Path, case: Case) -> list[dict[str, Any]]
     from safetensors.torch import load_file
 
     modules, stored = dict(model.named_modules()), load_file(folder / "model" / "model.safetensors")
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for record, arrays, x in layers(folder):
         stem, _, last = record.layer.rpartition(".")
         shards = [f"{stem}.{name}" for name in FUSED.get(last, (last,))]
@@ -174,8 +174,8 @@ def compared(model: nn.Module, folder: Path, case: Case) -> list[dict[str, Any]]
                 sb = np.broadcast_to(sb, (len(b), 1))
             y = oracle.scaled_mm(a, b.T, sa, sb.T, out_dtype="bfloat16", split_k=1)
             entry["oracle"] = count(y, arrays["product"])
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def exported(stored: Mapping[str, Tensor], layer: str) -> np.ndarray:
@@ -267,8 +267,8 @@ def is_kept(row: Mapping[str, Any]) -> bool:
 
 def total(row: Mapping[str, Any], key: str) -> str:
     """A sum over the layers, or what vLLM does not show."""
-    found = [layer[key] for layer in row.get("layers", ()) if key in layer]
-    return f"{sum(found)}" if found else "not shown"
+    counts = [layer[key] for layer in row.get("layers", ()) if key in layer]
+    return f"{sum(counts)}" if counts else "not shown"
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ def in_layouts(seeds: int) -> Iterator[tuple[str, str, list[str]]]:
     """Tool, its layout, and what is wrong."""
     for tool in TOOLS:
         for seed in range(seeds):
-            one = sound(tool, seed)
+            made = sound(tool, seed)
             with tempfile.TemporaryDirectory() as folder:
-                yield tool, f"seed {seed}, {one.variant}", accused(*one.write(Path(folder)), one.dialect)
+                yield tool, f"seed {seed}, {made.variant}", accused(*made.write(Path(folder)), made.dialect)
 
 
 def by_packages(seeds: int) -> Iterator[tuple[str, str, list[str]]]:
@@ -45,16 +45,16 @@ def by_packages(seeds: int) -> Iterator[tuple[str, str, list[str]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     run = BENCH.parse(argv, device="cpu")
-    found = [*in_layouts(run.arguments.seeds), *(by_packages(run.arguments.seeds) if STACKS.exists() else ())]
-    for tool, layout, wrong in found:
+    audited = [*in_layouts(run.arguments.seeds), *(by_packages(run.arguments.seeds) if STACKS.exists() else ())]
+    for tool, layout, wrong in audited:
         if wrong:
             say(f"{tool}, {layout}: {wrong[0]}; {len(wrong)} in all")
-    tools = dict.fromkeys(tool for tool, _, _ in found)
-    of = {tool: [wrong for name, _, wrong in found if name == tool] for tool in tools}
+    tools = dict.fromkeys(tool for tool, _, _ in audited)
+    of = {tool: [wrong for name, _, wrong in audited if name == tool] for tool in tools}
     entries = [{"tool": tool, "checkpoints": len(all), "accused": sum(map(bool, all))} for tool, all in of.items()]
     draw_entries("audited with and without a source", entries, "checkpoints: accused:", of="tool")
     run.record(tools=entries)
-    return int(any(wrong for _, _, wrong in found))
+    return int(any(wrong for _, _, wrong in audited))
 
 
 if __name__ == "__main__":

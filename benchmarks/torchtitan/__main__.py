@@ -146,20 +146,25 @@ def variant(name: str, arguments: argparse.Namespace, folder: Path, limit: float
         "training.steps": arguments.steps,
         "activation_checkpoint.mode": arguments.checkpointing,
     }
-    own, options = (
-        [word for key, value in given.items() for word in (f"--{key}", str(value))]
-        for given in (of_worker, of_torchtitan)
+    options_of_worker, options = (
+        [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        for settings in (of_worker, of_torchtitan)
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(arguments.gpus), "--local-ranks-filter", "0"]
-    command += ["-m", "benchmarks.torchtitan.worker", *own, *(["--kernels"] if name in arguments.kernels else [])]
+    command += [
+        "-m",
+        "benchmarks.torchtitan.worker",
+        *options_of_worker,
+        *(["--kernels"] if name in arguments.kernels else []),
+    ]
     failed = run([*command, "--", *options, *VARIANTS[name], *arguments.passed_on], log, folder / "site", limit)
-    said = log.read_text(errors="replace")
+    printed = log.read_text(errors="replace")
     if arguments.log:
         with arguments.log.open("a") as file:
-            file.write(f"=== {name}\n{said}\n")
+            file.write(f"=== {name}\n{printed}\n")
     if failed:
-        say("\n".join(said.splitlines()[-_LOG_LINES:]))
+        say("\n".join(printed.splitlines()[-_LOG_LINES:]))
         return {"failed": failed}
     return json.loads(result.read_text())
 
@@ -170,11 +175,11 @@ def install(wheels: Path, site: Path) -> None:
     Raises:
         SystemExit: no wheel there, or pip failed.
     """
-    found = sorted(map(str, wheels.glob("*.whl")))
-    if not found:
+    files = sorted(map(str, wheels.glob("*.whl")))
+    if not files:
         raise SystemExit(f"benchmarks.torchtitan: --wheels must be a folder of wheels; {wheels} has none")
     options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--quiet", "--target", str(site)]
-    done = subprocess.run([sys.executable, "-m", "pip", "install", *options, *found])
+    done = subprocess.run([sys.executable, "-m", "pip", "install", *options, *files])
     if done.returncode:
         raise SystemExit(f"benchmarks.torchtitan: pip could not install the wheels of {wheels}")
 

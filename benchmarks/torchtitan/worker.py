@@ -39,24 +39,24 @@ def main(argv: Sequence[str]) -> None:
     trainer = importlib.import_module("torchtitan.train").Trainer(config)
     try:
         trainer.train()
-        found = summary(recorder.steps, arguments.last)
+        result = summary(recorder.steps, arguments.last)
         if arguments.kernels:  # every rank takes the steps
             batches = trainer.batch_generator(trainer.dataloader)
             seen = profiled(lambda: trainer.train_step(batches), torch.device("cuda"))
-            found["kernels"] = seen.kernels
-            found["exposure"] = exposure(seen.runs, seen.step_us)
+            result["kernels"] = seen.kernels
+            result["exposure"] = exposure(seen.runs, seen.step_us)
         # 3. The record of rank 0.
         trainer.optimizers.zero_grad()
         if os.environ["RANK"] == "0":
             (model,) = trainer.model_parts
             kinds = Counter(type(module).__name__ for module in model.modules())
-            found["linear_modules"] = {kind: count for kind, count in kinds.items() if "Linear" in kind}
-            found["parameters"] = sum(p.numel() for p in model.parameters())
-            found["rest_gib"] = torch.cuda.memory_allocated() / 2**30  # weights, optimizer, codes; no gradients
-            found["memory_by_stream"] = memory_by_stream(torch.cuda.memory_snapshot())
-            found["device"] = torch.cuda.get_device_name()
-            found["versions"] = {name: package_version(name) for name in ("torchtitan", "torchao", "triton")}
-            write_json(arguments.result, found)
+            result["linear_modules"] = {kind: count for kind, count in kinds.items() if "Linear" in kind}
+            result["parameters"] = sum(p.numel() for p in model.parameters())
+            result["rest_gib"] = torch.cuda.memory_allocated() / 2**30  # weights, optimizer, codes; no gradients
+            result["memory_by_stream"] = memory_by_stream(torch.cuda.memory_snapshot())
+            result["device"] = torch.cuda.get_device_name()
+            result["versions"] = {name: package_version(name) for name in ("torchtitan", "torchao", "triton")}
+            write_json(arguments.result, result)
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()
@@ -92,12 +92,12 @@ def memory_by_stream(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
     What is reserved for one stream serves no other.
     """
-    found: dict[int, dict[str, Any]] = {}
+    streams: dict[int, dict[str, Any]] = {}
     for segment in segments:
-        entry = found.setdefault(segment["stream"], {"reserved_gib": 0.0, "active_gib": 0.0})
+        entry = streams.setdefault(segment["stream"], {"reserved_gib": 0.0, "active_gib": 0.0})
         entry["reserved_gib"] += segment["total_size"] / 2**30
         entry["active_gib"] += segment["active_size"] / 2**30
-    rounded = [{key: round(value, 3) for key, value in entry.items()} for entry in found.values()]
+    rounded = [{key: round(value, 3) for key, value in entry.items()} for entry in streams.values()]
     return sorted(rounded, key=lambda entry: -entry["reserved_gib"])
 
 
