@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import f8emu.jax as f8
-from f8emu.spec import E4M3FN, E5M2, E8M0FNU, ROWWISE, TENSORWISE, F8Error, OperandError, SpecError, UnsupportedError
+from f8emu.spec import ROWWISE, TENSORWISE, F8Error, OperandError, SpecError, UnsupportedError
 from tests.jax_path.layers import KERNEL, WEIGHT
 
 NOTHING: Any = None
@@ -48,22 +48,7 @@ def gradient(scale: Any) -> Any:
 
 update: Any = f8.linear_delayed_update
 WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-    # Casts and scales
-    (OperandError, r"cast: x must be .*got int32", lambda: f8.cast(jnp.zeros(3, jnp.int32), E4M3FN)),
-    (OperandError, r"cast: x must be .*got float8_e4m3fn", lambda: f8.cast(A, E4M3FN)),
-    (OperandError, r"cast: x must be .*got list", lambda: f8.cast([1.0], E4M3FN)),  # pyright: ignore
-    (SpecError, r"cast: format must be one of .*got float8_e8m0fnu", lambda: f8.cast(X, E8M0FNU)),
-    (OperandError, r"inv_scale must have shape \[4, 2\]", lambda: f8.quantize(X, ONE, E4M3FN, "blockwise_1x128")),
-    (OperandError, r"inv_scale .*float32.*got bfloat16", lambda: f8.quantize(X, ONE.astype(jnp.bfloat16), E4M3FN)),
-    (OperandError, r"got 0\.1, which float32 does not hold", lambda: f8.quantize(X, 0.1, E4M3FN)),
-    (OperandError, r"\[4, 1\] for rowwise", lambda: f8.quantize(X, 1, E4M3FN, "rowwise")),
-    (SpecError, "granularity", lambda: f8.quantize(X, ONE, E4M3FN, "columnwise")),
-    (OperandError, r"dequantize: codes must be .*got float32", lambda: f8.dequantize(X, ONE)),
     (OperandError, "out_dtype must be one of float32", lambda: f8.dequantize(A, ONE, out_dtype="float8_e5m2")),
-    (OperandError, r"amax: x must be .* got int32", lambda: f8.amax(jnp.zeros((2, 2), jnp.int32))),
-    (OperandError, r"amax: x must have 2 dimensions or more", lambda: f8.amax(jnp.zeros(2))),
-    (OperandError, r"amax must be .*float32.* got bfloat16", lambda: f8.scale_from_amax(LHS, E5M2)),
-    (SpecError, r"margin must be in 0..6; got 7", lambda: f8.scale_from_amax(X, E5M2, margin=7)),
     # GEMMs
     (OperandError, r"a must be a JAX array; got list", lambda: f8.scaled_mm([1.0], A.T, ONE, ONE)),  # pyright: ignore
     (UnsupportedError, "float8 output", lambda: f8.scaled_mm(A, A.T, ONE, ONE, out_dtype="float8_e4m3fn")),

@@ -21,7 +21,6 @@ from f8emu.spec import (
     OperandError,
     Overflow,
     ScaleRule,
-    SpecError,
 )
 from tests.torch_path.bits import assert_same_bits, to_numpy
 
