@@ -60,13 +60,16 @@ GIVEN: dict[str, tuple[str | None, str | None]] = {
 """The inv_scales of x and of its transpose."""
 
 
-@pytest.mark.parametrize(("shape", "dtype", "format"), [((48, 64), ml_dtypes.bfloat16, E5M2), ((37, 75), "f4", E4M3FN)])
-def test_kernels_under_given_scales_equal_plain(shape, dtype, format) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype", "format", "kinds"),
+    [((48, 64), ml_dtypes.bfloat16, E5M2, ("both", "vectors")), ((37, 75), "f4", E4M3FN, GIVEN)],
+)
+def test_kernels_under_given_scales_equal_plain(shape, dtype, format, kinds) -> None:
     """On a CPU the casts are plain JAX."""
     x, how = jnp.asarray(drawn(shape, dtype)), {"format": format, "launch": SMALL}
     scales = {None: None, "one": inv_scales(1, 1), "rows": inv_scales(shape[0], 2), "cols": inv_scales(shape[1], 3)}
-    for names in GIVEN.values():
-        factors = [scales[name] for name in names]
+    for kind in kinds:
+        factors = [scales[name] for name in GIVEN[kind]]
         assert_same_bits(kernels.cast_pair(x, *factors, **how), casts.cast_pair(x, format, *factors))
     for sides in ({"rows": True, "cols": True}, {"rows": False, "cols": True}):
         observed = kernels.cast_pair_amax(x, scales["one"], **sides, **how)
