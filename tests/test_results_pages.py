@@ -15,7 +15,9 @@ from f8emu.conformance import shipped_golden
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
-OWN_PARSER = {f"benchmarks.proofs.{name}" for name in ("evidence", "exhaustive", "split_k_fit", "split_k_labels")}
+OWN_PARSER = {
+    f"benchmarks.proofs.{name}" for name in ("evidence", "exhaustive", "mutants", "split_k_fit", "split_k_labels")
+}
 """They run without torch, or need scikit-learn."""
 
 
@@ -96,9 +98,9 @@ def test_every_figure_of_a_page_is_generated_and_every_recording_is_shown(
     assert not [name for name, text in rendered.items() if "<!-- result" in text]
     assert re.findall(r"^\| \[([\w.-]+)\.json\]", rendered["index"], re.MULTILINE) == records.names()
     assert all(records.device(name) for name in records.names())
-    # What has no table of its own is compared by a test.
+    # What has no table of its own is compared by a test, or is a list of lines.
     shown = {name for page, text in rendered.items() if page != "index" for name in re.findall(r"data/([\w-]+)", text)}
-    assert set(records.names()) - shown == {"split_k-h200"}
+    assert set(records.names()) - shown == {"mutants", "split_k-h200"}
 
 
 def test_every_recorded_command_is_one_that_its_script_takes(
