@@ -46,13 +46,13 @@ def subjects(size: int, use_fast_accum: bool, device: torch.device) -> dict[str,
         tensorwise = (Granularity.TENSORWISE, Granularity.TENSORWISE)
         shared: dict[str, Any] = {"granularities": tensorwise, "use_fast_accum": use_fast_accum}
         called = GemmCall(call="scaled_mm", sizes=(size, size, size), formats=(E4M3FN, E4M3FN), **shared)
-        described = emulation.described(called, a_8, b_8, scale, scale)
-        assert described is not None, library.unavailable()
+        one = emulation.described(called, a_8, b_8, scale, scale)
+        assert one is not None, library.unavailable()
 
         def run(width: str) -> None:
             out = torch.empty(size, size, dtype=torch.bfloat16)
-            described.out = out.data_ptr()
-            gemm.run(described, threads=torch.get_num_threads(), width=width)
+            one.out = out.data_ptr()
+            gemm.run(one, threads=torch.get_num_threads(), width=width)
 
         calls |= {f"f8emu.native {width}": lambda width=width: run(width) for width in library.widths()}
     return calls
@@ -120,9 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     figures: list[Entry] = []
     for size in run.arguments.sizes:
-        entries = [e for fast in (True, False) for e in measure(size, fast, run.device, run.arguments.rounds)]
-        draw_entries(f"emulated GEMMs, M = N = K = {size}", entries, _COLUMNS)
-        figures += entries
+        found = [e for fast in (True, False) for e in measure(size, fast, run.device, run.arguments.rounds)]
+        draw_entries(f"emulated GEMMs, M = N = K = {size}", found, _COLUMNS)
+        figures += found
     run.record(figures=figures)
     return 0
 

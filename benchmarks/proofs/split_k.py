@@ -88,12 +88,12 @@ def _of_layers(rng: np.random.Generator, count: int, least: int, step: int) -> l
 def _some(sizes: Callable[..., list[np.ndarray]], rng: np.random.Generator, group: str, count: int) -> np.ndarray:
     """`count` of the shapes that may be split."""
     gemm, step = KINDS[GROUPS[group][0]]["gemm"], 8 if group == "bfloat16 nt, tt" else 1
-    least, parts = 2576 if gemm == "bfloat16" else 5136, list[np.ndarray]()  # the first K [PLAN-2]
-    while sum(map(len, parts)) < count:
+    least, found = 2576 if gemm == "bfloat16" else 5136, list[np.ndarray]()  # the first K [PLAN-2]
+    while sum(map(len, found)) < count:
         shapes = np.stack(sizes(rng, count * 2, least, step), 1)
         m, n, k = shapes.T
-        parts.append(shapes[(8 * m * n < WORKSPACE_BYTES[gemm]) & (k >= least)])
-    return np.concatenate(parts)[:count]
+        found.append(shapes[(8 * m * n < WORKSPACE_BYTES[gemm]) & (k >= least)])
+    return np.concatenate(found)[:count]
 
 
 # 2 The library beside a plan

@@ -92,10 +92,10 @@ def predicted(trees: Sequence[DecisionTreeClassifier], shapes: np.ndarray, table
 def distilled(shapes: np.ndarray, split: np.ndarray, table: str, more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The labels, and of more shapes what most of eight trees say: one tree of all these is right more often."""
     trees = [fit(shapes, split, table, random_state=at, max_features=40 if at else None) for at in range(8)]
-    predictions = predicted(trees, more, table)
-    votes = np.zeros((len(more), predictions.max() + 1), np.uint8)
-    for of_tree in predictions:
-        votes[np.arange(len(more)), of_tree] += 1
+    said = predicted(trees, more, table)
+    votes = np.zeros((len(more), said.max() + 1), np.uint8)
+    for one in said:
+        votes[np.arange(len(more)), one] += 1
     return np.concatenate([shapes, more]), np.concatenate([split, votes.argmax(1)])
 
 
@@ -125,8 +125,8 @@ class Labels:
     """What the library said of the shapes of one table."""
 
     def __init__(self, folders: Sequence[Path], table: str, aside: np.ndarray) -> None:
-        files = [np.load(folder / "random.npz") for folder in folders]
-        split = max((file[table] for file in files if table in file.files), key=len)
+        given = [np.load(folder / "random.npz") for folder in folders]
+        split = max((found[table] for found in given if table in found.files), key=len)
         random = np.concatenate([as_asked(drawn(TABLES[table], chunk), table) for chunk in range(len(split))])
         log_uniform, split = np.tile(np.arange(CHUNK) < LOG_UNIFORM, len(split)), split.ravel()
         tested = held_out(*random.T) & (split > 0)
@@ -145,11 +145,11 @@ class Labels:
 
 def _selected(folder: Path, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for path in folder.glob("selected_*.npz"):
-        file = np.load(path)
-        if f"{table}: S" in file.files:
-            chunks = zip(file[f"{table}: chunks"], file[f"{table}: asked"], strict=True)
+        found = np.load(path)
+        if f"{table}: S" in found.files:
+            chunks = zip(found[f"{table}: chunks"], found[f"{table}: asked"], strict=True)
             shapes = [candidates(table, chunk)[np.unpackbits(bits).astype(bool)] for chunk, bits in chunks]
-            yield np.concatenate(shapes), file[f"{table}: S"]
+            yield np.concatenate(shapes), found[f"{table}: S"]
 
 
 def _key(shapes: np.ndarray) -> np.ndarray:
@@ -198,13 +198,8 @@ def main() -> None:
     old = {table: rule for plan in plans.values() for table, rule in plan.get("rules", {}).items() if "tree" in rule}
     rules = {**old, **{table: rule for table, (rule, _) in fitted.items()}}
     for is_bare, plan in plans.items():
-        of_plan = {table: rules[table] for table in TABLES if (table in BARE_MM) == is_bare}
-        plan = {
-            **plan,
-            "features": FEATURES,
-            "rules": of_plan,
-            "recorded": plan.get("recorded", []) if not is_bare else [],
-        }
+        own = {table: rules[table] for table in TABLES if (table in BARE_MM) == is_bare}
+        plan = {**plan, "features": FEATURES, "rules": own, "recorded": plan.get("recorded", []) if not is_bare else []}
         paths[is_bare].write_text(_text(plan))
     if arguments.json:
         arguments.json.write_text(json.dumps({table: score for table, (_, score) in fitted.items()}, indent=1))

@@ -56,8 +56,8 @@ class Table:
     def labels(self) -> tuple[np.ndarray, np.ndarray]:
         """Shapes and S of all that may be fitted on."""
         drawn_shapes = np.concatenate([drawn(TABLES[self.name], chunk) for chunk in self.random])
-        shapes = np.concatenate([as_asked(drawn_shapes, self.name), *(chosen[0] for chosen in self.selected.values())])
-        split = np.concatenate([*self.random.values(), *(chosen[1] for chosen in self.selected.values())])
+        shapes = np.concatenate([as_asked(drawn_shapes, self.name), *(found[0] for found in self.selected.values())])
+        split = np.concatenate([*self.random.values(), *(found[1] for found in self.selected.values())])
         kept = ~held_out(*shapes.T) & (split > 0)
         return shapes[kept], split[kept]
 
@@ -141,7 +141,7 @@ _library = cache(library)
 
 def _answers(table: str, shapes: np.ndarray) -> np.ndarray:
     """S of each shape; 0 where the library has no answer."""
-    answers = np.zeros(len(shapes), np.uint8)
+    found = np.zeros(len(shapes), np.uint8)
     for at, (m, n, k) in enumerate(shapes.tolist()):
         with contextlib.suppress(UnsupportedError):
             found[at] = _library().split_k(query_of(planned_gemm(m=m, n=n, k=k, **KINDS[table])))
@@ -154,9 +154,9 @@ def _random(table: str, chunk: int) -> np.ndarray:
 
 def _selected(table: str, chunk: int, trees: list[Path]) -> tuple[np.ndarray, ...]:
     shapes = candidates(table, chunk)
-    predictions = predicted([_read(tree) for tree in trees], shapes, table)
-    is_asked = (predictions != predictions[0]).any(0) & ~held_out(*shapes.T)
-    return shapes[is_asked], _answers(table, shapes[is_asked]), np.packbits(is_asked)
+    said = predicted([_read(tree) for tree in trees], shapes, table)
+    asked = (said != said[0]).any(0) & ~held_out(*shapes.T)
+    return shapes[asked], _answers(table, shapes[asked]), np.packbits(asked)
 
 
 def _fitted(path: Path, table: str, shapes: np.ndarray, split: np.ndarray) -> Path:

@@ -62,10 +62,10 @@ def test_traced_and_mapped() -> None:
     wanted = reference.scaled_mm(a, b, scale_a, scale_b, granularity_a=ROW, granularity_b=ROW, **options)
     assert_same_bits(scaled_mm(a, b, scale_a, scale_b, **options), wanted)
     stacked = jnp.stack([jnp.asarray(scale_a), jnp.asarray(scale_a) * 2])
-    observed = jax.jit(jax.vmap(lambda s: scaled_mm(a, b, s, scale_b, **options)))(stacked)
-    assert_same_bits(observed[0], wanted)
+    found = jax.jit(jax.vmap(lambda s: scaled_mm(a, b, s, scale_b, **options)))(stacked)
+    assert_same_bits(found[0], wanted)
     doubled = reference.scaled_mm(a, b, scale_a * 2, scale_b, granularity_a=ROW, granularity_b=ROW, **options)
-    assert_same_bits(observed[1], doubled)
+    assert_same_bits(found[1], doubled)
 
 
 def test_grouped_on_hardware() -> None:
@@ -80,8 +80,8 @@ def test_grouped_on_hardware() -> None:
 
 def emulated_dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any) -> jax.Array:
     """What cuBLASLt gives for `hardware._dot`, as far as it is measured."""
-    unit = jnp.ones((1, 1), jnp.float32)
-    return f8ref.jax.scaled_mm(a, b.T, unit, unit, out_dtype=jnp.dtype(dtype).name, use_fast_accum=use_fast_accum)
+    one = jnp.ones((1, 1), jnp.float32)
+    return f8ref.jax.scaled_mm(a, b.T, one, one, out_dtype=jnp.dtype(dtype).name, use_fast_accum=use_fast_accum)
 
 
 def hardware_on_cpu(call: EngineCall, arrays: tuple[Any, ...]) -> Any:
@@ -136,8 +136,8 @@ def test_powers_of_two_commute_with_rounding() -> None:
         row, column = (np.ldexp(1.0, random.integers(low, high + 1, acc.size)).astype(np.float32) for _ in range(2))
         with np.errstate(over="ignore"):
             wanted = ((acc * column) * row).astype(jnp.bfloat16)
-            observed = ((acc.astype(jnp.bfloat16).astype(np.float32) * column) * row).astype(jnp.bfloat16)
-        assert_same_bits(observed, wanted)
+            found = ((acc.astype(jnp.bfloat16).astype(np.float32) * column) * row).astype(jnp.bfloat16)
+        assert_same_bits(found, wanted)
 
 
 ONE = jnp.ones((1, 1), jnp.float32)
@@ -178,7 +178,7 @@ def gpu(capability: str, name: str) -> SimpleNamespace:
 def test_which_chip_a_gpu_is() -> None:
     """An H100 is itself and Hopper; no other GPU is an H100."""
     names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe")
-    chips = [[chip.name for chip in CHIPS.values() if is_device_of(chip, gpu("9.0", name))] for name in names]
-    assert chips == [["Hopper"], ["Hopper", "H100"], ["Hopper"]]
+    found = [[chip.name for chip in CHIPS.values() if is_device_of(chip, gpu("9.0", name))] for name in names]
+    assert found == [["Hopper"], ["Hopper", "H100"], ["Hopper"]]
     assert [chip.name for chip in CHIPS.values() if is_device_of(chip, gpu("8.9", "L40S"))] == ["Ada"]
     assert not any(is_device_of(chip, jax.devices("cpu")[0]) for chip in CHIPS.values())

@@ -52,12 +52,10 @@ def all_passes(recipe: Recipe, x: Any, w: Any, g: Any, sizes: Any) -> tuple[Any,
     return passes(lambda x, w: f8.ragged_dot(x, w, sizes, recipe=recipe), x, w, g)
 
 
-def assert_oracle(results: Any, recipe: Recipe, x: Any, w: Any, g: Any, sizes: Any, **options: Any) -> None:
+def assert_oracle(found: Any, recipe: Recipe, x: Any, w: Any, g: Any, sizes: Any, **options: Any) -> None:
     trace = reference.grouped_linear(recipe, x, w.swapaxes(1, 2), np.cumsum(sizes, dtype=np.int32), g, **options)
     assert trace.grad_weight is not None
-    for observed, wanted in zip(
-        results, (trace.result, trace.grad_input, trace.grad_weight.swapaxes(1, 2)), strict=True
-    ):
+    for observed, wanted in zip(found, (trace.result, trace.grad_input, trace.grad_weight.swapaxes(1, 2)), strict=True):
         assert_same_bits(observed, wanted)
 
 
@@ -66,8 +64,8 @@ def test_bits(recipe: Recipe) -> None:
     """One program serves all sizes. It computes `jax.lax.ragged_dot` to the accuracy of float8."""
     step = f8.jit(functools.partial(all_passes, recipe), compiler_options=FAST)
     for seed in range(5):
-        operands_of_groups = operands(10 * seed)
-        assert_oracle(step(*operands_of_groups), recipe, *operands_of_groups)
+        given = operands(10 * seed)
+        assert_oracle(step(*given), recipe, *given)
     x, w, g, sizes = map(jnp.asarray, operands(0))
     in_float32 = (a.astype(jnp.float32) for a in (x, w, g))
     of_jax = passes(lambda x, w: jax.lax.ragged_dot(x, w, sizes), *in_float32)
@@ -80,9 +78,9 @@ def test_eagerly_and_mapped() -> None:
     """A call alone; a vmap over layers, which are computed one after another; a scan that computes again."""
     recipe, layers = ROWWISE_WITH_GW_HP, [operands(seed, 20, (0, 1, 15)) for seed in (0, 10)]
     multiply: Callable[..., Any] = functools.partial(f8.ragged_dot, recipe=recipe)
-    eager = [all_passes(recipe, *layer) for layer in layers]
-    for results, layer in zip(eager, layers, strict=True):
-        assert_oracle(results, recipe, *layer)
+    eager = [all_passes(recipe, *given) for given in layers]
+    for found, given in zip(eager, layers, strict=True):
+        assert_oracle(found, recipe, *given)
     x, w, g, sizes = (jnp.stack(of_layers) for of_layers in zip(*layers, strict=True))
     mapped = f8.jit(jax.vmap(multiply), compiler_options=FAST)(x, w, sizes)
     assert_same_bits(mapped, jnp.stack([output for output, *_ in eager]))
@@ -109,9 +107,9 @@ def test_nonfinite_values_stay_in_their_groups() -> None:
     sizes = np.array(SIZES, np.int32)
     x[20], g[1], w[4, 0, 0] = np.nan, np.inf, np.inf
     x[-1], g[-2] = np.nan, np.inf
-    results = step(x, w, g, sizes)
-    assert_oracle(results, TENSORWISE, x, w, g, sizes)
-    assert not any(np.asarray(a, np.float32)[sum(SIZES) :].any() for a in results[:2])
+    found = step(x, w, g, sizes)
+    assert_oracle(found, TENSORWISE, x, w, g, sizes)
+    assert not any(np.asarray(a, np.float32)[sum(SIZES) :].any() for a in found[:2])
     # More rows than there are: what is there is the group's.
     assert_same_bits(step(x, w, g, 9 * sizes)[0], step(x, w, g, np.array([0, 9, 71, 0, 0], np.int32))[0])
 
@@ -137,8 +135,8 @@ def test_split_k_is_that_of_the_group() -> None:
 
     slices = [split_k(size) for size in sizes.tolist()]
     assert max(s["grad_input"] for s in slices) > 1
-    results = f8.jit(functools.partial(all_passes, TENSORWISE), compiler_options=FAST)(x, w, g, sizes)
-    assert_oracle(results, TENSORWISE, x, w, g, sizes, split_k=slices)
+    found = f8.jit(functools.partial(all_passes, TENSORWISE), compiler_options=FAST)(x, w, g, sizes)
+    assert_oracle(found, TENSORWISE, x, w, g, sizes, split_k=slices)
 
 
 def test_in_shard_map_and_on_explicit_meshes() -> None:
@@ -161,9 +159,9 @@ def test_in_shard_map_and_on_explicit_meshes() -> None:
 
 
 def test_signature_is_that_of_jax() -> None:
-    ours = [(p.name, p.kind, p.default) for p in inspect.signature(f8.ragged_dot).parameters.values()]
+    own = [(p.name, p.kind, p.default) for p in inspect.signature(f8.ragged_dot).parameters.values()]
     jax_own = [(p.name, p.kind, p.default) for p in inspect.signature(jax.lax.ragged_dot).parameters.values()]
-    assert ours[: len(jax_own)] == jax_own and [name for name, *_ in ours[len(jax_own) :]] == ["recipe", "engine"]
+    assert own[: len(jax_own)] == jax_own and [name for name, *_ in own[len(jax_own) :]] == ["recipe", "engine"]
 
 
 X, W = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((2, 8, 3), jnp.bfloat16)
@@ -200,5 +198,5 @@ def test_refused(error: type[F8Error], message: str, call: Callable[[], Any]) ->
 
 
 def test_empty_extents() -> None:
-    results = passes(lambda x, w: dot(x, w, (0, 0)), X[:0], W, jnp.ones((0, 3), X.dtype))
-    assert [a.shape for a in results] == [(0, 3), (0, 8), W.shape] and not results[2].any()
+    found = passes(lambda x, w: dot(x, w, (0, 0)), X[:0], W, jnp.ones((0, 3), X.dtype))
+    assert [a.shape for a in found] == [(0, 3), (0, 8), W.shape] and not found[2].any()

@@ -102,9 +102,9 @@ def test_slices_found_by_bits_are_no_multiples_of_1024() -> None:
         options = {"split_k": slices, "chip": replace(HOPPER, square_split_k_multiple=multiple)}
         return reference.scaled_mm(a_K[None], b_CK.T, scales[0], scales[1].T, **options_of(kind.gemm), **options)[0]
 
-    observed = emulated(kind, a_K, b_CK, 3)
-    assert np.array_equal(row(3, 512), observed)
-    assert not any(np.array_equal(row(slices, 1024), observed) for slices in range(1, 11))
+    found = emulated(kind, a_K, b_CK, 3)
+    assert np.array_equal(row(3, 512), found)
+    assert not any(np.array_equal(row(slices, 1024), found) for slices in range(1, 11))
 
 
 @pytest.mark.parametrize("gemm", [g for g in GEMMS if g["k"] == 8192], ids=name)
@@ -116,8 +116,8 @@ def test_jax_and_exact(gemm: dict[str, Any]) -> None:
     options = {**options_of(gemm["gemm"]), "split_k": gemm["split_k"]}
     out = backend.scaled_mm(*operands_and_scales, **options)
     assert np.array_equal(np.asarray(out).view(np.uint32), wanted)
-    output = exactly.scaled_mm(*operands_and_scales, at=([2], [0]), **options)
-    assert output.view(np.uint32).item() == wanted[2, 0]
+    one = exactly.scaled_mm(*operands_and_scales, at=([2], [0]), **options)
+    assert one.view(np.uint32).item() == wanted[2, 0]
 
 
 @pytest.mark.parametrize("gemm", GEMMS, ids=name)

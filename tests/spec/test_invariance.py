@@ -20,8 +20,8 @@ def _rows_differ(recipe: Recipe, rows: int, more: int) -> bool:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((more, K)) * np.where(np.arange(more) < rows, 1, 5)[:, None]
     w = rng.standard_normal((N, K)).astype(bfloat16)
-    alone, all_ = (f8.linear(recipe, x[:m].astype(bfloat16), w).result[:rows].view(np.uint16) for m in (rows, more))
-    return not np.array_equal(alone, all_)
+    one, all_ = (f8.linear(recipe, x[:m].astype(bfloat16), w).result[:rows].view(np.uint16) for m in (rows, more))
+    return not np.array_equal(one, all_)
 
 
 DYNAMIC = {name: recipe for name, recipe in (RECIPES | SERVING_RECIPES).items() if recipe.delayed is None}
@@ -45,7 +45,7 @@ def test_the_plan_decides_where_no_rule_does() -> None:
     assert invariance(RECIPES["delayed"], 4096, 14336, rows=31).verdict is Dependence.BY_PLAN
     assert invariance(RECIPES["delayed"], 4096, 65536).verdict is Dependence.UNKNOWN
     # The gradient of the input sums over n.
-    assert invariance(RECIPES["delayed"], 14336, 4096, gemm="grad_input").splits == result.splits
+    assert invariance(RECIPES["delayed"], 14336, 4096, gemm="grad_input").splits == found.splits
 
 
 def test_what_nobody_measured_is_unknown() -> None:

@@ -21,6 +21,7 @@ from f8emu.spec import (
     OperandError,
     Overflow,
     ScaleRule,
+    SpecError,
 )
 from tests.torch_path.bits import assert_same_bits, to_numpy
 
@@ -110,6 +111,17 @@ def test_a_number_is_a_tensorwise_scale() -> None:
     a, b = (f8.quantize(x, scale, E4M3FN) for scale in (0.5, half))
     assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert torch.equal(f8.dequantize(a, 0.5), f8.dequantize(b, half))
+
+
+@pytest.mark.parametrize(("format", "exponent"), [(E4M3FN, 0), (E5M2, -20)], ids=str)
+def test_every_mantissa_gives_the_correctly_rounded_quotient(format: Format, exponent: int) -> None:
+    mantissas = np.arange(1 << 23, dtype=np.uint32)
+    amax = ((np.uint32(127 + exponent) << 23) | mantissas).view(np.float32)
+    scales = f8.scale_from_amax(torch.from_numpy(amax), format)
+    inv_scale = (np.float64(format.max) / amax.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(scales.inv_scale.numpy().view(np.uint32), inv_scale.view(np.uint32))
+    scale = (1.0 / inv_scale.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(scales.scale.numpy().view(np.uint32), scale.view(np.uint32))
 
 
 @GRANULARITIES
