@@ -200,7 +200,7 @@ def test_granularities_of_the_gemm_that_runs() -> None:
 
 # Recipe -> the passes from which the operands rows and cols of input, weight and grad_output come.
 BY_AMAX, BY_BLOCKS = "amaxes, then codes", "blocks in one reading"
-PASSES: dict[str, tuple[tuple[str, str], tuple[str, str], tuple[str, str]]] = {
+PASSES: dict[str, tuple[tuple[str, str], ...]] = {
     "tensorwise": ((BY_AMAX, BY_AMAX),) * 3,
     "rowwise": ((BY_AMAX, BY_AMAX),) * 3,
     "rowwise_with_gw_hp": (("rows in one pass", "bf16"), (BY_AMAX, BY_AMAX), ("rows in one pass", "bf16")),
