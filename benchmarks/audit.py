@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.record(
         cpu=cpu_name(), cores=len(os.sched_getaffinity(0)), load_before=round(os.getloadavg()[0], 1), figures=[entry]
     )
-    return int(result.has_difference)
+    return result.verdict.status
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
     out: TextIO = sys.stdout if stream is None else stream
     found = diagnose()
     if as_json:
-        out.write(json.dumps(asdict(found), indent=1) + "\n")
+        out.write(json.dumps({"schema": 1, **asdict(found)}, indent=1) + "\n")
     else:
         _write(found, out)
     return 1 if found.problems else 0

@@ -1,10 +1,14 @@
 """What an audit looks for, and what it found."""
 
 import tomllib
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib.resources import files
 from typing import Any
+
+from f8emu.conformance.compare import counted
+from f8emu.verdict import Exit, Verdict
 
 
 class Severity(StrEnum):
@@ -95,15 +99,28 @@ class Audit:
     is_interrupted: bool = False
 
     @property
-    def has_difference(self) -> bool:
-        """Whether any finding is a fault."""
-        return any(one.is_fault for one in self.findings)
+    def verdict(self) -> Verdict:
+        """Equal: every float8 weight was examined, and compared if there is a source, and nothing is a fault."""
+        counts = Counter(finding.severity for finding in self.findings)
+        tally = ", ".join(counted(counts[severity], severity) for severity in Severity if counts[severity])
+        of = f"{self.tensors} of {counted(self.tensors_total, 'float8 weight')}"
+        if any(finding.is_fault for finding in self.findings):
+            first = f"{self.findings[0].place}: {self.findings[0].check}"
+            faulty = Verdict(Exit.DIFFERENT, f"FAULTY: {tally}; the first: {first}; {of}")
+            return faulty.after(ctrl_c=self.is_interrupted)
+        if self.is_interrupted:
+            return Verdict(Exit.INTERRUPTED, f"INTERRUPTED: no fault so far in {of}")
+        if self.uncompared:
+            lacking = f"{len(self.uncompared)} of {of} not compared with the source"
+            return Verdict(Exit.INCOMPLETE, f"INCOMPLETE: no fault, but {lacking}")
+        if not self.tensors_total:
+            return Verdict(Exit.UNVERIFIED, "NOT VERIFIED: the checkpoint has no float8 weight")
+        return Verdict(Exit.EQUAL, f"no fault in {of}" + (f"; {tally}" if tally else ""))
 
     @property
     def is_equal(self) -> bool:
-        """Every float8 weight was examined, and compared if there is a source; there is one, and nothing is a fault."""
-        is_whole = not self.is_interrupted and not self.uncompared and self.tensors_total > 0
-        return not self.has_difference and is_whole
+        """Whether nothing is wrong, and nothing was left out."""
+        return self.verdict.is_equal
 
     @property
     def dialect(self) -> str:

@@ -21,6 +21,7 @@ from f8emu.conformance.compare import Mismatch, counted, different
 from f8emu.conformance.run.result import Progress
 from f8emu.report.page import Page
 from f8emu.spec import OPERANDS, SpecError
+from f8emu.verdict import Verdict
 
 _ORDER = ("value", "a.scale", "a.codes", "b.scale", "b.codes", "product")
 _OPTIONS = ("a_format", "b_format", "granularity_a", "granularity_b", "out_dtype", "use_fast_accum", "chip", "split_k")
@@ -45,13 +46,14 @@ class CaptureDiff(Found):
     """Steps and records that the other does not have, and does not say that it left out or never finished."""
 
     @property
-    def has_difference(self) -> bool:
-        return bool(self.divergences or self.only_a or self.only_b or self.damaged)
-
-    @property
-    def is_equal(self) -> bool:
-        """Something was compared, nothing is missing on either side, and nothing differed."""
-        return not self.has_difference and not self.missing and not self.is_interrupted and self.stages > 0
+    def verdict(self) -> Verdict:
+        lone = self.only_a or self.only_b or self.damaged
+        return self.judged(
+            self.divergences,
+            f"{self.stages_equal} of {self.stages} stages, {self.elements_equal} of {self.elements} elements",
+            otherwise="NOT EQUAL: the captures do not hold the same" if lone else "",
+            nothing="" if self.stages else "nothing was compared",
+        )
 
     def compare(self, of_a: Half, of_b: Half, errors: int, key: Key) -> None:
         """Count and compare every part of one record, and note what differs, is missing or was changed."""
@@ -215,7 +217,7 @@ def _why(of_a: Half, of_b: Half, key: Key, part: str, is_fault: bool, tensor: st
     return found | {"cause": f"{cause}; {CAST_FROM}" if is_of_other else cause}
 
 
-def diff_page(found: CaptureDiff, errors: int) -> tuple[Page, str]:
+def diff_page(found: CaptureDiff, errors: int) -> Page:
     """Differences in how the captures were made, then where they part."""
     lists = {"A alone has": found.only_a, "B alone has": found.only_b}
     lists |= {"missing": found.missing, "damaged": found.damaged}
@@ -224,14 +226,4 @@ def diff_page(found: CaptureDiff, errors: int) -> tuple[Page, str]:
     def shown(one: Mismatch) -> str:
         return f"{one.part} [{', '.join(map(str, one.index))}]: A {one.observed}  B {one.expected}"
 
-    return findings_page("diff", above, found.divergences, lists, errors, shown), diff_verdict(found)
-
-
-def diff_verdict(found: CaptureDiff) -> str:
-    """The last line."""
-    return found.verdict(
-        found.divergences,
-        f"{found.stages_equal} of {found.stages} stages, {found.elements_equal} of {found.elements} elements",
-        otherwise="NOT EQUAL: the captures do not hold the same" if found.has_difference else "",
-        nothing="" if found.stages else "nothing was compared",
-    )
+    return findings_page("diff", above, found.divergences, lists, errors, shown)

@@ -12,6 +12,7 @@ from f8emu.capture.record import CaptureError
 from f8emu.conformance.compare import Mismatch, counted, different, distances, mismatches
 from f8emu.conformance.run.result import Progress, Silent
 from f8emu.report.page import Block, Page, Section, Text
+from f8emu.verdict import Exit, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,24 +122,35 @@ class Found:
         except KeyboardInterrupt:
             self.is_interrupted = True
 
-    def verdict(
+    @property
+    def verdict(self) -> Verdict:
+        """The end of the run."""
+        raise NotImplementedError
+
+    @property
+    def is_equal(self) -> bool:
+        """Something was compared, nothing is missing, and nothing differed."""
+        return self.verdict.is_equal
+
+    def judged(
         self, findings: Sequence[Finding], of: str, *, equal: str = "", otherwise: str, nothing: str, undone: str = ""
-    ) -> str:
-        """The last line: `of` is what was compared, `equal` how much of it is equal; the worst that was found names it.
+    ) -> Verdict:
+        """The verdict: `of` is what was compared, `equal` how much of it is equal; the worst that was found names it.
 
         `otherwise` is a difference without a finding, `nothing` says that nothing was compared, `undone` how much.
         """
         difference = f"NOT EQUAL, first at {findings[0].where}" if findings else otherwise
-        missing = counted(len(self.missing), "thing is missing", "things are missing") if self.missing else ""
-        ctrl_c = "INTERRUPTED, " if self.is_interrupted else ""
         if difference:
-            return f"{ctrl_c}{difference}; equal: {equal}{of}"
-        if nothing:
-            return f"{ctrl_c or 'NOT VERIFIED: '}{nothing}"
+            return Verdict(Exit.DIFFERENT, f"{difference}; equal: {equal}{of}").after(ctrl_c=self.is_interrupted)
         if self.is_interrupted:
-            return f"INTERRUPTED: equal so far: {of}"
-        lacks = ", ".join(filter(None, (undone, missing)))
-        return f"NOT VERIFIED: {lacks}; equal: {of}" if lacks else f"equal: every bit of {of}"
+            so_far = f", {nothing}" if nothing else f": equal so far: {of}"
+            return Verdict(Exit.INTERRUPTED, f"INTERRUPTED{so_far}")
+        if nothing:
+            return Verdict(Exit.UNVERIFIED, f"NOT VERIFIED: {nothing}")
+        missing = counted(len(self.missing), "thing is missing", "things are missing") if self.missing else ""
+        if lacks := ", ".join(filter(None, (undone, missing))):
+            return Verdict(Exit.UNVERIFIED, f"NOT VERIFIED: {lacks}; equal: {of}")
+        return Verdict(Exit.EQUAL, f"equal: every bit of {of}")
 
 
 def findings_page(

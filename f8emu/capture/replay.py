@@ -29,6 +29,7 @@ from f8emu.conformance.run.result import Progress
 from f8emu.conformance.run.subject import NotOffered, Subject, load_subject
 from f8emu.report.page import Cell, Page, Row, Table, Tone
 from f8emu.spec import F8Error, MissingExtraError, SpecError
+from f8emu.verdict import Verdict
 
 ORACLES = ("f8ref.numpy", "f8ref.jax")
 KINDS = ("scale", "codes", "product")
@@ -62,18 +63,19 @@ class Replay(Found):
     oracles: list[str] = field(default_factory=list)
 
     @property
-    def has_difference(self) -> bool:
-        return bool(self.findings or self.damaged)
-
-    @property
-    def is_equal(self) -> bool:
-        """Every product was computed again, none is missing, and nothing differed.
-
-        Scales and codes are computed again where their tensors are there.
-        """
-        is_whole = not self.missing and not self.is_interrupted
-        count = self.counts["product"]
-        return is_whole and not self.has_difference and count.elements > 0 and count.parts == self.gemms
+    def verdict(self) -> Verdict:
+        """Every product counts. Scales and codes are computed again where their tensors are there."""
+        count, undone = self.counts["product"], self.gemms - self.counts["product"].parts
+        undone_words = counted(undone, "product was not computed again", "products were not computed again")
+        return self.judged(
+            self.findings,
+            f"{count.elements} of {counted(self.outputs, 'output')} of {counted(self.gemms, 'GEMM')}; judge: "
+            f"{', '.join(self.oracles)}",
+            equal=f"{count.elements_equal} of ",
+            otherwise=f"DAMAGED: {counted(len(self.damaged), 'file')}" if self.damaged else "",
+            nothing="" if count.elements else "nothing was computed again",
+            undone=undone_words if undone else "",
+        )
 
 
 def replay(
@@ -209,7 +211,7 @@ def _placed(one: Mismatch, sample: Sampled) -> Mismatch:
     return replace(one, index=(int(sample.rows[i]), int(sample.columns[j])), inputs=inputs)
 
 
-def replay_page(found: Replay, errors: int) -> tuple[Page, str]:
+def replay_page(found: Replay, errors: int) -> Page:
     """One row a kind of stage; findings, first to last, with mismatches of the first; then what was not judged."""
     rows: list[Row] = []
     for kind, count in found.counts.items():
@@ -225,18 +227,4 @@ def replay_page(found: Replay, errors: int) -> tuple[Page, str]:
     )
     lists = {"damaged": found.damaged, "not replayed": found.not_replayed, "missing": found.missing}
     above = [table, *(f"captured because of {reason}" for reason in found.reasons)]
-    return findings_page("replay", above, found.findings, lists, errors), replay_verdict(found)
-
-
-def replay_verdict(found: Replay) -> str:
-    """The last line."""
-    count, undone = found.counts["product"], found.gemms - found.counts["product"].parts
-    return found.verdict(
-        found.findings,
-        f"{count.elements} of {counted(found.outputs, 'output')} of {counted(found.gemms, 'GEMM')}; judge: "
-        f"{', '.join(found.oracles)}",
-        equal=f"{count.elements_equal} of ",
-        otherwise=f"DAMAGED: {counted(len(found.damaged), 'file')}" if found.damaged else "",
-        nothing="" if count.elements else "nothing was computed again",
-        undone=counted(undone, "product was not computed again", "products were not computed again") if undone else "",
-    )
+    return findings_page("replay", above, found.findings, lists, errors)

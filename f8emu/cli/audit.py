@@ -45,5 +45,5 @@ def _audit(checkpoint: Path, options: dict[str, Any], reports: tuple[Path | None
     from f8emu.audit.page import audit_page
 
     run = partial(audit, checkpoint, **options)
-    shown = partial(audit_page, errors=errors)
-    return run_and_show("audit", reports[0], lambda progress: run(progress=progress), shown, reports[1])
+    page_of = partial(audit_page, errors=errors)
+    return run_and_show("audit", reports[0], lambda progress: run(progress=progress), page_of, reports[1])

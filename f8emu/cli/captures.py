@@ -83,13 +83,13 @@ def _run(command: str, paths: list[Path], json_file: Path | None, options: dict[
     from f8emu.capture import diff, replay
     from f8emu.capture.read import read_capture
 
-    run = {"diff": diff.diff_captures, "replay": replay.replay}[command]
-    page = {"diff": diff.diff_page, "replay": replay.replay_page}[command]
+    run: Any = {"diff": diff.diff_captures, "replay": replay.replay}[command]
+    page: Any = {"diff": diff.diff_page, "replay": replay.replay_page}[command]
     return run_and_show(
         command,
         json_file,
         lambda progress: run(*map(read_capture, paths), progress=progress, **options),
-        lambda found: page(found, options["errors"]),
+        lambda result: page(result, options["errors"]),
     )
 
 

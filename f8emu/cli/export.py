@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from f8emu.cli.frame import DIFFERENT, STATUSES, guarded, progress_bar, say
+from f8emu.cli.frame import STATUSES, guarded, progress_bar, say
 from f8emu.cli.paths import Input, NewOrNone
 from f8emu.spec import SpecError
+from f8emu.verdict import Exit
 
 if TYPE_CHECKING:
     import typer
@@ -46,7 +47,7 @@ def _verify(model: Path, *others: object) -> int:
         say(line)
     ending = "" if len(differences) == 1 else "s"
     say(f"{model}: {len(differences) or 'no'} difference{ending} from its manifest")
-    return DIFFERENT if differences else 0
+    return Exit.DIFFERENT if differences else 0
 
 
 def _export(model: Path, out: Path | None, format: str | None, recipe: str | None, *chosen: Any) -> int:

@@ -12,8 +12,7 @@ from f8emu.spec import SpecError
 if TYPE_CHECKING:
     import typer
 
-MISSED = 3
-_STATUSES = f"{frame.STATUSES} {MISSED}: random GEMMs confirm the rules, and a GEMM with another M, N or K misses them."
+_STATUSES = f"{frame.STATUSES} 3: random GEMMs confirm the rules, and a GEMM with another M, N or K misses them."
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -66,20 +65,12 @@ def _fit(
         raise SpecError(f"fit: unknown kind {unknown[0]!r}; known kinds are {', '.join(known)}")
     if ":" in kernel:
         frame.find_modules_here()
-    # 2. The fit, its tables, and the JSON.
+    # 2. The fit, its tables, its verdict, and the JSON.
     subject = begin_subject_and_call(kernel, arrays=arrays, timeout=timeout, here=here)()
     with frame.progress_bar() as progress:
-        found = fit(subject, kinds=[known[name] for name in kinds] or KINDS, ms=ms, progress=progress)
-    frame.show(fit_page(found))
-    seconds = time.perf_counter() - start
-    say(f"{fit_verdict(found)}; {seconds:.1f} s")
-    frame.write_json("fit", json_file, fit_json(found, command=frame.command_line(), seconds=seconds))
-    # 3. The status: confirmed rules that miss another size have one of their own.
-    if found.is_interrupted:
-        return frame.INTERRUPTED
-    if not found.kinds:
-        return frame.BAD_USAGE
-    if found.misses:
-        return MISSED
-    varies = any(one.is_batch_invariant is False for one in found.kinds)
-    return 0 if found.is_confirmed and not varies else frame.DIFFERENT
+        result = fit(subject, kinds=[known[name] for name in kinds] or KINDS, ms=ms, progress=progress)
+    frame.show(fit_page(result))
+    seconds, verdict = time.perf_counter() - start, fit_verdict(result)
+    say(f"{verdict.line}; {seconds:.1f} s")
+    frame.write_json("fit", json_file, fit_json(result, command=frame.command_line(), seconds=seconds))
+    return verdict.status

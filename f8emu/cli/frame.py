@@ -13,10 +13,11 @@ from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from f8emu.environment import printable, write_beside
 from f8emu.spec import F8Error, SpecError
+from f8emu.verdict import Exit, Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,11 +25,6 @@ if TYPE_CHECKING:
     from f8emu.conformance.run.result import Progress
     from f8emu.report.page import Page
 
-DIFFERENT = 1
-BAD_USAGE = 2
-INCOMPLETE = 3
-INTERRUPTED = 130
-"""The status that a shell reports after Ctrl-C; also after SIGTERM, which stops a container."""
 STATUSES = (
     "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 not verified, since nothing ran or "
     "something is missing, bad usage, a missing package, a file that cannot be read or written, or a failure of f8emu "
@@ -59,23 +55,13 @@ def guarded(command: Callable[..., int], *args: object) -> int:
         return command(*args)
     except (F8Error, OSError) as error:
         print("\n".join(map(printable, str(error).splitlines())), file=sys.stderr)
-        return BAD_USAGE
+        return Exit.UNVERIFIED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return Exit.INTERRUPTED
     except (Exception, SystemExit):  # Python would exit with the status of a difference, a kernel with any
         traceback.print_exc()
-        return BAD_USAGE
-
-
-def status_of(found: Any) -> int:
-    """The exit status of a run that was reported: of a Result, a Replay or a CaptureDiff."""
-    # Ctrl-C has a status of its own, also where a difference was found before it.
-    if found.is_interrupted:
-        return INTERRUPTED
-    if found.has_difference:
-        return DIFFERENT
-    return 0 if found.is_equal else INCOMPLETE if getattr(found, "uncompared", None) else BAD_USAGE
+        return Exit.UNVERIFIED
 
 
 def say(line: str) -> None:
@@ -117,29 +103,40 @@ def show(page: "Page") -> None:
             screen.print(part, markup=False)
 
 
+class Run(Protocol):
+    """The result of a run: a dataclass, whose fields are its report as JSON."""
+
+    @property
+    def verdict(self) -> Verdict: ...
+
+
+_R = TypeVar("_R", bound=Run)
+
+
 def run_and_show(
     command: str,
     json_file: Path | None,
-    run: "Callable[[Progress], Any]",
-    shown: "Callable[[Any], tuple[Page, str]]",
+    run: "Callable[[Progress], _R]",
+    page_of: "Callable[[_R], Page]",
     html_file: Path | None = None,
 ) -> int:
-    """The exit status of a command, after its page, its verdict in the last line, its JSON and its HTML; `run` is told
-    of Ctrl-C by KeyboardInterrupt and gives what it has found so far, a dataclass.
+    """The exit status of a command, after its page, its verdict in the last line, its JSON and its HTML.
+
+    `run` learns of Ctrl-C by KeyboardInterrupt, and returns what it has so far.
     """
     from f8emu.report.page import render
 
     start = time.perf_counter()
     with progress_bar() as progress:
-        found = run(progress)
-    page, verdict = shown(found)
+        result = run(progress)
+    page = page_of(result)
     write(command, html_file, lambda: render(f"f8emu {command}", page))
     show(page)
     seconds = time.perf_counter() - start
-    say(f"{verdict}; {seconds:.1f} s")
-    facts = {"schema": 1, "equal": found.is_equal, "command": command_line(), "seconds": round(seconds, 3)}
-    write_json(command, json_file, {**facts, **asdict(found)})
-    return status_of(found)
+    say(f"{result.verdict.line}; {seconds:.1f} s")
+    head = result.verdict.to_json(command=command_line(), seconds=seconds)
+    write_json(command, json_file, {**head, **asdict(cast(Any, result))})
+    return result.verdict.status
 
 
 def write(command: str, path: Path | None, text: Callable[[], str]) -> None:

@@ -6,9 +6,10 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from f8emu.cli.frame import DIFFERENT, MOST, console, guarded, write_json
+from f8emu.cli.frame import MOST, console, guarded, write_json
 from f8emu.cli.paths import InputOrNone, Output, OutputOrNone, text_of
 from f8emu.spec import RECIPE_ALIASES, RECIPES, SERVING_RECIPES, Recipe, SpecError, recipe_by_name
+from f8emu.verdict import Exit
 
 if TYPE_CHECKING:
     import typer
@@ -135,7 +136,7 @@ def _record(out: Path, seed: int | None, only: str | None, check: bool, plans: P
         recording = record_plans(out, [gemm for _, gemm in gemms_from_json(text_of("record", plans), str(plans))])
         is_bad = bool(recording.not_found)
     print("\n".join(recording.lines()))
-    return DIFFERENT if is_bad else 0
+    return Exit.DIFFERENT if is_bad else 0
 
 
 def _plan(shapes: Path | None, json_file: Path | None, plan_file: Path | None, chip: str) -> int:
@@ -152,7 +153,7 @@ def _plan(shapes: Path | None, json_file: Path | None, plan_file: Path | None, c
     if json_file is None:
         _print_plan(found, f"{plan.library} on {plan.chip}")
     else:
-        write_json("plan", json_file, found)
+        write_json("plan", json_file, [{"schema": 1, **item} for item in found])
     return 0
 
 
@@ -173,7 +174,7 @@ def _invariance(shapes: Path | None, json_file: Path | None, plan_file: Path | N
     if json_file is None:
         _print_invariance(found, f"does a row's bits depend on the other rows, up to {rows}? {on}")
     else:
-        write_json("plan", json_file, [asdict(one) | {"verdict": one.verdict.value} for one in found])
+        write_json("plan", json_file, [{"schema": 1, **asdict(one), "verdict": one.verdict.value} for one in found])
     return 0
 
 

@@ -328,10 +328,11 @@ def _conclude(options: _Options, result: "Result", source: str, **facts: Any) ->
     seconds = time.perf_counter() - options.start
     run = verify.Run(command=frame.command_line(), seconds=seconds, errors=options.errors, **facts)
     page = functools.cache(lambda: verify.page(result, run))
-    say(f"{verify.verdict(result)}; {source}; {seconds:.1f} s")
+    verdict = verify.verdict(result)
+    say(f"{verdict.line}; {source}; {seconds:.1f} s")
     print()
     with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
         afterwards.callback(frame.write, "verify", options.html, lambda: render(verify.COMMAND, page()))
         afterwards.callback(lambda: frame.write_json("verify", options.json, verify.to_json(result, run)))
         frame.show(page())
-    return frame.status_of(result)
+    return verdict.status

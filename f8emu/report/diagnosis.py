@@ -12,6 +12,7 @@ from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.breakdown import Contrast, percent
 from f8emu.environment import devices, versions
 from f8emu.report.page import Block, Cell, Page, Row, Section, Share, Table, Text, Tone
+from f8emu.verdict import Exit, Verdict
 
 FIT_SCHEMA = 2
 """Version of the JSON layout of a fit."""
@@ -193,46 +194,47 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
             yield f"  {one.name}: {same}{_shares(one.outputs_equal, one.outputs_total)} under the rules; {slices}"
 
 
-def fit_verdict(fit: Fit) -> str:
-    """The last line: what holds for everything that was run."""
-    begin = f"{'INTERRUPTED, ' if fit.is_interrupted else ''}{fit.subject}: "
+def fit_verdict(fit: Fit) -> Verdict:
+    """What holds for everything that was run, and the exit status."""
     if not fit.kinds:
-        return f"{begin}nothing to fit: no GEMM is offered" + (f": {fit.reason}" if fit.reason else "")
+        line = f"{fit.subject}: nothing to fit: no GEMM is offered" + (f": {fit.reason}" if fit.reason else "")
+        return Verdict(Exit.UNVERIFIED, line).after(ctrl_c=fit.is_interrupted)
+    # 1. What is wrong, each with the kinds of GEMM that have it.
     where = f" {INTERPRETED}" if INTERPRETED in fit.engine else ""
-    said = [f"{sum(kind.is_confirmed for kind in fit.kinds)} of {len(fit.kinds)} kinds of GEMM confirmed{where}"]
-    missed = [f"{kind.kind} ({', '.join(one.name for one in kind.missed)})" for kind in fit.kinds if kind.missed]
-    for what, kinds in (
-        ("bits are random", [kind.kind for kind in fit.kinds if kind.is_random]),
-        (
-            "not confirmed",
-            [kind.kind for kind in fit.kinds if not (kind.is_confirmed or kind.missed or kind.is_random)],
-        ),
+    confirmed = sum(kind.is_confirmed for kind in fit.kinds)
+    parts = [f"{fit.subject}: {confirmed} of {len(fit.kinds)} kinds of GEMM confirmed{where}"]
+    missed = [f"{kind.kind} ({', '.join(size.name for size in kind.missed)})" for kind in fit.kinds if kind.missed]
+    random = [kind.kind for kind in fit.kinds if kind.is_random]
+    unconfirmed = [kind.kind for kind in fit.kinds if not (kind.is_confirmed or kind.missed or kind.kind in random)]
+    varying = [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]
+    for fault, kinds in (
+        ("bits are random", random),
+        ("not confirmed", unconfirmed),
         ("MISS THE RULES at another size", missed),
-        ("bits depend on M", [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]),
+        ("bits depend on M", varying),
     ):
         if kinds:
-            said.append(f"{what}: {', '.join(kinds)}")
-    # The largest sizes that ran, of the kind where they are smallest.
+            parts.append(f"{fault}: {', '.join(kinds)}")
+    # 2. The largest sizes that ran, of the kind where they are smallest.
     sizes = {
         dimension: min((max(ran) for kind in fit.kinds if (ran := kind.ran(dimension))), default=0)
         for dimension in "MNK"
     }
     if ran := ", ".join(f"{dimension} = {size}" for dimension, size in sizes.items() if size):
-        said.append(f"looked up to {ran}, one dimension at a time")
-    return begin + "; ".join(said)
+        parts.append(f"looked up to {ran}, one dimension at a time")
+    # 3. Confirmed rules that miss another size have a status of their own.
+    status = Exit.INCOMPLETE if missed else Exit.EQUAL if fit.is_confirmed and not varying else Exit.DIFFERENT
+    return Verdict(status, "; ".join(parts)).after(ctrl_c=fit.is_interrupted)
 
 
 def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
     """The whole fit as plain data."""
     return {
-        "schema": FIT_SCHEMA,
+        **fit_verdict(fit).to_json(command=command, seconds=seconds, schema=FIT_SCHEMA),
         "subject": fit.subject,
         "engine": fit.engine,
-        "interrupted": fit.is_interrupted,
         "confirmed": fit.is_confirmed,
         "reason": fit.reason,
-        "command": list(command),
-        "seconds": round(seconds, 3),
         "versions": versions(),
         "devices": devices(),
         "kinds": list(map(_fitted_json, fit.kinds)),

@@ -187,4 +187,4 @@ def to_json(run: Run, worst: Sequence[Place]) -> dict[str, Any]:
         plain = {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
         names = {name: getattr(place, name) for name in (*_NAMES, "cast")}
         places.append({**names, "steps": len(place.steps), **plain})
-    return {"runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}
+    return {"schema": 1, "runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from f8emu.conformance.run.breakdown import percent
 from f8emu.environment import printable
+from f8emu.verdict import Exit, Verdict
 
 if TYPE_CHECKING:
     import rich.table
@@ -122,6 +123,12 @@ class Page:
     title: str
     verdict: Cell | None = None
     sections: Sequence[Section] = ()
+
+
+def verdict_cell(verdict: Verdict) -> Cell:
+    """The verdict in its colour."""
+    tones: dict[Exit, Tone] = {Exit.EQUAL: "good", Exit.DIFFERENT: "bad"}
+    return Cell(text=verdict.line, tone=tones.get(verdict.status, "warn"))
 
 
 _STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "quiet": "dim"}

@@ -19,7 +19,22 @@ from f8emu.environment import devices, printable, versions
 from f8emu.report.casts import function_json, function_section
 from f8emu.report.diagnosis import diagnosis_json, diagnosis_section
 from f8emu.report.figures import map_plot, ulp_plot
-from f8emu.report.page import Block, Cell, Code, Facts, Page, Plots, Row, Section, Share, Table, Text, Tone
+from f8emu.report.page import (
+    Block,
+    Cell,
+    Code,
+    Facts,
+    Page,
+    Plots,
+    Row,
+    Section,
+    Share,
+    Table,
+    Text,
+    Tone,
+    verdict_cell,
+)
+from f8emu.verdict import Exit, Verdict
 
 COMMAND = "f8emu verify"
 _MAPS = 6
@@ -29,8 +44,6 @@ _TONES: dict[Status, Tone] = {
     Status.EMPTY: "bad",
     Status.NOT_OFFERED: "quiet",
 }
-SCHEMA = 1
-"""Version of the JSON layout."""
 _STAGE = ("cases_total cases_equal cases_not_offered outputs_total outputs_equal reason first_differences").split()
 """Fields of a stage that its JSON has as they are."""
 
@@ -52,32 +65,37 @@ class Run:
     """Subject -> the words of the command that name it, and the options that its cases depend on."""
 
 
-def verdict(result: Result) -> str:
-    """The first line."""
+def verdict(result: Result) -> Verdict:
+    """The first line, and the exit status."""
     stages = [stage for subject in result.subjects for stage in subject.stages]
-    cases = sum(stage.cases_total for stage in stages)
     outputs = sum(stage.outputs_equal for stage in stages)
-    if not result.has_difference and result.is_interrupted:
-        if not outputs:
-            return "INTERRUPTED, nothing was compared"
-        return f"INTERRUPTED: equal so far, every bit of {outputs} outputs in {cases} cases"
-    # Cases under an S of their own are equal, but are not the chip's: they are counted apart.
-    if result.is_equal:
-        splits = [tally for stage in stages for tally in stage.own_splits.values()]
-        own = f"{sum(t.outputs for t in splits)} in {sum(t.cases for t in splits)} under an S of its own"
-        cases -= sum(tally.cases for tally in splits)
-        equal = [f"every bit of {outputs} outputs in {cases} cases"] if cases else []
-        equal += [own] if splits else []
-        skipped = sum(s.cases_not_offered for one in result.subjects if one.name not in SUBJECTS for s in one.stages)
-        return f"equal: {', and '.join(equal)}" + (f"; {skipped} cases not offered" if skipped else "")
-    # Else the subjects and stages to blame; a subject of which nothing ran proves nothing.
-    failed = []
-    for subject in result.subjects:
-        wrong = [s.stage for s in subject.stages if s.status in (Status.DIFFERENT, Status.EMPTY)]
-        if not subject.is_equal:
-            failed.append(f"{subject.name} ({', '.join(wrong) or 'nothing ran'})")
-    found = "NOT EQUAL" if result.has_difference else "NOT VERIFIED"
-    return f"{'INTERRUPTED, ' if result.is_interrupted else ''}{found}: {'; '.join(failed)}"
+    # 1. A difference: the subjects and stages to blame; a subject of which nothing ran proves nothing.
+    blamed = [_blamed(subject) for subject in result.subjects if not subject.is_equal]
+    if result.has_difference:
+        return Verdict(Exit.DIFFERENT, f"NOT EQUAL: {'; '.join(blamed)}").after(ctrl_c=result.is_interrupted)
+    # 2. None so far.
+    cases = sum(stage.cases_total for stage in stages)
+    if result.is_interrupted:
+        so_far = f": equal so far, every bit of {outputs} outputs in {cases} cases"
+        return Verdict(Exit.INTERRUPTED, f"INTERRUPTED{so_far if outputs else ', nothing was compared'}")
+    if not result.is_equal:
+        return Verdict(Exit.UNVERIFIED, f"NOT VERIFIED: {'; '.join(blamed)}")
+    # 3. Cases under an S of their own are equal, but are not the chip's: they are counted apart.
+    splits = [tally for stage in stages for tally in stage.own_splits.values()]
+    cases -= sum(tally.cases for tally in splits)
+    equal = [f"every bit of {outputs} outputs in {cases} cases"] if cases else []
+    if splits:
+        own = f"{sum(tally.outputs for tally in splits)} in {sum(tally.cases for tally in splits)}"
+        equal.append(f"{own} under an S of its own")
+    kernels = [subject for subject in result.subjects if subject.name not in SUBJECTS]
+    skipped = sum(stage.cases_not_offered for kernel in kernels for stage in kernel.stages)
+    line = f"equal: {', and '.join(equal)}"
+    return Verdict(Exit.EQUAL, f"{line}; {skipped} cases not offered" if skipped else line)
+
+
+def _blamed(subject: SubjectResult) -> str:
+    wrong = [stage.stage for stage in subject.stages if stage.status in (Status.DIFFERENT, Status.EMPTY)]
+    return f"{subject.name} ({', '.join(wrong) or 'nothing ran'})"
 
 
 def to_json(result: Result, run: Run) -> dict[str, Any]:
@@ -85,12 +103,8 @@ def to_json(result: Result, run: Run) -> dict[str, Any]:
     golden = result.golden
     source = {"file": golden.path.name, "sha256": golden.sha256, "cases": len(golden.cases)}
     return {
-        "schema": SCHEMA,
-        "equal": result.is_equal,
-        "interrupted": result.is_interrupted,
+        **verdict(result).to_json(command=run.command, seconds=run.seconds),
         "not_run": dict(run.not_run),
-        "command": list(run.command),
-        "seconds": round(run.seconds, 3),
         "versions": versions(),
         "devices": devices(),
         "golden": {**source, "metadata": golden.metadata},
@@ -149,10 +163,9 @@ def page(result: Result, run: Run) -> Page:
     if pasted := list(_paste_lines(result, run.asked)):
         sections.append(Section(title="One case again", blocks=[Code(lines=pasted)]))
     sections.append(_machine(result, run))
-    tone: Tone = "good" if result.is_equal else "bad" if result.has_difference else "warn"
     names = [subject.name for subject in result.subjects]
     title = f"Do the bits agree? {names[0] if len(names) == 1 else f'{len(names)} subjects'}"
-    return Page(title=title, verdict=Cell(text=verdict(result), tone=tone), sections=sections)
+    return Page(title=title, verdict=verdict_cell(verdict(result)), sections=sections)
 
 
 def _overview(result: Result) -> Section:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from f8emu.audit import audit
-from f8emu.cli.frame import status_of
 from f8emu.dialects import DIALECTS, quantize
 from f8emu.dialects.rules import MX_GROUP, ROW, SQUARE, TENSOR
 from tests.audit.checkpoints import BF16, MXFP8, checkpoint, compressed, fp8
@@ -65,7 +64,7 @@ def test_no_fault_is_invented(name: str, tmp_path: Path) -> None:
             scale = made.scale.reshape(1) if block == TENSOR else made.scale
             path = checkpoint(tmp_path / "model", {"l.weight": made.codes, scale_name: scale}, config)
             result = audit(path, source=checkpoint(tmp_path / "source", {"l.weight": x}))
-            assert status_of(result) == 0 and not result.findings, (kind, dtype, result.findings)
+            assert result.verdict.status == 0 and not result.findings, (kind, dtype, result.findings)
             assert name in result.dialect.split(", "), kind
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from f8emu.audit import audit
-from f8emu.cli.frame import status_of
 from f8emu.dialects import quantize
 from tests.audit.checkpoints import BF16, E4M3, MXFP8, checkpoint, codes, compressed, f32, fp8, normal
 
@@ -173,7 +172,7 @@ def test_a_fault_is_named(name: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model", fault.tensors, fault.config)
     source = None if fault.source is None else checkpoint(tmp_path / "source", fault.source)
     result = audit(path, source=source, consumer=fault.consumer)
-    assert status_of(result) == 1
+    assert result.verdict.status == 1
     (finding,) = [
         finding for finding in result.findings if finding.check == fault.check and finding.tensor == fault.tensor
     ]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from f8emu.audit import Severity, audit
-from f8emu.cli.frame import INCOMPLETE, status_of
 from f8emu.dialects import quantize
+from f8emu.verdict import Exit
 from tests.audit.checkpoints import BF16, checkpoint, compressed, f32, fp8, normal
 
 Tensors = dict[str, np.ndarray]
@@ -150,7 +150,7 @@ def test_the_sound_ones_are_not_accused(tmp_path: Path) -> None:
     ]
     for number, (weights, config, options) in enumerate(cases):
         result = audit(checkpoint(tmp_path / f"model {number}", weights, config), **options)
-        assert status_of(result) == 0, (number, result.findings)
+        assert result.verdict.status == 0, (number, result.findings)
     notes = (
         (TENSOR, {f"{L}self_attn.q_proj.weight": 1, f"{L}self_attn.k_proj.weight": 0.3}, "vllm:h100", "requantized"),
         (TENSOR | {"torch_dtype": "x"}, {"l.weight": 0.1}, None, "scale-half"),
@@ -188,7 +188,9 @@ def test_experts_are_compared_across_layouts(layout: str, source: str, tmp_path:
             np.stack(part) if x.ndim == 3 else part[0] for part in zip(*parts, strict=True)
         )
     result = audit(checkpoint(tmp_path / "sound", made, fp8()), source=origin)
-    assert status_of(result) == 0 and result.compared == result.tensors and "deep_gemm_block" in result.dialect, result
+    assert result.verdict.status == 0 and result.compared == result.tensors and "deep_gemm_block" in result.dialect, (
+        result
+    )
     for exchanged in ("scales", "experts")[layout == "each" :]:
         bad = {name: x.copy() for name, x in made.items()}
         for name in made:
@@ -203,14 +205,14 @@ def test_experts_are_compared_across_layouts(layout: str, source: str, tmp_path:
         assert {one.check for one in result.findings if one.is_fault} <= {
             "grid-moved",
             "no-dialect",
-        } and result.has_difference
+        } and not result.is_equal
 
 
 def test_what_is_not_compared_is_named_and_is_a_status_of_its_own(tmp_path: Path) -> None:
     made = blocks({"a.weight": (128, 128), "b.weight": (128, 128)})
     source = checkpoint(tmp_path / "source", {"a.weight": normal(128, 128)})
     result = audit(checkpoint(tmp_path / "model", made, fp8()), source=source)
-    assert not result.findings and status_of(result) == INCOMPLETE
+    assert not result.findings and result.verdict.status is Exit.INCOMPLETE
     assert result.uncompared == {"b.weight": "the source has no b.weight"}
 
 

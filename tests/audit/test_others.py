@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from f8emu.audit import Severity, audit
-from f8emu.cli.frame import status_of
 from f8emu.dialects import quantize
 from tests.audit.checkpoints import BF16, E4M3, E5M2, MXFP8, checkpoint, codes, compressed, f32, fp8, normal
 
@@ -129,7 +128,7 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model", plant(), config)
     source = checkpoint(tmp_path / "source", SOURCE) if needs_source else None
     result = audit(path, source=source)
-    assert status_of(result) == 1
+    assert result.verdict.status == 1
     named = {
         finding.tensor.removesuffix("_scale_inv").removesuffix("_scale")
         for finding in result.findings
@@ -206,7 +205,7 @@ def test_codes_of_a_master_beside_its_copy_and_the_reverse(dialect: str, tmp_pat
 def test_without_a_fault_nothing_is_named(dialect: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model", quantized(dialect), CONFIGS[dialect])
     result = audit(path, source=checkpoint(tmp_path / "source", SOURCE), consumer="transformers:h100")
-    assert status_of(result) == 0 and not result.findings and dialect in result.dialects
+    assert result.verdict.status == 0 and not result.findings and dialect in result.dialects
 
 
 def test_what_is_not_float8_is_left_alone(tmp_path: Path) -> None:
@@ -234,7 +233,7 @@ def test_what_is_not_float8_is_left_alone(tmp_path: Path) -> None:
 def test_a_source_that_is_another_model(check: str, source: Tensors, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model", quantized(BLOCK), CONFIGS[BLOCK])
     result = audit(path, source=checkpoint(tmp_path / "source", source))
-    assert status_of(result) == 1 and [finding.check for finding in result.findings] == [check]
+    assert result.verdict.status == 1 and [finding.check for finding in result.findings] == [check]
 
 
 def test_a_source_refutes_what_was_judged_by_chance(tmp_path: Path) -> None:

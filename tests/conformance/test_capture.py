@@ -27,12 +27,12 @@ from f8emu.capture import (
     TensorRecord,
     writer,
 )
-from f8emu.capture.diff import diff_captures, diff_verdict
+from f8emu.capture.diff import diff_captures
 from f8emu.capture.findings import ulps
 from f8emu.capture.handle import arrays_of, facts_of
 from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record
-from f8emu.capture.replay import Replay, replay, replay_verdict
+from f8emu.capture.replay import Replay, replay
 from f8emu.conformance.cases.distributions import draw, dtype_of
 from f8emu.spec import (
     BFLOAT16,
@@ -49,6 +49,7 @@ from f8emu.spec import (
     SpecError,
 )
 from f8emu.split_k.plan import CHIP
+from f8emu.verdict import Exit
 from tests.conformance.command import invoke
 
 M, N, K = 40, 144, 272
@@ -402,7 +403,7 @@ def test_a_step_that_was_never_finished_is_replayed(layers: dict[str, Records], 
     (step,) = read_capture(tmp_path)
     assert not step.is_complete and len(step.records) == 4
     found = replay([step], oracle="f8ref.numpy")
-    assert not found.is_equal and not found.has_difference
+    assert found.verdict.status is Exit.UNVERIFIED
     assert found.missing == [f"step 7 was never finished: {step.path}"]
     assert (found.gemms, found.counts["product"].elements_equal) == (1, M * N)
 
@@ -442,7 +443,7 @@ def test_a_full_disk_costs_what_does_not_fit(
     assert 0 < len(step.records) < 6 and len(step.records) + len(step.left_out) == 6
     assert all("No space left on device" in one.reason for one in step.left_out)
     assert not list(tmp_path.rglob("*.writing"))
-    assert not replay([step], oracle="f8ref.numpy").has_difference
+    assert replay([step], oracle="f8ref.numpy").verdict.status is Exit.UNVERIFIED
 
 
 def small_steps(path: Path, count: int) -> Session:
@@ -664,5 +665,5 @@ def test_ctrl_c_keeps_what_was_found(layers: dict[str, Records], tmp_path: Path)
     found = replay(steps, oracle="f8ref.numpy", progress=Interrupted(5))
     assert found.is_interrupted and not found.is_equal
     assert found.findings[0].part == "a.codes" and found.gemms == 1
-    assert replay_verdict(replay(steps, progress=Interrupted(1))) == "INTERRUPTED, nothing was computed again"
-    assert diff_verdict(diff_captures(steps, steps, progress=Interrupted(1))) == "INTERRUPTED, nothing was compared"
+    assert replay(steps, progress=Interrupted(1)).verdict.line == "INTERRUPTED, nothing was computed again"
+    assert diff_captures(steps, steps, progress=Interrupted(1)).verdict.line == "INTERRUPTED, nothing was compared"

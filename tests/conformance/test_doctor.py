@@ -74,7 +74,7 @@ def test_json_and_text(diagnosis: doctor.Diagnosis, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(doctor, "diagnose", lambda: diagnosis)
     status, text = told(as_json=True)
     assert status == 0
-    assert {"system", "versions", "devices", "engines", "problems"} == set(json.loads(text))
+    assert {"schema", "system", "versions", "devices", "engines", "problems"} == set(json.loads(text))
     assert "scaled_mm of torch tensors on cpu: emulated" in told()[1]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from f8emu.cli import fit as fit_command
 from f8emu.conformance import shipped_golden
 from f8emu.conformance.cases.tables import gemm_cases
 from f8emu.conformance.compare import different
@@ -28,6 +27,7 @@ from f8emu.conformance.run.subject import Subject, kernel_subject, load_subject,
 from f8emu.conformance.run.verify import Result, StageResult, SubjectResult
 from f8emu.report.diagnosis import diagnosis_lines, fit_lines, fit_verdict
 from f8emu.spec import HOPPER, OperandError
+from f8emu.verdict import Exit
 from tests.conformance import command
 from tests.conformance.planted_gemm import failing, spoilt, subject_of
 from tests.conformance.planted_gemm import subject as planted
@@ -115,7 +115,7 @@ def test_bits_that_are_random_are_not_put_down_to_m() -> None:
     kernels, chance = [planted(slices=slices).verbs["scaled_mm"] for slices in (1, 2)], np.random.default_rng(0)
     kernel = fitted(FAST, subject_of(lambda *args, **options: kernels[chance.integers(2)](*args, **options)), 1, 16, 17)
     assert kernel.is_random and kernel.is_batch_invariant is None and not kernel.is_confirmed and not kernel.missed
-    lines = [*fit_lines(kernel), fit_verdict(Fit(subject="x", engine="y", kinds=[kernel]))]
+    lines = [*fit_lines(kernel), fit_verdict(Fit(subject="x", engine="y", kinds=[kernel])).line]
     assert any("bits are RANDOM: the same GEMM, asked again, gave other bits" in line for line in lines), lines
     assert "bits are random: rowwise fast" in lines[-1] and not any("on M" in line for line in lines), lines
 
@@ -147,10 +147,10 @@ def test_sizes_at_which_rules_do_not_hold(
     assert [size.name for size in sizes if size.misses] == missed
     whole = Fitted(kind=FAST, random=RandomGemms(outputs_equal=9, outputs_total=9), sizes=sizes)
     assert whole.is_confirmed == (not missed)
-    verdict = fit_verdict(Fit(subject="x", engine="y", kinds=[whole]))
+    verdict = fit_verdict(Fit(subject="x", engine="y", kinds=[whole])).line
     assert ("1 of 1" in verdict) == (not missed) and all(name in verdict for name in missed), verdict
     assert verdict.endswith("; looked up to M = 4112, N = 2064, K = 2176, one dimension at a time")
-    assert INTERPRETED in fit_verdict(Fit(subject="x", engine=f"y, {INTERPRETED}", kinds=[whole]))
+    assert INTERPRETED in fit_verdict(Fit(subject="x", engine=f"y, {INTERPRETED}", kinds=[whole])).line
 
 
 def test_a_size_that_did_not_run_shows_nothing() -> None:
@@ -289,7 +289,7 @@ def test_command_line(kernels: Path) -> None:
     status, text = invoke("fit", "fit_kernels:exits", *options)
     assert status == 1 and "raised SystemExit" in text and "0 of 1 kinds of GEMM confirmed" in text
     status, text = invoke("fit", "fit_kernels:far", *options[:-2], "--m", "129")
-    assert status == fit_command.MISSED == 3, text
+    assert status == Exit.INCOMPLETE == 3, text
     assert "M = 129: the bits of the largest M; " in text and "MISSES THE RULES, no split explains it" in text
     assert "0 of 1 kinds of GEMM confirmed; MISS THE RULES at another size: tensorwise fast (M = 129" in " ".join(
         text.split()
