@@ -1,14 +1,9 @@
-"""What surrounds f8emu: the versions and devices that a result belongs to, and what comes from outside.
+"""Versions and devices that a result belongs to, files that appear whole, and text that a terminal may print."""
 
-That is files, which may be pipes, devices or endless, and text, which a terminal would obey.
-"""
-
-import errno
 import os
 import platform
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -16,16 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from io import BufferedReader
 from pathlib import Path
 
 from f8emu import __version__
 
 TESTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "jax": ("0.10",)}
 """The releases that the tests ran with, from the oldest that f8emu takes; torch 2.11 on a GPU, the others on a CPU."""
-
-CHECK_PATH = "check the path, and who may read it"
-"""The remedy where the system does not read what a user named."""
 
 
 def versions() -> dict[str, str | None]:
@@ -62,25 +53,6 @@ def devices() -> dict[str, list[str]]:
     if jax := sys.modules.get("jax"):
         found["jax"] = [device.device_kind for device in jax.devices()]
     return found
-
-
-def open_regular(path: Path, *, follows_links: bool = True) -> BufferedReader:
-    """A regular file, to read: a pipe is not waited for, a device not read without end."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
-def read_regular(path: Path, most: int = 1 << 28) -> bytes:
-    """A whole regular file of at most `most` bytes."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EFBIG, f"expected a file of at most {most} bytes; found {size}", str(path))
-        return file.read(most)
 
 
 @contextmanager

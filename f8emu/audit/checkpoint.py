@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from f8emu.conformance.cases.container import Fault, parsed, read_header, require
-from f8emu.environment import CHECK_PATH, open_regular, read_regular
 from f8emu.spec import F8Error
+from f8emu.strict import CHECK_PATH, faults_as, open_regular, parsed, read_header, read_regular, require
 
 CONFIG, MODELOPT, MANIFEST = "config.json", "hf_quant_config.json", "f8emu_manifest.json"
 _INDEX, _SHARDS = "*.safetensors.index.json", "*.safetensors"
@@ -73,7 +72,7 @@ class Stored:
         """Its elements from `begin` to `end`, flat."""
         dtype = DTYPES[self.dtype]
         found = np.empty(((self.size if end is None else end) - begin) * dtype.itemsize, np.uint8)
-        with _told(self.file), open_regular(self.file) as file:
+        with _faults_of(self.file), open_regular(self.file) as file:
             file.seek(self.begin + begin * dtype.itemsize)
             is_whole = file.readinto(found.data) == found.size
             require(is_whole, f"{found.size} bytes of {self.name!r}", "fewer: it was cut short while it was read")
@@ -128,7 +127,7 @@ class Checkpoint:
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """A .safetensors file, or a directory of such with its index and configuration."""
     path = Path(path)
-    with _told(path, is_part=False):
+    with _faults_of(path, is_part=False):
         path.stat()
     if not path.is_dir():
         return Checkpoint(tensors=_shard(path))
@@ -136,22 +135,22 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     index = min(path.glob(_INDEX), default=None)
     listed = {} if index is None else _object(index, "weight_map", is_needed=True)
     for tensor, name in listed.items():  # a file is a name, and leads nowhere else
-        with _told(index or path):
+        with _faults_of(index or path):
             is_name = isinstance(name, str) and Path(name).name == name and "\0" not in name
             is_file = is_name and name.endswith(".safetensors")
             require(is_file, f"a .safetensors file of this directory for {tensor!r:.60}", f"{name!r}")
     names = sorted(set(listed.values())) or sorted(one.name for one in path.glob(_SHARDS))
-    with _told(path):
+    with _faults_of(path):
         require(bool(names), "a .safetensors file, or a directory of such", "none in it")
     # 2. Their tensors, each of them once, and where the index says.
     tensors: dict[str, Stored] = {}
     for name in names:
-        with _told(path / name):
+        with _faults_of(path / name):
             for tensor, stored in _shard(path / name).items():
                 first = tensors.setdefault(tensor, stored)
                 require(first is stored, f"the tensor {tensor!r:.60} once", f"it in {first.file.name} too")
     for tensor, name in listed.items():
-        with _told(path / name):
+        with _faults_of(path / name):
             is_there = tensor in tensors and tensors[tensor].file.name == name
             require(is_there, f"the tensor {tensor!r:.60}, as the index says", "none")
     # 3. What the configurations say.
@@ -172,20 +171,14 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
-@contextmanager
-def _told(file: Path, *, is_part: bool = True) -> Iterator[None]:
+def _faults_of(file: Path, *, is_part: bool = True) -> AbstractContextManager[None]:
     # What is wrong with a file, as the error that names it.
-    try:
-        yield
-    except OSError as error:
-        remedy = _REMEDY if is_part and isinstance(error, FileNotFoundError) else CHECK_PATH
-        raise CheckpointError(f"audit: cannot read {file}: {error.strerror}; {remedy}") from None
-    except Fault as wrong:
-        raise CheckpointError(f"audit: {file}: {wrong}; {_REMEDY}") from None
+    unread = f"{CHECK_PATH}, or {_REMEDY}" if is_part else CHECK_PATH
+    return faults_as(CheckpointError, "audit", file, _REMEDY, unread=unread)
 
 
 def _shard(path: Path) -> dict[str, Stored]:
-    with _told(path), open_regular(path) as file:
+    with _faults_of(path), open_regular(path) as file:
         start, entries, _ = read_header(file, os.fstat(file.fileno()).st_size)
     return {
         name: Stored(name=name, file=path, begin=start + begin, nbytes=end - begin, dtype=dtype, shape=shape)
@@ -195,7 +188,7 @@ def _shard(path: Path) -> dict[str, Stored]:
 
 def _json(path: Path) -> dict[str, Any]:
     # A JSON file that is an object; empty where there is none.
-    with _told(path):
+    with _faults_of(path):
         whole = parsed(read_regular(path, _LARGEST_TEXT), "a JSON object") if os.path.lexists(path) else {}
         require(isinstance(whole, dict), "a JSON object", type(whole).__name__)
     return whole
@@ -205,7 +198,7 @@ def _object(path: Path, key: str, whole: dict[str, Any] | None = None, *, is_nee
     # An object in that of a JSON file, or in a part of it; empty where there is none, unless it is needed.
     whole = _json(path) if whole is None else whole
     found = whole.get(key) or {}
-    with _told(path):
+    with _faults_of(path):
         is_right = isinstance(found, dict) and (bool(found) or not is_needed)
         require(is_right, f"{key} as a JSON object", f"{whole.get(key)!r}")
     return found

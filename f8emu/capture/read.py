@@ -6,11 +6,11 @@ pipes and devices are refused.
 """
 
 import hashlib
-import json
 import mmap
 import os
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -32,12 +32,11 @@ from f8emu.capture.record import (
     StepHeader,
     TensorRecord,
     record_from_json,
-    require_types,
 )
 from f8emu.conformance.cases.container import decode_container
 from f8emu.conformance.cases.distributions import dtype_of
-from f8emu.environment import CHECK_PATH, open_regular
-from f8emu.spec import FLOAT32, GoldenFileError, Granularity, SpecError, format_by_name
+from f8emu.spec import FLOAT32, Granularity, format_by_name
+from f8emu.strict import Fault, faults_as, open_regular, parsed, part, require
 
 REMEDY = "copy the capture again, or make another with f8emu.torch.capture"
 _LARGEST_INDEX = 256 * 2**20
@@ -102,18 +101,17 @@ class CapturedStep:
 def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
     """The steps of a capture, by step and rank. The arrays stay on the disk."""
     path = Path(path)
-    try:
+    with faults_as(CaptureError, "read_capture", path):
         # 1. The path of one step, or a directory of steps.
         if (path / INDEX).exists():
             return (_step(path, is_alone=True),)
         names = sorted(os.listdir(path))
-    except OSError as error:
-        raise CaptureError(f"read_capture: cannot read {path}: {error.strerror}; {CHECK_PATH}") from None
     # 2. A finished step has an index: one without it has been tampered with, or copied in part.
     has_index = {name: (path / name / INDEX).exists() for name in names}
     for name in names:
-        if STEP_NAME.fullmatch(name) and not has_index[name]:
-            raise _fault(path / name, f"the {INDEX} of a step that was finished", "none")
+        with _faults_of(path / name):
+            is_whole = has_index[name] or not STEP_NAME.fullmatch(name)
+            require(is_whole, f"the {INDEX} of a step that was finished", "none")
     steps = [_step(path / name) for name in names if name.startswith("step-") and has_index[name]]
     if not steps:
         raise CaptureError(
@@ -127,21 +125,33 @@ def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
     return tuple(sorted(steps, key=lambda step: (step.header.step, step.header.rank)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lists:
+    # What an index has beside the header.
+    records: tuple[dict[str, Any], ...]
+    left_out: tuple[LeftOut, ...]
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    # What a record of an index says of its file.
+    file: str
+    bytes: int
+    sha256: str
+
+
 def _step(path: Path, *, is_alone: bool = False) -> CapturedStep:
     # 1. The index: header, list of records, what was left out.
     source = path / INDEX
-    index = _index(source)
-    try:
-        header = StepHeader.from_json(index)
-        require_types(index, {"records": list, "left_out": list, "is_complete": bool})
-        left_out = tuple(LeftOut(**one) for one in index["left_out"])
-    except (SpecError, TypeError) as error:
-        raise CaptureError(f"read_capture: {source}: {error}; {REMEDY}") from None
-    is_complete = index["is_complete"] and not path.name.endswith(UNFINISHED)
+    with _faults_of(source):
+        index = _index(source)
+        header, lists = StepHeader.from_json(index), part(_Lists, index, knows_all=False)
+    is_complete = lists.is_complete and not path.name.endswith(UNFINISHED)
     damaged: list[str] = []
     # 2. A finished step has what its index lists; of any other, each file that holds a whole record counts.
     if is_complete:
-        records = [_entry(path, entry, f"{source}: record {i}") for i, entry in enumerate(index["records"])]
+        records = [_entry(path, entry, f"{source}: record {i}") for i, entry in enumerate(lists.records)]
     else:
         records = []
         for name in sorted(filter(FILE_NAME.fullmatch, os.listdir(path))):
@@ -150,14 +160,15 @@ def _step(path: Path, *, is_alone: bool = False) -> CapturedStep:
             except CaptureError as error:
                 damaged.append(str(error))
     # 3. In the order in which they happened, which must tell them apart.
-    records.sort(key=lambda one: one.record.order)
-    if len({one.record.order for one in records}) != len(records):
-        raise CaptureError(f"read_capture: {source}: expected an 'order' of its own in every record; {REMEDY}")
+    records.sort(key=lambda captured: captured.record.order)
+    with _faults_of(source):
+        orders = {captured.record.order for captured in records}
+        require(len(orders) == len(records), "an 'order' of its own in every record", "one twice")
     return CapturedStep(
         path=path,
         header=header,
         records=tuple(records),
-        left_out=left_out,
+        left_out=lists.left_out,
         is_complete=is_complete,
         damaged=tuple(damaged),
         is_alone=is_alone,
@@ -167,15 +178,9 @@ def _step(path: Path, *, is_alone: bool = False) -> CapturedStep:
 def _index(source: Path) -> dict[str, Any]:
     with _opened(source) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > _LARGEST_INDEX:
-            raise _fault(source, f"an index of at most {_LARGEST_INDEX} bytes", f"{size} bytes")
-        text = file.read()
-    try:
-        index = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _fault(source, "a JSON index", f"{error}") from None
-    if not isinstance(index, dict):
-        raise _fault(source, "a JSON object", type(index).__name__)
+        require(size <= _LARGEST_INDEX, f"an index of at most {_LARGEST_INDEX} bytes", f"{size} bytes")
+        index = parsed(file.read(), "a JSON index")
+    require(isinstance(index, dict), "a JSON object", type(index).__name__)
     # before anything else is read: another layout may mean something else by the same key
     if index.get("schema") != SCHEMA:
         made_by = index.get("versions")
@@ -188,29 +193,22 @@ def _index(source: Path) -> dict[str, Any]:
     return index
 
 
-def _entry(path: Path, entry: object, source: str) -> CapturedRecord:
-    try:
-        rest = dict(entry) if isinstance(entry, dict) else {}
-        require_types(rest, {"file": str, "bytes": int, "sha256": str})
-        name, size, digest = rest.pop("file"), rest.pop("bytes"), rest.pop("sha256")
+def _entry(path: Path, entry: dict[str, Any], source: str) -> CapturedRecord:
+    with _faults_of(source):
+        stored = part(_File, entry, knows_all=False)
         # The name may not lead out of the directory, and the size is compared before the file is mapped.
-        if not FILE_NAME.fullmatch(name) or len(digest) != 64:
-            raise SpecError(
-                f"expected a name like 000000.safetensors, and a SHA-256; found {name!r:.60}, {digest!r:.70}"
-            )
-        record = record_from_json(rest)
-    except SpecError as error:
-        raise CaptureError(f"read_capture: {source}: {error}; {REMEDY}") from None
-    return CapturedRecord(record=record, path=path / name, size=size, sha256=digest)
+        is_name = FILE_NAME.fullmatch(stored.file) is not None
+        require(is_name, "a file with a name like 000000.safetensors", repr(stored.file))
+        require(len(stored.sha256) == 64, "a SHA-256", repr(stored.sha256))
+        record = record_from_json({key: value for key, value in entry.items() if key not in _File.__annotations__})
+    return CapturedRecord(record=record, path=path / stored.file, size=stored.bytes, sha256=stored.sha256)
 
 
 def _unlisted(path: Path) -> CapturedRecord:
     # A record of a step that was never finished, by the text in its own file.
     _, metadata = _decoded(path)
-    try:
-        record = record_from_json(json.loads(metadata.get("record", "null")))
-    except (ValueError, RecursionError) as error:
-        raise _fault(path, "a record in the metadata", str(error)) from None
+    with _faults_of(path):
+        record = record_from_json(parsed(metadata.get("record", "null"), "a record in the metadata"))
     return CapturedRecord(record=record, path=path, size=None, sha256="")
 
 
@@ -219,10 +217,8 @@ def _decoded(path: Path, size: int | None = None) -> tuple[Arrays, dict[str, str
     with _opened(path, size) as file:
         size = os.fstat(file.fileno()).st_size
         blob: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-    try:
-        return decode_container(blob, str(path), call="read_capture", remedy=REMEDY)
-    except GoldenFileError as error:
-        raise CaptureError(str(error)) from None
+    with _faults_of(path):
+        return decode_container(blob)
 
 
 def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: Path) -> Arrays:
@@ -250,12 +246,13 @@ def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: Path) -> A
         value = tensors.get("value")
         expected["value"] = (_dtype(record.dtype), value.shape if value is not None and value.ndim == 2 else (0, 0))
     # 2. Exactly that, no more and no less: sizes are compared before anything is computed with them.
-    if set(tensors) != set(expected):
-        raise _fault(source, f"the tensors {', '.join(sorted(expected))}", ", ".join(sorted(tensors)) or "none")
-    for name, (dtype, shape) in expected.items():
-        array, stored = tensors[name], np.dtype(np.uint8) if dtype.itemsize == 1 else dtype
-        if array.dtype != stored or array.shape != shape:
-            raise _fault(source, f"{name} {stored.name}{list(shape)}", f"{array.dtype.name}{list(array.shape)}")
+    with _faults_of(source):
+        there = ", ".join(sorted(tensors)) or "none"
+        require(set(tensors) == set(expected), f"the tensors {', '.join(sorted(expected))}", there)
+        for name, (dtype, shape) in expected.items():
+            array, stored = tensors[name], np.dtype(np.uint8) if dtype.itemsize == 1 else dtype
+            is_right = array.dtype == stored and array.shape == shape
+            require(is_right, f"{name} {stored.name}{list(shape)}", f"{array.dtype.name}{list(array.shape)}")
     return {name: tensors[name].view(dtype) for name, (dtype, _) in expected.items()}
 
 
@@ -265,16 +262,15 @@ def _dtype(name: str) -> np.dtype:
 
 def _opened(path: Path, size: int | None = None) -> BufferedReader:
     # A regular file, of `size` bytes where that is known: no link is followed, and no pipe waited for.
-    try:
+    with _faults_of(path):
         file = open_regular(path, follows_links=False)
-    except OSError as error:
-        raise CaptureError(f"read_capture: cannot read {path}: {error.strerror}; {REMEDY}") from None
-    found = os.fstat(file.fileno()).st_size
-    if size not in (None, found):
-        file.close()
-        raise _fault(path, f"{size} bytes", f"{found}: cut short, or changed")
+        there = os.fstat(file.fileno()).st_size
+        if size not in (None, there):
+            file.close()
+            raise Fault(f"expected {size} bytes; found {there}: cut short, or changed")
     return file
 
 
-def _fault(source: Path, expected: str, observed: str) -> CaptureError:
-    return CaptureError(f"read_capture: {source}: expected {expected}; found {observed}; {REMEDY}")
+def _faults_of(source: object) -> AbstractContextManager[None]:
+    # What is wrong with a file, as the error that names it.
+    return faults_as(CaptureError, "read_capture", source, REMEDY, unread=REMEDY)

@@ -9,7 +9,7 @@ still be read.
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self, get_type_hints
+from typing import Any, Self
 
 from f8emu.spec.errors import F8Error, SpecError
 from f8emu.spec.formats import FORMATS
@@ -17,6 +17,7 @@ from f8emu.spec.recipe import GEMM_NAMES, Recipe
 from f8emu.spec.scaling import TENSORS, Granularity
 from f8emu.spec.serialize import recipe_from_dict
 from f8emu.split_k.gemm import Source
+from f8emu.strict import choice, part, require
 
 SCHEMA = 1
 """Version of the layout; raised when its meaning changes."""
@@ -36,12 +37,10 @@ class CaptureError(F8Error, ValueError):
     """A capture that is missing, cut short, foreign, inconsistent, of another version, or that cannot be begun."""
 
 
-def require_types(entry: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
-    """Strict: an index may come from anywhere, and a bool is no int here."""
-    for name, kind in kinds.items():
-        if type(entry.get(name)) is not kind:
-            found = repr(entry[name])[:60] if name in entry else "no such key"
-            raise SpecError(f"{name!r} must be of type {kind.__name__}; found {found}")
+def _size(value: Any, place: str) -> int:
+    is_size = type(value) is int and 0 <= value < _LARGEST
+    require(is_size, f"{place} to be an integer of at least 0 and below 2^31", repr(value))
+    return value
 
 
 class _Record:
@@ -71,22 +70,6 @@ class _Record:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"kind": _KINDS[type(self)], **asdict(self)}  # pyright: ignore[reportArgumentType]
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """The record.
-
-        Raises:
-            SpecError: a key that is missing or unknown, or a value out of its range.
-        """
-        kinds = {field.name: get_type_hints(cls)[field.name] for field in fields(cls)}  # pyright: ignore[reportArgumentType]
-        if unknown := set(entry) - kinds.keys() - {"kind"}:
-            raise SpecError(f"unknown key {sorted(unknown)[0]!r}")
-        require_types(entry, kinds)
-        for name in kinds:
-            if type(entry[name]) is int and not 0 <= entry[name] < _LARGEST:
-                raise SpecError(f"{name!r} must be at least 0 and below 2^31; found {entry[name]}")
-        return cls(**{name: entry[name] for name in kinds})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,17 +187,15 @@ class ForeignRecord(_Record):
 
 
 Record = GemmRecord | ForeignRecord | TensorRecord
-_KINDS: dict[type, str] = {GemmRecord: "gemm", ForeignRecord: "foreign gemm", TensorRecord: "tensor"}
+_KINDS: dict[type[Record], str] = {GemmRecord: "gemm", ForeignRecord: "foreign gemm", TensorRecord: "tensor"}
 
 
-def record_from_json(entry: object) -> Record:
-    """A record of any kind."""
-    if not isinstance(entry, dict):
-        raise SpecError(f"a record must be an object; found {repr(entry)[:60]}")
-    for kind, name in _KINDS.items():
-        if entry.get("kind") == name:
-            return kind.from_json(entry)
-    raise SpecError(f"'kind' must be one of {', '.join(_KINDS.values())}; found {entry.get('kind')!r}")
+def record_from_json(entry: Any) -> Record:
+    """A record of any kind; whatever is wrong is a Fault."""
+    require(isinstance(entry, dict), "a record of type object", repr(entry))
+    fields_of = dict(entry)
+    kind: type[Record] = choice(fields_of.pop("kind", None), {name: kind for kind, name in _KINDS.items()}, "kind")
+    return part(kind, fields_of, readers={int: _size})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,18 +238,12 @@ class StepHeader:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """The header; other keys are left to the caller.
+        """The header; other keys are left to the caller, and whatever is wrong is a Fault."""
+        header = part(cls, entry, readers={Recipe: _recipe}, knows_all=False)
+        for key, recipe in header.recipes.items():
+            require(key == recipe.content_hash, f"the hash {recipe.content_hash} as the key of a recipe", repr(key))
+        return header
 
-        Raises:
-            SpecError: a key that is missing or of the wrong type, an invalid recipe, or one with another hash than its
-                key.
-        """
-        kinds: dict[str, type] = {"step": int, "rank": int, "world_size": int, "versions": dict, "recipes": dict}
-        kinds |= {"framework": str, "device": str, "plan": str, "reason": str}
-        require_types(entry, kinds)
-        recipes = {key: recipe_from_dict(recipe) for key, recipe in entry["recipes"].items()}
-        for key, recipe in recipes.items():
-            if key != recipe.content_hash:
-                raise SpecError(f"the key of a recipe must be its hash, {recipe.content_hash}; found {key!r:.80}")
-        versions = {key: value for key, value in entry["versions"].items() if value is None or isinstance(value, str)}
-        return cls(**{name: entry[name] for name in kinds} | {"recipes": recipes, "versions": versions})
+
+def _recipe(value: Any, place: str) -> Recipe:
+    return recipe_from_dict(value)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from f8emu.cli.frame import guarded, unwritable
-from f8emu.environment import read_regular
 from f8emu.spec import SpecError
+from f8emu.strict import read_regular
 
 _READ_BY_NAME = ("*.safetensors", "*.index.json", "index.json", "*config.json", "params.json", "f8emu_manifest.json")
 """Files that readers of a directory look for: a new one would change what is read."""

@@ -1,15 +1,14 @@
 """What the JSON lines of `f8emu.torch.inspect` say: the events of a run and its worst places, as a page and as data."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from f8emu.environment import CHECK_PATH, open_regular
 from f8emu.report.page import Block, Cell, Facts, Page, Row, Section, Table, Text
 from f8emu.spec import SpecError
+from f8emu.strict import Fault, faults_as, open_regular, parsed, require
 
 COMMAND = "f8emu inspect"
 SCHEMA = 1
@@ -23,6 +22,7 @@ _NAMES = ("layer", "gemm", "operand", "tensor")
 _LONGEST = 1 << 20
 """Bytes of a line; ours have a few hundred, with first values at most a third of this."""
 _LAST_STEP = 2**63 - 1
+_REMEDY = "give a file that f8emu.torch.inspect wrote"
 _MOST_EVENTS = 20
 """Shown; all are in the JSON."""
 
@@ -79,60 +79,48 @@ def read_run(path: Path) -> Run:
     """Read a file, line by line."""
     run = Run()
     places: dict[tuple[str, ...], Place] = {}
-    for number, record in _records(path, run):
-        if not run.headers and "schema" not in record:
-            raise _bad(path, number, "the first line must be the one that f8emu.torch.inspect writes, with its schema")
-        # 1. A header: of the first run, or of one that went on with the file.
-        if "schema" in record:
-            if not isinstance(record["schema"], int) or record["schema"] > SCHEMA:
-                found = f"not {record['schema']!r}: a newer f8emu wrote it"
-                raise _bad(path, number, f"schema must be at most {SCHEMA}, {found}")
-            run.headers.append(record)
-        # 2. An event, or the statistics of one place at one step; casts under other recipes are left out.
-        elif "event" in record:
-            run.events.append(record)
-        elif "recipe" not in record:
-            if missing := [name for name in (*_NAMES, "step") if name not in record]:
-                raise _bad(path, number, f"a record must have {', '.join(_NAMES)} and step, not lack {missing[0]}")
-            step, key = record["step"], tuple(str(record[name]) for name in _NAMES)
-            if type(step) is not int or not 0 <= step <= _LAST_STEP:
-                raise _bad(path, number, f"step must be an integer from 0 to 2^63 - 1, not {step!r:.40}")
-            place = places.setdefault(key, Place(*key, cast=str(record.get("cast", ""))))
-            place.add(step, record)
+    number = 0
+    with faults_as(SpecError, "inspect", path, _REMEDY), open_regular(path) as file:
+        while line := file.readline(_LONGEST):
+            number += 1
+            if not line.endswith(b"\n") and len(line) < _LONGEST:
+                run.is_cut = True
+                break
+            with faults_as(SpecError, "inspect", f"{path}, line {number}", _REMEDY):
+                try:
+                    record = parsed(line, "a JSON object")
+                except Fault:
+                    # A crash cuts one line off, and the next run goes on behind it; a first line that is no JSON is
+                    # another file.
+                    if number == 1 or len(line) == _LONGEST:
+                        raise
+                    run.skipped += 1
+                    continue
+                require(isinstance(record, dict), "a JSON object", type(record).__name__)
+                _add(run, places, record)
+        require(number > 0, "the lines that f8emu.torch.inspect writes", "an empty file")
     run.places = list(places.values())
     return run
 
 
-def _records(path: Path, run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
-    # (number, object) of each line; lines that cannot be read are counted in `run`.
-    number = 0
-    try:
-        with open_regular(path) as file:
-            while line := file.readline(_LONGEST):
-                number += 1
-                if not line.endswith(b"\n") and len(line) < _LONGEST:
-                    run.is_cut = True
-                    return
-                # A crash cuts one line off, and the next run goes on behind it; a first line that is no JSON is
-                # another file.
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    if number > 1 and len(line) < _LONGEST:
-                        run.skipped += 1
-                        continue
-                    raise _bad(path, number, f"every line must be a JSON object: {error}") from None
-                if not isinstance(record, dict):
-                    raise _bad(path, number, f"every line must be a JSON object, not a {type(record).__name__}")
-                yield number, record
-    except OSError as error:
-        raise SpecError(f"inspect: cannot read {path}: {error.strerror}; {CHECK_PATH}") from None
-    if number == 0:
-        raise _bad(path, 0, "it is empty")
-
-
-def _bad(path: Path, line: int, what: str) -> SpecError:
-    return SpecError(f"inspect: {path}, line {line}: {what}; give a file that f8emu.torch.inspect wrote")
+def _add(run: Run, places: dict[tuple[str, ...], Place], record: dict[str, Any]) -> None:
+    require(bool(run.headers) or "schema" in record, "a first line with the schema", "none")
+    # 1. A header: of the first run, or of one that went on with the file.
+    if "schema" in record:
+        schema = record["schema"]
+        is_known = isinstance(schema, int) and schema <= SCHEMA
+        require(is_known, f"schema {SCHEMA} at most", f"{schema!r}: a newer f8emu wrote it")
+        run.headers.append(record)
+    # 2. An event, or the statistics of one place at one step; casts under other recipes are left out.
+    elif "event" in record:
+        run.events.append(record)
+    elif "recipe" not in record:
+        missing = [name for name in (*_NAMES, "step") if name not in record]
+        require(not missing, f"a record with {', '.join(_NAMES)} and step", f"none of {', '.join(missing)}")
+        step, key = record["step"], tuple(str(record[name]) for name in _NAMES)
+        is_step = type(step) is int and 0 <= step <= _LAST_STEP
+        require(is_step, "step to be an integer from 0 to 2^63 - 1", repr(step))
+        places.setdefault(key, Place(*key, cast=str(record.get("cast", "")))).add(step, record)
 
 
 # 2 The page, and the data

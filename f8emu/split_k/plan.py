@@ -13,8 +13,7 @@ import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.resources import files
 from itertools import accumulate, islice
@@ -23,9 +22,10 @@ from typing import Any
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import H100, HOPPER
 from f8emu.spec.errors import SpecError
-from f8emu.split_k.gemm import BLOCKWISE_GEMMS, UNKNOWN, PlannedGemm, Split, one_of
+from f8emu.split_k.gemm import LAYOUTS, UNKNOWN, PlannedGemm, Split, one_of
 from f8emu.split_k.gemm import planned_gemm as planned_gemm
 from f8emu.split_k.trees import LEAF, PLAIN_FEATURES, Feature, FittedTree, SplitPlan, Tree
+from f8emu.strict import Fault, choice, faults_as, parsed, part, require
 
 LIBRARY = "cuBLAS 13.1.0.3"
 CHIP = HOPPER.plan
@@ -59,8 +59,45 @@ def _read(name: str) -> SplitPlan:
 
 
 SCHEMA = 2
+_REMEDY = "`f8emu record OUT --plans IN.json` writes a plan file"
 _LONGEST = 1 << 22  # bytes of a tree
-_REQUIRED = ("m", "n", "k", "gemm", "out_dtype")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weight:
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded:
+    # The S of some shapes, [m, n, k, *S of every table] each.
+    tables: tuple[str, ...]
+    rows: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Coded:
+    # Base64 of zlib, both.
+    codes: str
+    limits: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    workspace_bytes: int
+    tree: _Coded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlanFile:
+    library: str
+    chip: str
+    torch: str = ""
+    recorded: tuple[_Recorded, ...]
+    rules: Mapping[str, _Rule] = field(default_factory=dict[str, _Rule])
+    features: tuple[Any, ...] = ()
+    slice_bytes: int | None = None
 
 
 def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedGemm]]:
@@ -69,43 +106,30 @@ def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedG
     `accumulation` is left out, "" or null for bfloat16 and may be for block scales, which have one only; `layout` for
     float8, whose only one is tn.
     """
-    data = _parsed(text, name)
-    if not isinstance(data, list):
-        raise SpecError(f"{name}: expected a list of objects; got {_kind(data)}")
-    return [(item, _gemm(item, f"{name}: object {index}")) for index, item in enumerate(data)]
+    with faults_as(SpecError, name):
+        return [(item, _gemm(item, f"object {i}")) for i, item in enumerate(_list(text))]
 
 
 def weights_from_json(text: str, name: str) -> list[tuple[int, int]]:
     """(n, k) of each object of a list; other keys, such as `m`, are the objects' own."""
-    data = _parsed(text, name)
-    weights: list[tuple[int, int]] = []
-    for index, entry in enumerate(data if isinstance(data, list) else [None]):
-        n, k = (entry.get("n"), entry.get("k")) if isinstance(entry, dict) else (None, None)
-        if type(n) is not int or type(k) is not int or min(n, k) < 1:
-            raise SpecError(f"{name}: object {index}: expected integers n and k of at least 1; got {str(entry)[:60]}")
-        weights.append((n, k))
-    return weights
+    with faults_as(SpecError, name):
+        readers = {int: _positive}
+        weights = [part(_Weight, x, f"object {i}", readers, knows_all=False) for i, x in enumerate(_list(text))]
+    return [(weight.n, weight.k) for weight in weights]
+
+
+def _list(text: str) -> list[Any]:
+    data = parsed(text, "a list of objects")
+    require(isinstance(data, list), "a list of objects", type(data).__name__)
+    return data
 
 
 def _gemm(item: Any, place: str) -> PlannedGemm:
-    if not isinstance(item, dict):
-        raise SpecError(f"{place}: expected an object with {', '.join(_REQUIRED)}; got {_kind(item)}")
-    # Unknown keys, then missing ones, then values: a misspelt key is reported as unknown, not as missing.
-    known = (*_REQUIRED, "accumulation", "layout", "a_dtype", "b_dtype")
-    for key in item:
-        if key not in known:
-            raise SpecError(f"{place}: unknown key {key!r}; known keys are {', '.join(known)}")
-    words = {key: value for key, value in item.items() if value not in ("", None)}
-    kind = words.get("gemm")
-    choice = [] if kind in list(BLOCKWISE_GEMMS) else ["layout" if kind == "bfloat16" else "accumulation"]
-    for key in (*_REQUIRED, *choice):
-        if key not in words:
-            needed = ", ".join((*_REQUIRED, *choice))
-            raise SpecError(f"{place}: missing key {key!r}; a {item.get('gemm')!s} GEMM needs {needed}")
-    try:
-        return planned_gemm(**words)
-    except SpecError as error:
-        raise SpecError(f"{place}: {error}") from None
+    values = {key: x for key, x in item.items() if x not in ("", None)} if isinstance(item, dict) else item
+    gemm = part(planned_gemm, values, place)
+    has_layout = gemm.gemm != "bfloat16" or "layout" in values
+    require(has_layout, f"the key {place}.layout of a bfloat16 GEMM, one of {', '.join(LAYOUTS)}", "none")
+    return gemm
 
 
 def with_splits(items: list[tuple[dict[str, Any], PlannedGemm]], splits: list[Split]) -> list[dict[str, Any]]:
@@ -118,74 +142,61 @@ def with_splits(items: list[tuple[dict[str, Any], PlannedGemm]], splits: list[Sp
 
 def plan_from_json(text: str, name: str) -> SplitPlan:
     """A plan file."""
-    data = _parsed(text, name)
-    # The schema first: another layout may mean something else by the same key.
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if schema != SCHEMA:
-        remedy = "record it again, or read it with the f8emu that wrote it"
-        raise SpecError(f"{name}: schema must be {SCHEMA}; got {schema!r}; {remedy}")
-    with _whole(name):
+    with faults_as(SpecError, name, remedy=_REMEDY):
+        data = parsed(text, "a plan file")
+        # The schema first: another layout may mean something else by the same key.
+        schema = data.pop("schema", None) if isinstance(data, dict) else None
+        require(schema == SCHEMA, f"a plan file of schema {SCHEMA}", repr(schema))
+        file = part(_PlanFile, data, readers={int: _positive})
         return SplitPlan(
-            library=str(data["library"]),
-            chip=str(data["chip"]),
-            torch=str(data.get("torch", "")),
-            recorded=dict(_recorded(data["recorded"])),
-            rules=dict(_rules(data, name)),
-            slice_bytes=None if data.get("slice_bytes") is None else _sizes([data["slice_bytes"]])[0],
+            library=file.library,
+            chip=file.chip,
+            torch=file.torch,
+            recorded=dict(_recorded(file.recorded)),
+            rules=dict(_rules(file, name)),
+            slice_bytes=file.slice_bytes,
         )
 
 
-@contextmanager
-def _whole(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
-        raise SpecError(
-            f"{name}: expected a plan file with schema, library, chip and recorded; {type(error).__name__}: {error}; "
-            "`f8emu record OUT --plans IN.json` writes one"
-        ) from None
-
-
-def _rules(data: Mapping[str, Any], file: str) -> Iterator[tuple[str, FittedTree]]:
-    features = tuple(_feature(entry) for entry in data.get("features", []))
-    if len(features) > LEAF:
-        raise ValueError(f"at most {LEAF} features; got {len(features)}")
-    for name, rule in data.get("rules", {}).items():
-        slice_bytes, workspace_bytes = _sizes([data["slice_bytes"], rule["workspace_bytes"]])
-        codes, limits = (str(rule["tree"][part]) for part in ("codes", "limits"))
-        tree = cache(partial(_tree, codes, limits, len(features), file))
-        yield name, FittedTree(tree, features, workspace_bytes, slice_bytes)
+def _rules(file: _PlanFile, name: str) -> Iterator[tuple[str, FittedTree]]:
+    features = tuple(map(_feature, file.features))
+    require(len(features) <= LEAF, f"at most {LEAF} features", len(features))
+    for table, rule in file.rules.items():
+        slice_bytes = _positive(file.slice_bytes, "slice_bytes")
+        tree = cache(partial(_tree, rule.tree, len(features), name))
+        yield table, FittedTree(tree, features, rule.workspace_bytes, slice_bytes)
 
 
 def _feature(entry: Any) -> Feature:
     """A name, [n, m], or [n, m, "at least" or "at most", blocks]."""
-    if isinstance(entry, str):
-        one_of("feature", entry, PLAIN_FEATURES)
-        return entry
-    n, m, *limit = entry
-    if limit:
-        kind, blocks = limit
-        one_of("feature", kind, ("at least", "at most"))
-        return (*_sizes([n, m]), kind, *_sizes([blocks]))
-    return _sizes([n, m])
+    match entry:
+        case str():
+            choice(entry, dict.fromkeys(PLAIN_FEATURES), "a feature")
+            return entry
+        case [n, m]:
+            return _positive(n, "a feature"), _positive(m, "a feature")
+        case [n, m, ("at least" | "at most") as kind, blocks]:
+            n, m, blocks = (_positive(x, "a feature") for x in (n, m, blocks))
+            return n, m, kind, blocks
+        case _:
+            raise Fault(f"expected a feature to be a name, or tiles; found {entry!r:.60}")
 
 
-def _tree(codes: str, limits: str, features: int, file: str) -> Tree:
-    """Both texts are base64 of zlib."""
-    with _whole(file):
+def _tree(text: _Coded, features: int, file: str) -> Tree:
+    with faults_as(SpecError, file, remedy=_REMEDY):
         # 1. Nodes in preorder: none is to come at the end, and not before.
-        nodes, planes = _unpacked(codes), _unpacked(limits)
+        nodes, planes = _unpacked(text.codes), _unpacked(text.limits)
         to_come = bytes(accumulate(array("b", nodes.translate(_MORE_TO_COME)), initial=1))
         is_whole = to_come.find(0) == len(nodes) > 0
         is_known = not nodes.translate(None, delete=bytes([*range(features), *range(LEAF + 1, 256)]))
         # 2. The limits lie feature by feature, three bytes each: first the lowest bytes of all, then the middle, then
         #    the highest. In this order they compress best.
         inner, third = nodes.translate(None, delete=bytes(range(LEAF, 256))), len(nodes) // 2
-        if not (is_whole and is_known and len(planes) == 3 * third):
-            raise ValueError("a tree whose nodes do not fit together")
+        fits = is_whole and is_known and len(planes) == 3 * third
+        require(fits, "a tree", "nodes that do not fit together")
         low, middle, high = planes[:third], planes[third : 2 * third], planes[2 * third :]
-        values_in_order = iter([x | y << 8 | z << 16 for x, y, z in zip(low, middle, high, strict=True)])
-        by_feature = [iter(list(islice(values_in_order, inner.count(feature)))) for feature in range(features)]
+        limits = iter([x | y << 8 | z << 16 for x, y, z in zip(low, middle, high, strict=True)])
+        by_feature = [iter(list(islice(limits, inner.count(feature)))) for feature in range(features)]
         return Tree(nodes, to_come[:-1], array("i", map(next, map(by_feature.__getitem__, inner))))
 
 
@@ -196,21 +207,29 @@ _MORE_TO_COME = bytes([1] * LEAF + [255] * (256 - LEAF))
 def _unpacked(text: str) -> bytes:
     """A short text may stand for more bytes than there is memory."""
     stream = zlib.decompressobj()
-    data = stream.decompress(base64.b64decode(text, validate=True), _LONGEST)
-    if not stream.eof or stream.unused_data:
-        raise ValueError(f"a tree that does not end, or has more than {_LONGEST} bytes")
-    return data
+    try:
+        unpacked = stream.decompress(base64.b64decode(text, validate=True), _LONGEST)
+    except (ValueError, zlib.error) as error:
+        raise Fault(f"expected a tree in base64 of zlib; found {error}") from None
+    is_whole = stream.eof and not stream.unused_data
+    require(is_whole, "a tree", f"one that does not end, or has more than {_LONGEST} bytes")
+    return unpacked
 
 
-def _recorded(blocks: Any) -> Iterator[tuple[tuple[str, int, int, int], int]]:
+def _recorded(blocks: Iterable[_Recorded]) -> Iterator[tuple[tuple[str, int, int, int], int]]:
     for block in blocks:
-        tables = [str(table) for table in block["tables"]]
-        for row in block["rows"]:
-            m, n, k, *slices = _integers(row)
-            if len(slices) != len(tables) or min(slices) < 0:
-                raise ValueError(f"row {row} must hold m, n, k and S of {len(tables)} tables")
+        for row in block.rows:
+            is_row = isinstance(row, list) and len(row) == 3 + len(block.tables)
+            is_row = is_row and all(type(x) is int and x >= 0 for x in row)
+            require(is_row, f"a row with m, n, k and S of {len(block.tables)} tables", row)
+            m, n, k, *slices = row
             # 0 stands for a table in which this shape was not recorded
-            yield from (((table, m, n, k), s) for table, s in zip(tables, slices, strict=True) if s)
+            yield from (((table, m, n, k), s) for table, s in zip(block.tables, slices, strict=True) if s)
+
+
+def _positive(value: Any, place: str) -> int:
+    require(type(value) is int and value > 0, f"{place} to be an integer of at least 1", repr(value))
+    return value
 
 
 def plan_to_json(plan: SplitPlan) -> str:
@@ -222,27 +241,3 @@ def plan_to_json(plan: SplitPlan) -> str:
     head = {"schema": SCHEMA, "library": plan.library, "chip": plan.chip, "torch": plan.torch}
     text = json.dumps({**head, "recorded": blocks})
     return text.replace("], [", "],\n [").replace("}, {", "},\n{") + "\n"
-
-
-def _parsed(text: str, name: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{name}: not JSON: {error}") from None
-
-
-def _sizes(values: Any) -> Any:
-    sizes = _integers(values)
-    if min(sizes) < 1:
-        raise ValueError(f"expected positive sizes; got {sizes}")
-    return sizes
-
-
-def _integers(values: Any) -> tuple[int, ...]:
-    if not all(type(value) is int for value in values):
-        raise ValueError(f"expected integers; got {str(values)[:60]}")
-    return tuple(values)
-
-
-def _kind(data: object) -> str:
-    return "an object" if isinstance(data, dict) else "a list" if isinstance(data, list) else repr(data)[:60]

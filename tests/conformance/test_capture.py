@@ -19,111 +19,28 @@ import f8ref.numpy as f8ref
 from f8emu.capture import (
     CaptureError,
     GemmRecord,
-    LeftOut,
     Session,
-    StepHeader,
-    StepWriter,
-    Stored,
     TensorRecord,
     writer,
 )
 from f8emu.capture.diff import diff_captures
 from f8emu.capture.findings import ulps
-from f8emu.capture.handle import arrays_of, facts_of
 from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record
 from f8emu.capture.replay import Replay, replay
-from f8emu.conformance.cases.distributions import draw, dtype_of
+from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
     E5M2,
-    GEMM_NAMES,
-    OPERANDS,
     RECIPES,
-    TENSORS,
-    DelayedState,
     Format,
-    GemmTrace,
-    Recipe,
     SpecError,
 )
 from f8emu.split_k.plan import CHIP
 from f8emu.verdict import Exit
+from tests.conformance.captures import K, M, N, Records, header, layer, stored, unfinished, written
 from tests.conformance.command import invoke
-
-M, N, K = 40, 144, 272
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-
-
-def stored(array: np.ndarray) -> Stored:
-    data = np.ascontiguousarray(array)
-    return Stored(DTYPES.get(array.dtype.name, "U8"), array.shape, data.view(np.uint8).reshape(-1).data)
-
-
-def header(recipe: Recipe, **changes: Any) -> StepHeader:
-    fields = {"step": 7, "rank": 0, "world_size": 1, "framework": "numpy", "device": "cpu", "plan": "none"}
-    made = StepHeader(versions={"f8emu": "1", "torch": None}, recipes={recipe.content_hash: recipe}, **fields)
-    return replace(made, **changes)
-
-
-Records = list[tuple[Record, dict[str, np.ndarray]]]
-
-
-def layer(recipe: Recipe, name: str = "layers.0.w1", split_k: dict[str, int] | None = None) -> Records:
-    """A layer under a recipe as the oracle's verb `linear` computes it, as a tap would show it."""
-    shapes = {"input": (M, K), "weight": (N, K), "grad_output": (M, N)}
-    tensors = {t: draw("normal", shape, BFLOAT16, (recipe.name, name, t)) for t, shape in shapes.items()}
-    options: dict[str, Any] = {"split_k": split_k or {}}
-    if recipe.delayed is not None:  # a scale of earlier steps
-        state = DelayedState(np.zeros(16, np.float32), np.float32(100.3), np.bool_(True))
-        options["delayed_state"] = dict.fromkeys(TENSORS, state)
-    trace = f8ref.linear(recipe, **tensors, **options)
-    found: Records = []
-    for gemm in GEMM_NAMES:
-        for tensor in OPERANDS[gemm]:
-            if not any(isinstance(r, TensorRecord) and r.tensor == tensor for r, _ in found):
-                one = TensorRecord(order=len(found), layer=name, tensor=tensor, turn=1, dtype="bfloat16")
-                found.append((one, {"value": tensors[tensor]}))
-        found.append(gemm_record(recipe, name, gemm, getattr(trace, gemm), len(found), (split_k or {}).get(gemm, 1)))
-    return found
-
-
-def gemm_record(
-    recipe: Recipe, name: str, gemm: str, trace: GemmTrace, order: int, split_k: int
-) -> tuple[GemmRecord, dict[str, np.ndarray]]:
-    record = GemmRecord(
-        order=order,
-        layer=name,
-        gemm=gemm,
-        turn=1,
-        **facts_of(trace.a, trace.b, trace.product, recipe.gemms[gemm]),
-        engine="hardware",
-        chip="Hopper",
-        split_k=split_k,
-        split_k_source="recorded",
-        recipe=recipe.content_hash,
-        is_sharded=False,
-    )
-    return record, arrays_of(trace.a, trace.b, trace.product)
-
-
-def unfinished(root: Path, records: Records, recipe: str = "rowwise", room: int | None = None, **changes: Any) -> Any:
-    """The writer of a step whose process died; with `room`, on a disk that is full after so many records."""
-    made = StepWriter(root, header(RECIPES[recipe], **changes))
-    for record, arrays in records[:room]:
-        made.add(record, {name: stored(array) for name, array in arrays.items()})
-    if room is not None:
-        reason = "No space left on device"
-        made.left_out += [LeftOut(place=record.place, size=1, reason=reason) for record, _ in records[room:]]
-    return made
-
-
-def written(root: Path, records: Records, recipe: str = "rowwise", **changes: Any) -> Path:
-    made = unfinished(root, records, recipe, **changes)
-    path = made.close()
-    assert path is not None, made.fault
-    return path
 
 
 def flipped(records: Records, layer: str, gemm: str, part: str, index: tuple[int, int], bit: int = 0) -> Records:
@@ -291,83 +208,9 @@ def test_a_capture_of_a_gpu_is_computed_again(place: str, tmp_path: Path) -> Non
     assert counts == {"scale": 4128, "codes": 339200, "product": 169600}
 
 
-def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    def edit(path: Path) -> None:
-        index = json.loads((path / "index.json").read_text())
-        change(index)
-        (path / "index.json").write_text(json.dumps(index))
-
-    return edit
-
-
-def renamed(old: bytes, new: bytes) -> Callable[[Path], None]:
-    """Other text of the same length in the header of a file."""
-
-    def edit(path: Path) -> None:
-        blob = (path / "000002.safetensors").read_bytes()
-        assert blob.count(old) == 1 and len(old) == len(new)
-        (path / "000002.safetensors").write_bytes(blob.replace(old, new))
-
-    return edit
-
-
-def in_record(**changes: Any) -> Callable[[Path], None]:
-    return edited(lambda index: index["records"][2].update(changes))
-
-
-def a_link(path: Path) -> None:
-    (path / "000002.safetensors").rename(path.parent / "elsewhere")
-    (path / "000002.safetensors").symlink_to(path.parent / "elsewhere")
-
-
-def a_pipe(path: Path) -> None:
-    (path / "000002.safetensors").unlink()
-    os.mkfifo(path / "000002.safetensors")
-    in_record(bytes=0)(path)
-
-
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut short": (lambda path: os.truncate(path / "000002.safetensors", 1000), "cut short"),
-    "gone": (lambda path: (path / "000002.safetensors").unlink(), "No such file"),
-    "huge": (lambda path: os.truncate(path / "000002.safetensors", 2**40), "cut short, or changed"),
-    "index cut": (lambda path: os.truncate(path / "index.json", 100), "a JSON index"),
-    "index huge": (lambda path: os.truncate(path / "index.json", 2**36), "an index of at most"),
-    "index deep": (lambda path: (path / "index.json").write_text("[" * 200_000), "a JSON index"),
-    "other version": (edited(lambda index: index.update(schema=2)), r"schema 1.* found 2; read it with .*, f8emu 1"),
-    "outside": (in_record(file="../../etc/passwd"), "a name like"),
-    "link": (a_link, "cut short|symbolic|Too many"),
-    "pipe": (a_pipe, "regular file"),
-    "sizes": (in_record(m=10**30), "below 2\\^31"),
-    "shape": (in_record(m=41), r"expected product bfloat16\[41, 144\]"),
-    "dtype": (in_record(a_format="int4"), "'a_format' must be one of"),
-    "kind": (in_record(kind="code"), "'kind' must be one of"),
-    "unknown key": (in_record(run="rm"), "unknown key 'run'"),
-    "recipe": (edited(lambda index: index.update(recipes={"x": {"name": 1}})), "recipe"),
-    "same order": (in_record(order=0), "an 'order' of its own"),
-    "huge tensor": (renamed(b"[40,272]", b"[9e9,27]"), "with a shape that an array"),
-    "other dtype": (renamed(b'"a.codes":{"dtype":"U8"', b'"a.codes":{"dtype":"I8"'), "of a dtype among"),
-    "no records": (edited(lambda index: index.pop("records")), "'records' must be of type list"),
-    "other recipe": (in_record(a_format="float8_e5m2"), "expected a_format 'float8_e"),
-    "hash": (edited(lambda index: index.update(recipes={"0" * 64: RECIPES["rowwise"].to_dict()})), "must be its hash"),
-    "slices": (in_record(split_k=0), "'split_k' must be at least 1"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_named_with_a_remedy(fault: str, layers: dict[str, Records], tmp_path: Path) -> None:
-    path = written(tmp_path / "run", layers["rowwise"][:3])
-    spoil, message = FAULTS[fault]
-    spoil(path)
-    with pytest.raises(CaptureError, match=message):
-        again(path)
-    status, _, err = invoke("replay", tmp_path / "run")
-    assert status == 2 and "Traceback" not in err
-    assert "f8emu.torch.capture" in err or "with the version that wrote it" in err
-
-
 def test_one_damaged_file_costs_its_record_alone(layers: dict[str, Records], tmp_path: Path) -> None:
     path, same = written(tmp_path / "run", layers["rowwise"]), written(tmp_path / "same", layers["rowwise"])
-    FAULTS["cut short"][0](path)
+    os.truncate(path / "000002.safetensors", 1000)
     status, out = replayed(path)
     equal = f"equal: {(M + N) * K} of {(M + N) * K} of {(M + N) * K} outputs of 2 GEMMs"
     assert status == 1 and out.splitlines()[-1].startswith(f"DAMAGED: 1 file; {equal}"), out

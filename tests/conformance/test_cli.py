@@ -274,7 +274,7 @@ def test_plan_and_record_plans_tell_bad_input(tmp_path: Path) -> None:
     out.write_text("kept")
     for text, message in (
         (json.dumps([*SHAPES, {**SHAPES[0], "out_dtype": "int8"}]), "object 3: out_dtype must be one of float32"),
-        ("[" * 100_000, "not JSON"),
+        ("[" * 100_000, "found no JSON"),
     ):
         shapes.write_text(text)
         for command in (("plan", "--shapes", shapes, "--json", out), ("record", "x", "--plans", shapes)):

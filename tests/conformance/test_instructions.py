@@ -19,7 +19,7 @@ SAMPLE = Path(__file__).parent / "data" / "instructions.safetensors"
 
 
 def tensors() -> dict[str, np.ndarray]:
-    return decode_container(SAMPLE.read_bytes(), str(SAMPLE))[0]
+    return decode_container(SAMPLE.read_bytes())[0]
 
 
 def written(path: Path, changed: dict[str, np.ndarray], **metadata: str) -> Path:

@@ -64,7 +64,4 @@ def test_refusals() -> None:
         invariance(RECIPES["rowwise"], N, K, gemm="grad_weight")
     with pytest.raises(SpecError, match="must be at least 1; got 0, 16384 and 8192"):
         invariance(RECIPES["rowwise"], 0, K)
-    for text in ("{}", "[1]", '[{"n": 1}]', '[{"n": 1, "k": true}]'):
-        with pytest.raises(SpecError, match="file: object 0: expected integers n and k"):
-            weights_from_json(text, "file")
     assert weights_from_json('[{"n": 3, "k": 4, "m": 1}]', "file") == [(3, 4)]

@@ -19,11 +19,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from f8emu.conformance.cases.container import Fault, parsed, read_container, require, told, write_container
+from f8emu.conformance.cases.container import REMEDY, read_container, write_container
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
 from f8emu.spec import BFLOAT16, HIGH_PRECISION, HOPPER, F8Error, Format, Granularity
+from f8emu.spec.errors import GoldenFileError
 from f8emu.spec.scaling import BLOCK
+from f8emu.strict import Fault, choice, faults_as, parsed, part, read, require
 
 SHIPPED = "h200_golden.safetensors"
 Kernels = tuple[tuple[str, tuple[int, ...]], ...]  # (name, grid) of every kernel, in order
@@ -73,15 +75,15 @@ def read_golden(path: str | Path) -> GoldenFile:
     """
     path, call = Path(path), "read_golden"
     tensors, metadata, sha256 = read_container(path, call)
-    with told(call, str(path)):
+    with faults_as(GoldenFileError, call, path, REMEDY):
         require("cases" in metadata, "a golden file, whose metadata has 'cases'", f"{', '.join(metadata)} alone")
         entries = parsed(metadata.pop("cases"), "JSON as metadata 'cases'")
         is_list = isinstance(entries, list) and bool(entries)
         require(is_list, "metadata 'cases' to be a list with a case or more", repr(entries))
     cases = []
     for i, entry in enumerate(entries):
-        with told(call, f"{path}: case {i}"):
-            cases.append(_case(i, _Entry(entry, tensors)))
+        with faults_as(GoldenFileError, call, f"{path}: case {i}", REMEDY):
+            cases.append(_case(i, part(_Entry, entry), tensors))
     return GoldenFile(path=path, sha256=sha256, metadata=metadata, cases=tuple(cases))
 
 
@@ -124,86 +126,82 @@ def write_golden(path: str | Path, cases: Sequence[GoldenCase], metadata: Mappin
     write_container(Path(path), tensors, {**metadata, "cases": json.dumps(entries)})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """One entry of `cases`, whose every value is checked as it is read."""
+    # One entry of `cases`, as its JSON has it.
+    mode: Mode
+    use_fast_accum: bool | None = None
+    out_dtype: str
+    a_dtype: str
+    b_dtype: str
+    M: int
+    N: int
+    K: int
+    kernels: tuple[tuple[str, tuple[int, ...]], ...]
+    tensors: dict[str, str]
+    id: str | None = None
+    name: str | None = None
+    sampled_rows: tuple[int, ...] | None = None
+    sampled_cols: tuple[int, ...] | None = None
 
-    def __init__(self, entry: Any, tensors: Mapping[str, np.ndarray]) -> None:
-        require(isinstance(entry, dict), "an object", repr(entry))
-        self.entry: dict[str, Any] = entry
-        self.tensors = tensors
-        self.roles: dict[str, Any] = self.get("tensors", dict)
+    def sample(self) -> Sample | None:
+        rows, cols = self.sampled_rows, self.sampled_cols
+        if rows is None and cols is None:
+            return None
+        for key, places, size in (("sampled_rows", rows, self.M), ("sampled_cols", cols, self.N)):
+            is_right = places is not None and len(set(places)) == len(places) and all(0 <= i < size for i in places)
+            require(is_right, f"{key} to be different indices below {size}", repr(places))
+        return Sample(m=self.M, n=self.N, rows=rows or (), cols=cols or ())
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self.entry.get(key, default)
-        found = repr(value) if key in self.entry else "no such key"
-        require(type(value) is kind, f"{key!r} of type {kind.__name__}", found)
-        return value
 
-    def choice(self, key: str, known: Mapping[str, Any]) -> Any:
-        name = self.get(key, str)
-        require(name in known, f"{key!r} to be one of {', '.join(known)}", repr(name))
-        return known[name]
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    # The tensors of one case by role, and those of the whole file by key.
+    roles: Mapping[str, str]
+    stored: Mapping[str, np.ndarray]
 
-    def places(self, key: str, size: int) -> tuple[int, ...]:
-        """The rows or columns of a sample."""
-        found = self.get(key, list)
-        is_right = all(type(i) is int and 0 <= i < size for i in found) and len(set(found)) == len(found)
-        require(is_right, f"{key!r} to be different indices below {size}", repr(found))
-        return tuple(found)
-
-    def tensor(self, role: str, dtype: Any, *shapes: tuple[int | None, ...]) -> np.ndarray:
+    def typed(self, role: str, dtype: Any, *shapes: tuple[int | None, ...]) -> np.ndarray:
         """The tensor of a role, of one of `shapes` (None is any size); stored codes get their type."""
         key = self.roles.get(role)
-        is_there = isinstance(key, str) and key in self.tensors
-        require(is_there, f"a tensor for {role!r}", "no such role" if key is None else f"no tensor {key!r}")
-        array, dtype = self.tensors[str(key)], np.dtype(dtype)
+        require(key in self.stored, f"a tensor for {role!r}", "no such role" if key is None else f"no tensor {key!r}")
+        array, dtype = self.stored[str(key)], np.dtype(dtype)
         stored = np.dtype(np.uint8) if dtype.itemsize == 1 else dtype
         require(array.dtype == stored, f"{role!r} of dtype {stored.name}", array.dtype.name)
-        found = array.shape
         fits = (
-            len(shape) == len(found) and all(n in (None, size) for n, size in zip(shape, found, strict=True))
+            len(shape) == array.ndim and all(n in (None, size) for n, size in zip(shape, array.shape, strict=True))
             for shape in shapes
         )
-        require(any(fits), f"{role!r} of shape {' or '.join(map(str, shapes))}", found)
+        require(any(fits), f"{role!r} of shape {' or '.join(map(str, shapes))}", array.shape)
         return array.view(dtype)
 
-    def kernels(self) -> Kernels:
-        found = []
-        for kernel in self.get("kernels", list):
-            match kernel:
-                case [str(name), [*grid]] if all(type(n) is int and n > 0 for n in grid):
-                    found.append((name, tuple(grid)))
-                case _:
-                    raise Fault(f"expected 'kernels' to hold [name, grid] each; found {kernel!r:.80}")
-        return tuple(found)
 
-
-def _case(index: int, entry: _Entry) -> GoldenCase:
+def _case(index: int, entry: _Entry, stored: Mapping[str, np.ndarray]) -> GoldenCase:
     # 1. What the GEMM is.
-    mode: Mode = entry.choice("mode", {mode.value: mode for mode in Mode})
+    mode, k = entry.mode, entry.K
     operands = {f.name: f for f in ((BFLOAT16,) if mode is Mode.BF16 else HOPPER.operand_formats)}
-    a_format, b_format = (dtype_of(entry.choice(key, operands)) for key in ("a_dtype", "b_dtype"))
-    out_format: Format = entry.choice("out_dtype", {f.name: f for f in HIGH_PRECISION})
-    fast = False if mode is Mode.BF16 else entry.get("use_fast_accum", bool)
-    full_m, full_n, k = (entry.get(key, int) for key in "MNK")
-    m, n, sample = full_m, full_n, None
-    if "sampled_rows" in entry.entry or "sampled_cols" in entry.entry:
-        rows, cols = entry.places("sampled_rows", m), entry.places("sampled_cols", n)
-        m, n, sample = len(rows), len(cols), Sample(m=m, n=n, rows=rows, cols=cols)
+    a_format = dtype_of(choice(entry.a_dtype, operands, "a_dtype"))
+    b_format = dtype_of(choice(entry.b_dtype, operands, "b_dtype"))
+    out_format: Format = choice(entry.out_dtype, {f.name: f for f in HIGH_PRECISION}, "out_dtype")
+    fast = False if mode is Mode.BF16 else read(bool, entry.use_fast_accum, "use_fast_accum")
+    sample, m, n = entry.sample(), entry.M, entry.N
+    if sample is not None:
+        m, n = len(sample.rows), len(sample.cols)
     # 2. Its tensors, of the sizes that follow.
-    offs = None
+    tensors, offs = _Tensors(entry.tensors, stored), None
     if mode is Mode.GROUPED_ROWWISE:  # "N" is not used: torch's profile of a grouped GEMM gives the groups there
-        a, b = (entry.tensor(role, fmt, (None, k), (None, None, k)) for role, fmt in (("a", a_format), ("b", b_format)))
+        a, b = (
+            tensors.typed(role, fmt, (None, k), (None, None, k)) for role, fmt in (("a", a_format), ("b", b_format))
+        )
         n = b.shape[-2]
-        offs = entry.tensor("offs", np.int32, (None,)) if "offs" in entry.roles else None
+        offs = tensors.typed("offs", np.int32, (None,)) if "offs" in entry.tensors else None
     else:
-        a, b = entry.tensor("a", a_format, (m, k)), entry.tensor("b", b_format, (n, k))
-    scale_a, of_a, scale_b, of_b = _scales(entry, mode, m, n, k)
+        a, b = tensors.typed("a", a_format, (m, k)), tensors.typed("b", b_format, (n, k))
+    scale_a, of_a, scale_b, of_b = _scales(tensors, mode, m, n, k)
     # 3. [CHAIN-3] S, which only the grid of the kernel tells.
-    kernels = entry.kernels()
-    split_k = slices_of_k(kernels, full_m, full_n)
+    require(all(min(grid, default=1) > 0 for _, grid in entry.kernels), "grids of positive sizes", entry.kernels)
+    split_k = slices_of_k(entry.kernels, entry.M, entry.N)
     gemm = GemmCase(
-        id=entry.get("id", str, f"{index:03d}"),
+        id=entry.id or f"{index:03d}",
         mode=mode,
         a=a,
         b=b,
@@ -211,7 +209,7 @@ def _case(index: int, entry: _Entry) -> GoldenCase:
         scale_b=scale_b,
         granularity_a=of_a,
         granularity_b=of_b,
-        bias=entry.tensor("bias", ml_dtypes.bfloat16, (n,)) if "bias" in entry.roles else None,
+        bias=tensors.typed("bias", ml_dtypes.bfloat16, (n,)) if "bias" in entry.tensors else None,
         offs=offs,
         out_dtype=out_format,
         use_fast_accum=fast,
@@ -225,15 +223,15 @@ def _case(index: int, entry: _Entry) -> GoldenCase:
         except F8Error as error:
             raise Fault(str(error)) from None
         require(is_whole, f"an output of {m} rows", f"operands of {gemm.output_shape[0]}")
-    out = entry.tensor("out", dtype_of(out_format), (m, n))
-    return GoldenCase(name=entry.get("name", str, mode.value), gemm=gemm, out=out, kernels=kernels)
+    out = tensors.typed("out", dtype_of(out_format), (m, n))
+    return GoldenCase(name=entry.name or mode.value, gemm=gemm, out=out, kernels=entry.kernels)
 
 
 _PADDED_TO = 4  # the library wants the K axis of 128x128 scales padded to this
 _Scale = tuple[np.ndarray | None, Granularity]
 
 
-def _scales(entry: _Entry, mode: Mode, m: int, n: int, k: int) -> tuple[*_Scale, *_Scale]:
+def _scales(tensors: _Tensors, mode: Mode, m: int, n: int, k: int) -> tuple[*_Scale, *_Scale]:
     """The scales of a and of b in the layouts of the verbs, each with its granularity.
 
     Stored: tensorwise [1]; rowwise [M, 1] and [1, N]; 1x128 [rows, K/128]; 128x128 [K/128 padded to 4, rows/128];
@@ -243,7 +241,7 @@ def _scales(entry: _Entry, mode: Mode, m: int, n: int, k: int) -> tuple[*_Scale,
         case Mode.BF16:
             return None, Granularity.TENSORWISE, None, Granularity.TENSORWISE
         case Mode.BLOCKWISE:
-            (scale_a, of_a), (scale_b, of_b) = (_blocks(entry, *x, k) for x in (("scale_a", m), ("scale_b", n)))
+            (scale_a, of_a), (scale_b, of_b) = (_blocks(tensors, *x, k) for x in (("scale_a", m), ("scale_b", n)))
             return scale_a, of_a, scale_b.T, of_b
         case Mode.TENSORWISE:
             shapes, kind = (((1,),), ((1,),)), Granularity.TENSORWISE
@@ -251,15 +249,15 @@ def _scales(entry: _Entry, mode: Mode, m: int, n: int, k: int) -> tuple[*_Scale,
             shapes, kind = (((m, 1),), ((1, n),)), Granularity.ROWWISE
         case Mode.GROUPED_ROWWISE:
             shapes, kind = ((((None,), (None, None))),) * 2, Granularity.ROWWISE
-    scale_a, scale_b = (entry.tensor(f"scale_{x}", np.float32, *known) for x, known in zip("ab", shapes, strict=True))
+    scale_a, scale_b = (tensors.typed(f"scale_{x}", np.float32, *known) for x, known in zip("ab", shapes, strict=True))
     return scale_a, kind, scale_b, kind
 
 
-def _blocks(entry: _Entry, role: str, rows: int, k: int) -> tuple[np.ndarray, Granularity]:
+def _blocks(tensors: _Tensors, role: str, rows: int, k: int) -> tuple[np.ndarray, Granularity]:
     """Scales [rows, K/128] or [rows/128, K/128]. The two stored shapes differ for all sizes that the library takes."""
     k_blocks = math.ceil(k / BLOCK)
     squares = (k_blocks + -k_blocks % _PADDED_TO, math.ceil(rows / BLOCK))
-    stored = entry.tensor(role, np.float32, (rows, k_blocks), squares)
+    stored = tensors.typed(role, np.float32, (rows, k_blocks), squares)
     if stored.shape == (rows, k_blocks):
         return stored, Granularity.BLOCKWISE_1X128
     return stored[:k_blocks].T, Granularity.BLOCKWISE_128X128

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from f8emu.conformance.arrays import jax_arrays, travelling
-from f8emu.conformance.cases.container import Fault, read_container, require, told
+from f8emu.conformance.cases.container import read_container
 from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.cases.golden import GoldenFile
 from f8emu.conformance.compare import abbreviated, hexadecimal
@@ -27,8 +27,9 @@ from f8emu.conformance.run.subject import Subject, load_subject
 from f8emu.conformance.run.verify import verify
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import ADA, BLACKWELL_MMA, CHIPS, HOPPER
-from f8emu.spec.errors import SpecError
+from f8emu.spec.errors import GoldenFileError, SpecError
 from f8emu.spec.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, FLOAT32, Format
+from f8emu.strict import Fault, faults_as, require
 
 FORMATS_IN_FILES: dict[str, Format] = {
     "E4M3": E4M3FN,
@@ -108,7 +109,7 @@ def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) ->
         profiles[name] = CHIPS[profile]
     tensors, metadata, sha256 = read_container(path, _CALL, _REMEDY)
     groups: dict[tuple[str, str], dict[str, np.ndarray]] = {}
-    with told(_CALL, str(path), _REMEDY):
+    with faults_as(GoldenFileError, _CALL, path, _REMEDY):
         for key, tensor in tensors.items():
             chip, _, rest = key.partition(".")
             name, _, role = rest.partition(".")

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from f8emu import __version__
-from f8emu.environment import CHECK_PATH, open_regular, read_regular
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import BLOCK, Granularity
+from f8emu.strict import CHECK_PATH, open_regular, read_regular
 from f8emu.torch.casts.operand import cast_matrix, weight_to_cast
 from f8emu.torch.layer.float8_layer import shortened
 from f8emu.torch.parallel.checkpoints import require_safetensors
