@@ -54,26 +54,26 @@ def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
     Returns the exit status: 1 if an installed library fails, 0 if not.
     """
     out: TextIO = sys.stdout if stream is None else stream
-    found = diagnose()
+    diagnosis = diagnose()
     if as_json:
-        out.write(json.dumps({"schema": 1, **asdict(found)}, indent=1) + "\n")
+        out.write(json.dumps({"schema": 1, **asdict(diagnosis)}, indent=1) + "\n")
     else:
-        _write(found, out)
-    return 1 if found.problems else 0
+        _write(diagnosis, out)
+    return 1 if diagnosis.problems else 0
 
 
 def diagnose() -> Diagnosis:
     """Look up everything that this machine has."""
-    installed = {name: found or _MISSING for name, found in versions().items()}
-    found = Diagnosis(system=platform.platform(), versions=installed, devices=[], engines={}, problems=[])
+    installed = {name: diagnosis or _MISSING for name, diagnosis in versions().items()}
+    diagnosis = Diagnosis(system=platform.platform(), versions=installed, devices=[], engines={}, problems=[])
     # torch first: JAX then knows that it must leave the GPU's memory to others
     for library, find in (("torch", _torch_devices), ("jax", _jax_devices)):
         if installed.get(library) != _MISSING:
-            found.devices.extend(_tried(library, find, [], found.problems))
-    for kind in (device.kind for device in found.devices if device.library == "torch"):
+            diagnosis.devices.extend(_tried(library, find, [], diagnosis.problems))
+    for kind in (device.kind for device in diagnosis.devices if device.library == "torch"):
         name = f"engine for {kind}"
-        found.engines[kind] = _tried(name, lambda k=kind: engine_of_torch(k), "none", found.problems)
-    return found
+        diagnosis.engines[kind] = _tried(name, lambda k=kind: engine_of_torch(k), "none", diagnosis.problems)
+    return diagnosis
 
 
 def _tried(what: str, function: Callable[[], _T], otherwise: _T, problems: list[str]) -> _T:
@@ -88,13 +88,13 @@ def _torch_devices() -> list[Device]:
     torch = interop.require_torch("doctor")
     from f8emu.torch.chip import has_float8_hardware
 
-    found = [Device(library="torch", kind="cpu", name=torch.backends.cpu.get_cpu_capability())]
+    devices = [Device(library="torch", kind="cpu", name=torch.backends.cpu.get_cpu_capability())]
     if torch.cuda.is_available():
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         has_float8 = has_float8_hardware(torch.device("cuda"))
         cuda = Device(library="torch", kind="cuda", name=name, capability=f"{major}.{minor}", has_float8=has_float8)
-        found.append(cuda)
-    return found
+        devices.append(cuda)
+    return devices
 
 
 def _jax_devices() -> list[Device]:
@@ -104,7 +104,7 @@ def _jax_devices() -> list[Device]:
 
 
 def engine_of_torch(device: str) -> str:
-    """What `f8emu.torch.engine_of` says, the width or why there is no engine, and which chip another GPU is."""
+    """The engine of `f8emu.torch.engine_of`, its vector width or why it is missing, and the chip of other GPUs."""
     import torch
 
     from f8emu.torch import engine_of
@@ -117,12 +117,12 @@ def engine_of_torch(device: str) -> str:
         except MissingExtraError:  # the next steps name it
             return "none"
     # The recipe's chip runs on the hardware; another GPU may do so under its own profile.
-    own = [chip for chip in CHIPS.values() if is_device_of(chip, torch.device(device))]
-    if HOPPER in own:
+    chips = [chip for chip in CHIPS.values() if is_device_of(chip, torch.device(device))]
+    if HOPPER in chips:
         return f"hardware, {text}"
     if device == "cpu":
         return f"{text}; {unavailable() or f'vectors: {widths()[0]}'}"
-    more = (f"; chip={chip.name!r} runs on the hardware, its profile is {chip.evidence.value}" for chip in own)
+    more = (f"; chip={chip.name!r} runs on the hardware, its profile is {chip.evidence.value}" for chip in chips)
     return text + "".join(more)
 
 
@@ -145,7 +145,7 @@ def _heading(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def next_steps(diagnosis: Diagnosis) -> Iterator[str]:
-    """What this machine can do now, and what it lacks, in one to three lines."""
+    """One to three lines on what this machine can do now, and what it lacks."""
     # By what is missing and what the GPU can do: each machine is told its own next command.
     missing = [name for name in ("torch", "jax") if diagnosis.versions.get(name) == _MISSING]
     on_hardware = any(engine.startswith("hardware") for engine in diagnosis.engines.values())

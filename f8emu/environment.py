@@ -21,15 +21,15 @@ TESTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "jax": ("0.10",)}
 
 def versions() -> dict[str, str | None]:
     """Versions of f8emu, Python, the array packages and the NVIDIA driver; None for what is not installed."""
-    found: dict[str, str | None] = {"f8emu": __version__, "python": platform.python_version()}
-    found |= {package: version_of(package) for package in ("numpy", "ml_dtypes", "jax", "jaxlib", "torch")}
+    releases: dict[str, str | None] = {"f8emu": __version__, "python": platform.python_version()}
+    releases |= {package: version_of(package) for package in ("numpy", "ml_dtypes", "jax", "jaxlib", "torch")}
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()
     except (OSError, subprocess.SubprocessError):
         answer = []
-    found["driver"] = answer[0] if answer else None
-    return found
+    releases["driver"] = answer[0] if answer else None
+    return releases
 
 
 def version_of(package: str) -> str | None:
@@ -47,12 +47,12 @@ def tested() -> str:
 
 def devices() -> dict[str, list[str]]:
     """Devices that the loaded frameworks see. A framework that is not loaded yet is not loaded for it."""
-    found = {"cpu": [platform.processor() or platform.machine()]}
+    names = {"cpu": [platform.processor() or platform.machine()]}
     if torch := sys.modules.get("torch"):
-        found["torch"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"]
+        names["torch"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"]
     if jax := sys.modules.get("jax"):
-        found["jax"] = [device.device_kind for device in jax.devices()]
-    return found
+        names["jax"] = [device.device_kind for device in jax.devices()]
+    return names
 
 
 @contextmanager

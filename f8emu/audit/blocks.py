@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from f8emu.audit.checkpoint import BAND, DTYPES, Checkpoint, Joined, Stored
+from f8emu.audit.checkpoint import BAND, DTYPES, Checkpoint, Joined, Tensor
 from f8emu.audit.counts import Counts
 from f8emu.audit.findings import Finding, finding
-from f8emu.audit.formats import SCALES, TURNED_ROW, Format, Kind
+from f8emu.audit.formats import SCALES, TURNED_ROW, Format, ScaleKind
 from f8emu.dialects.rules import GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
 
 CODES = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
@@ -35,10 +35,10 @@ def like_of(name: str) -> str:
 class Weight:
     """A float8 weight, the scale that belongs to it, and what an audit found of them."""
 
-    codes: Stored
+    codes: Tensor
     source: str
     """The name of the weight before it was quantized; that of a shard, if shards were fused."""
-    scale: Stored | None = None
+    scale: Tensor | None = None
     block: Block | None = None
     """What shares a scale; None: the shapes do not say."""
     findings: list[Finding] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Weight:
     """Scale -> blocks that have it, and codes of 0 alone."""
     used: int = 0
     """The other blocks; what follows is of them."""
-    kind: Kind | None = None
+    kind: ScaleKind | None = None
     scales: frozenset[float] = frozenset()
     """All of them or, of floats with mantissa bits, the smallest and the largest."""
     largest: int = 0
@@ -61,7 +61,7 @@ class Weight:
     """Those that give every byte, as `dialects.matching` compares them; None: no source was compared."""
     counts: Counts | None = None
     """Of the codes of E4M3, where they can be judged."""
-    origin: Stored | Joined | None = None
+    origin: Tensor | Joined | None = None
     """What it was quantized from, where a source is given that has it."""
     uncompared: str = ""
     """Why it was not compared with the source that was given."""
@@ -115,7 +115,7 @@ class Weight:
 
 
 class Blocks(NamedTuple):
-    """What the blocks of a weight hold; arrays are flat, in the order of the grid."""
+    """The blocks of a weight, as flat arrays in the order of the grid."""
 
     largest: NDArray[np.uint8]
     """The largest magnitude of a code."""
@@ -134,7 +134,7 @@ class Blocks(NamedTuple):
 
 def names_of(weight: str, templates: tuple[str, ...] = SCALES) -> list[str]:
     """The names of a scale of a weight."""
-    return [one.format(w=weight, m=weight.rpartition(".")[0]) for one in templates]
+    return [template.format(w=weight, m=weight.rpartition(".")[0]) for template in templates]
 
 
 def weights_of(checkpoint: Checkpoint, form: Format) -> Iterator[Weight]:
@@ -143,16 +143,18 @@ def weights_of(checkpoint: Checkpoint, form: Format) -> Iterator[Weight]:
     for name, codes in sorted(tensors.items()):
         if codes.dtype in CODES and codes.is_matrix and "scale" not in name.rpartition(".")[2]:
             names = (*names_of(name, form.scales), *names_of(name))
-            scale = next((tensors[one] for one in names if one in tensors), None)
+            scale = next((tensors[name] for name in names if name in tensors), None)
             block = None if scale is None else _block_of(codes, scale, form)
             yield Weight(codes=codes, scale=scale, block=block, source=name.replace("._weight_qdata", ".weight"))
 
 
-def _block_of(codes: Stored, scale: Stored, form: Format) -> Block | None:
+def _block_of(codes: Tensor, scale: Tensor, form: Format) -> Block | None:
     # One that the format declares or, where it says none, any whose scales have this shape; by their name, of blocks.
     usual = (TENSOR, ROW, SQUARE, GROUP, MX_GROUP)
     declared = form.blocks or ((SQUARE, *usual) if scale.name.endswith("_scale_inv") else usual)
-    return next((one for one in declared if scale.shape in shapes_of(codes.shape, one, has_ones=form.has_ones)), None)
+    return next(
+        (block for block in declared if scale.shape in shapes_of(codes.shape, block, has_ones=form.has_ones)), None
+    )
 
 
 def shapes_of(codes: tuple[int, ...], block: Block, *, has_ones: bool = False) -> list[tuple[int, ...]]:
@@ -190,9 +192,9 @@ def measured(weight: Weight, elements: int = BAND) -> Blocks:
             if part.size:
                 columns = part.max(axis=1) if part.shape[1] > 1 else part[:, 0]
                 starts = np.arange(0, k, width)
-                found = columns.max(axis=1)[:, None] if width == k else np.maximum.reduceat(columns, starts, axis=1)
-                target = largest[first : first + len(found)]
-                np.maximum(target, found, out=target)
+                across = columns.max(axis=1)[:, None] if width == k else np.maximum.reduceat(columns, starts, axis=1)
+                target = largest[first : first + len(across)]
+                np.maximum(target, across, out=target)
     raw = weight.scale.read() if weight.scale and weight.is_scaled else np.ones(math.prod(weight.grid), np.float32)
     raw = raw.view(DTYPES["F8_E8M0"]) if raw.dtype == np.uint8 else raw
     with np.errstate(all="ignore"):
@@ -200,7 +202,7 @@ def measured(weight: Weight, elements: int = BAND) -> Blocks:
         return Blocks(largest.reshape(-1), raw.astype(np.float32), raw, part, filled / row)
 
 
-def bands(weight: Weight, stored: Stored | Joined, elements: int = BAND) -> Iterator[tuple[int, np.ndarray]]:
+def bands(weight: Weight, stored: Tensor | Joined, elements: int = BAND) -> Iterator[tuple[int, np.ndarray]]:
     """Parts of a weight, or of one of its shape, of so many elements: whole blocks, or a part of one.
 
     Each has the index of its first row of blocks, and its rows.
@@ -224,5 +226,5 @@ def magnitudes(weight: Weight, index: int) -> NDArray[np.uint8]:
     matrix, down = divmod(down, weight.grid[-2])
     begin, end = ((matrix * rows + min(row, rows)) * k for row in (down * height, (down + 1) * height))
     band = weight.codes.read(begin, end).view(np.uint8).reshape(-1, k)
-    found = band[:, across * width : (across + 1) * width] & np.uint8(0x7F)
-    return found[found > 0]
+    codes = band[:, across * width : (across + 1) * width] & np.uint8(0x7F)
+    return codes[codes > 0]

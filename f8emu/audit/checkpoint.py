@@ -38,7 +38,7 @@ class CheckpointError(F8Error, ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class Tensor:
     """A tensor of a shard."""
 
     name: str
@@ -63,20 +63,20 @@ class Stored:
     @property
     def sha256(self) -> str:
         """The hash of its bytes, which are read for it."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for part in replace(self, dtype="U8", shape=(self.nbytes,)).parts():
-            found.update(part.data)
-        return found.hexdigest()
+            digest.update(part.data)
+        return digest.hexdigest()
 
     def read(self, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Its elements from `begin` to `end`, flat."""
         dtype = DTYPES[self.dtype]
-        found = np.empty(((self.size if end is None else end) - begin) * dtype.itemsize, np.uint8)
+        elements = np.empty(((self.size if end is None else end) - begin) * dtype.itemsize, np.uint8)
         with _faults_of(self.file), open_regular(self.file) as file:
             file.seek(self.begin + begin * dtype.itemsize)
-            is_whole = file.readinto(found.data) == found.size
-            require(is_whole, f"{found.size} bytes of {self.name!r}", "fewer: it was cut short while it was read")
-        return found.view(dtype)
+            is_whole = file.readinto(elements.data) == elements.size
+            require(is_whole, f"{elements.size} bytes of {self.name!r}", "fewer: it was cut short while it was read")
+        return elements.view(dtype)
 
     def parts(self, most: int | None = None) -> Iterator[np.ndarray]:
         """Its first `most` elements, or all, a band at a time."""
@@ -88,7 +88,7 @@ class Stored:
 class Joined:
     """Tensors of one dtype, one behind the other, that are read as one."""
 
-    parts: tuple[Stored, ...]
+    parts: tuple[Tensor, ...]
     shape: tuple[int, ...]
 
     @property
@@ -97,19 +97,19 @@ class Joined:
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """Its elements from `begin` to `end`, flat."""
-        found, at = list[np.ndarray](), 0
+        pieces, at = list[np.ndarray](), 0
         for part in self.parts:
             first, last = max(begin - at, 0), min(end - at, part.size)
-            found += [part.read(first, last)] if first < last else []
+            pieces += [part.read(first, last)] if first < last else []
             at += part.size
-        return np.concatenate(found)
+        return np.concatenate(pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """The names of a checkpoint; the tensors stay on the disk."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, Tensor]
     """Every tensor of every shard."""
     unlisted: frozenset[str] = frozenset()
     """Tensors of a shard that the index does not list."""
@@ -139,11 +139,11 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             is_name = isinstance(name, str) and Path(name).name == name and "\0" not in name
             is_file = is_name and name.endswith(".safetensors")
             require(is_file, f"a .safetensors file of this directory for {tensor!r:.60}", f"{name!r}")
-    names = sorted(set(listed.values())) or sorted(one.name for one in path.glob(_SHARDS))
+    names = sorted(set(listed.values())) or sorted(shard.name for shard in path.glob(_SHARDS))
     with _faults_of(path):
         require(bool(names), "a .safetensors file, or a directory of such", "none in it")
     # 2. Their tensors, each of them once, and where the index says.
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, Tensor] = {}
     for name in names:
         with _faults_of(path / name):
             for tensor, stored in _shard(path / name).items():
@@ -155,9 +155,11 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             require(is_there, f"the tensor {tensor!r:.60}, as the index says", "none")
     # 3. What the configurations say.
     config = _json(path / CONFIG)
-    parts = [config, *(one for one in config.values() if isinstance(one, dict))]  # a model of several has some in each
-    found = (_object(path / CONFIG, key, one) for one in parts for key in ("quantization_config", "compression_config"))
-    said = next(filter(None, found), {})
+    # A model of several models has a configuration for each.
+    parts = [config, *(section for section in config.values() if isinstance(section, dict))]
+    keys = ("quantization_config", "compression_config")
+    declared = (_object(path / CONFIG, key, part) for part in parts for key in keys)
+    quantization = next(filter(None, declared), {})
     second = _object(path / MODELOPT, "quantization")
     second = {"quant_method": "modelopt", **second} if second else {}
     return Checkpoint(
@@ -165,8 +167,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         unlisted=frozenset(tensors) - frozenset(listed or tensors),
         has_config=(path / CONFIG).exists(),
         config=config | next((one for key, one in config.items() if key == "text_config" and one in parts), {}),
-        quantization=said or second,
-        second=second if said else {},
+        quantization=quantization or second,
+        second=second if quantization else {},
         manifest=_object(path / MANIFEST, "tensors"),
     )
 
@@ -177,11 +179,11 @@ def _faults_of(file: Path, *, is_part: bool = True) -> AbstractContextManager[No
     return faults_as(CheckpointError, "audit", file, _REMEDY, unread=unread)
 
 
-def _shard(path: Path) -> dict[str, Stored]:
+def _shard(path: Path) -> dict[str, Tensor]:
     with _faults_of(path), open_regular(path) as file:
         start, entries, _ = read_header(file, os.fstat(file.fileno()).st_size)
     return {
-        name: Stored(name=name, file=path, begin=start + begin, nbytes=end - begin, dtype=dtype, shape=shape)
+        name: Tensor(name=name, file=path, begin=start + begin, nbytes=end - begin, dtype=dtype, shape=shape)
         for name, (dtype, shape, begin, end) in entries.items()
     }
 
@@ -197,8 +199,8 @@ def _json(path: Path) -> dict[str, Any]:
 def _object(path: Path, key: str, whole: dict[str, Any] | None = None, *, is_needed: bool = False) -> dict[str, Any]:
     # An object in that of a JSON file, or in a part of it; empty where there is none, unless it is needed.
     whole = _json(path) if whole is None else whole
-    found = whole.get(key) or {}
+    table = whole.get(key) or {}
     with _faults_of(path):
-        is_right = isinstance(found, dict) and (bool(found) or not is_needed)
+        is_right = isinstance(table, dict) and (bool(table) or not is_needed)
         require(is_right, f"{key} as a JSON object", f"{whole.get(key)!r}")
-    return found
+    return table

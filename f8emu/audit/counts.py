@@ -42,7 +42,7 @@ class Counts(NamedTuple):
 
 
 def wrong_cast(counts: Counts, largest: NDArray[np.uint8], *, is_float: bool) -> tuple[str, str] | None:
-    """What a right cast gives, and what is there instead; None: nothing is wrong, or nothing is known.
+    """The expected codes and the observed ones, as text; None if the counts do not show a wrong cast.
 
     `largest` are the largest codes of the blocks that are not zero; `is_float`: scales are not powers of two.
     """
@@ -98,7 +98,7 @@ def _end(
 def _steps(n: NDArray[np.float64]) -> tuple[str, str] | None:
     # Where the density is flat, far below the largest: the number of codes doubles from binade to binade.
     total = np.cumsum(n[1:])
-    binades = [one for one in range(1, 15) if total[_BINADE * (one + 1) - 1] < total[-1] / 8]
+    binades = [binade for binade in range(1, 15) if total[_BINADE * (binade + 1) - 1] < total[-1] / 8]
     if not binades:
         return None
     grid = n[_BINADE * binades[0] : _BINADE * (binades[-1] + 1)].reshape(-1, _BINADE)

@@ -1,4 +1,4 @@
-"""What an audit looks for, and what it found."""
+"""Kinds of faults, findings, and the result of an audit."""
 
 import tomllib
 from collections import Counter
@@ -61,7 +61,7 @@ class Finding(Check):
 
     @property
     def is_fault(self) -> bool:
-        """Whether it decides the exit status."""
+        """Errors and warnings decide the exit status; notes do not."""
         return self.severity is not Severity.NOTE
 
 
@@ -73,7 +73,7 @@ def finding(check: str, tensor: str, expected: str, found: str, **changed: Any) 
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """What an audit found; also of one that was interrupted."""
+    """The result of an audit, which may have been interrupted."""
 
     path: str
     format: str

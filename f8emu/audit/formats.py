@@ -31,7 +31,7 @@ _BYTES = ("U8", "F8_E8M0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """What a configuration promises about each float8 weight."""
+    """The layout of float8 weights that a configuration promises."""
 
     name: str
     method: str = ""
@@ -57,12 +57,12 @@ class Format:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it says of every layer in which precision it is."""
+        """Whether the configuration gives the precision of every layer."""
         return self.method in ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt") and "MIXED" not in self.name
 
     def quantizes(self, module: str) -> bool:
         """Whether a module is among those that are quantized."""
-        return not self.targets or "Linear" in self.targets or any(_fits(module, one) for one in self.targets)
+        return not self.targets or "Linear" in self.targets or any(_fits(module, target) for target in self.targets)
 
     @property
     def is_certain(self) -> bool:
@@ -90,17 +90,17 @@ _STRATEGIES = {"tensor": TENSOR, "channel": ROW}
 
 def format_of(checkpoint: Checkpoint) -> Format:
     """The format that the configuration declares, or else the names."""
-    said, names = checkpoint.quantization, checkpoint.tensors
-    method = said.get("quant_method", "")
-    ignored = next((said[key] for key in _IGNORED if isinstance(said.get(key), list)), ())
+    quantization, names = checkpoint.quantization, checkpoint.tensors
+    method = quantization.get("quant_method", "")
+    ignored = next((quantization[key] for key in _IGNORED if isinstance(quantization.get(key), list)), ())
     of = partial(Format, method=str(method), ignored=tuple(one for one in ignored if isinstance(one, str)))
     match method:
         case "fp8":
-            return of(**_fp8(said, names))
+            return of(**_fp8(quantization, names))
         case "compressed-tensors":
-            return of(**_compressed_tensors(said))
+            return of(**_compressed_tensors(quantization))
         case "modelopt":
-            algorithm = str(said.get("quant_algo", "")).upper()
+            algorithm = str(quantization.get("quant_algo", "")).upper()
             name = f"Model-Optimizer {algorithm}".strip()
             return of(name=name, scales=("{w}_scale",), **_ALGORITHMS.get(algorithm, {}))
         case "fbgemm_fp8":
@@ -112,30 +112,34 @@ def format_of(checkpoint: Checkpoint) -> Format:
     return of(name=f"quant_method {method!r:.40}" if method else "float8 without a configuration")
 
 
-def _fp8(said: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _fp8(quantization: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     # Blocks: DeepSeek, Qwen3, transformers. One scale a tensor: transformers calls it as those of blocks, AutoFP8 and
     # vLLM do not.
-    size, is_static = said.get("weight_block_size"), said.get("activation_scheme") == "static"
+    size, is_static = quantization.get("weight_block_size"), quantization.get("activation_scheme") == "static"
     is_inv = size is not None or any(name.endswith("_scale_inv") for name in names)
     # Beside them Mistral's own names, by which vLLM loads the model.
     is_mistral = any(name.endswith(_MISTRAL[0][3:]) for name in names)
-    scale, act = ([one] * is_mistral for one in _MISTRAL)
+    scale, act = ([suffix] if is_mistral else [] for suffix in _MISTRAL)
     input_scales = ("{m}.activation_scale" if is_inv else "{m}.input_scale", *act) if is_static else ()
-    found: dict[str, Any] = {"dtypes": (*FLOATS, "F8_E8M0"), "input_scales": input_scales}
+    fields: dict[str, Any] = {"dtypes": (*FLOATS, "F8_E8M0"), "input_scales": input_scales}
     match size:
         case None:
             scales = ("{w}_scale_inv" if is_inv else "{w}_scale", *scale)
-            return {**found, "name": "float8 with a scale a tensor", "scales": scales, "blocks": (TENSOR,)}
+            return {**fields, "name": "float8 with a scale a tensor", "scales": scales, "blocks": (TENSOR,)}
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
-            found |= {"scales": ("{w}_scale_inv", "{m}.scale"), "is_power_of_two": said.get("scale_fmt") == "ue8m0"}
-            return {**found, "name": f"float8 in blocks of {rows} x {columns}", "blocks": ((rows, columns),)}
+            is_power_of_two = quantization.get("scale_fmt") == "ue8m0"
+            fields |= {"scales": ("{w}_scale_inv", "{m}.scale"), "is_power_of_two": is_power_of_two}
+            return {**fields, "name": f"float8 in blocks of {rows} x {columns}", "blocks": ((rows, columns),)}
     raise SpecError(f"audit: expected weight_block_size [rows, columns]; found {size!r:.60}; mend config.json")
 
 
-def _compressed_tensors(said: Mapping[str, Any]) -> dict[str, Any]:
+def _compressed_tensors(quantization: Mapping[str, Any]) -> dict[str, Any]:
     blocks: dict[Block, None] = {}
-    found: dict[str, Any] = {"name": f"compressed-tensors {said.get('format', '')}".strip(), "scales": ("{w}_scale",)}
-    groups = said.get("config_groups")
+    fields: dict[str, Any] = {
+        "name": f"compressed-tensors {quantization.get('format', '')}".strip(),
+        "scales": ("{w}_scale",),
+    }
+    groups = quantization.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         match group:
             case {"weights": {"strategy": "block", "block_structure": [int(rows), int(columns)]}}:
@@ -146,14 +150,15 @@ def _compressed_tensors(said: Mapping[str, Any]) -> dict[str, Any]:
                 blocks[_STRATEGIES[strategy]] = None
         match group:
             case {"targets": [*targets]}:
-                found["targets"] = (*found.get("targets", ()), *(one for one in targets if isinstance(one, str)))
+                names = [target for target in targets if isinstance(target, str)]
+                fields["targets"] = (*fields.get("targets", ()), *names)
         match group:
             case {"weights": {"observer": str(observer)}} if "minmax" not in observer:
-                found["observer"] = f"the observer {observer:.40}"
+                fields["observer"] = f"the observer {observer:.40}"
         match group:
             case {"input_activations": {"dynamic": False}}:
-                found["input_scales"] = ("{m}.input_scale",)
-    return {**found, "blocks": tuple(blocks), "dtypes": (*FLOATS, *_BYTES) if MX_GROUP in blocks else FLOATS}
+                fields["input_scales"] = ("{m}.input_scale",)
+    return {**fields, "blocks": tuple(blocks), "dtypes": (*FLOATS, *_BYTES) if MX_GROUP in blocks else FLOATS}
 
 
 def _fits(module: str, pattern: str) -> bool:
@@ -171,8 +176,8 @@ def _fits(module: str, pattern: str) -> bool:
     return f".{pattern}." in f".{module}." or ("*" in pattern and fnmatchcase(module, pattern))
 
 
-class Kind(StrEnum):
-    """What the scales of blocks are."""
+class ScaleKind(StrEnum):
+    """The kind of numbers that the scales of blocks are."""
 
     FLOAT = "floats with mantissa bits"
     POWER = "powers of two, as floats"
@@ -186,15 +191,15 @@ _LEAKS = (
 )
 _ROUNDED = "versions that give them to DeepGEMM round scales up without requantizing: blocks too large by up to 2x"
 _EITHER = (Severity.WARNING, f"{_REQUANTIZED}; where that is left out, {_LEAKS}")
-CONSUMERS: Mapping[str, Mapping[Kind, tuple[Severity, str]]] = {
-    "deep_gemm:sm90": {Kind.E8M0: (Severity.ERROR, "DeepGEMM takes float32 scales alone")},
-    "deep_gemm:sm100": {Kind.FLOAT: (Severity.ERROR, _LEAKS)},
-    "vllm:sm90": {Kind.FLOAT: (Severity.NOTE, f"{_REQUANTIZED}, unless VLLM_USE_DEEP_GEMM_E8M0=0")},
-    "vllm:sm100": {Kind.FLOAT: _EITHER},
+CONSUMERS: Mapping[str, Mapping[ScaleKind, tuple[Severity, str]]] = {
+    "deep_gemm:sm90": {ScaleKind.E8M0: (Severity.ERROR, "DeepGEMM takes float32 scales alone")},
+    "deep_gemm:sm100": {ScaleKind.FLOAT: (Severity.ERROR, _LEAKS)},
+    "vllm:sm90": {ScaleKind.FLOAT: (Severity.NOTE, f"{_REQUANTIZED}, unless VLLM_USE_DEEP_GEMM_E8M0=0")},
+    "vllm:sm100": {ScaleKind.FLOAT: _EITHER},
     "sglang:sm90": {},
-    "sglang:sm100": {Kind.FLOAT: _EITHER},
+    "sglang:sm100": {ScaleKind.FLOAT: _EITHER},
     "transformers:sm90": {},
-    "transformers:sm100": {Kind.FLOAT: (Severity.WARNING, _ROUNDED)},
+    "transformers:sm100": {ScaleKind.FLOAT: (Severity.WARNING, _ROUNDED)},
 }
 """Stack and chip -> the kinds of block scales that it does not serve as they are, and what it does to them."""
 _CHIPS = {
@@ -207,16 +212,16 @@ def consumers_of(text: str) -> list[str]:
     """The keys of CONSUMERS that STACK or STACK:CHIP names; all chips of the stack where none is named."""
     stack, separator, chip = text.lower().replace("-", "_").replace("deepgemm", "deep_gemm").partition(":")
     wanted = f"{stack}:{_CHIPS.get(chip, '?')}" if separator else f"{stack}:"
-    found = [key for key in CONSUMERS if key.startswith(wanted)]
-    if not found:
+    keys = [key for key in CONSUMERS if key.startswith(wanted)]
+    if not keys:
         stacks = ", ".join(dict.fromkeys(key.partition(":")[0] for key in CONSUMERS))
         raise SpecError(
             f"audit --consumer: expected STACK or STACK:CHIP with a stack among {stacks} and a chip among "
             f"{', '.join(_CHIPS)}; got {text!r:.40}"
         )
-    return found
+    return keys
 
 
 def has(consumers: Iterable[str], *stacks: str) -> bool:
     """Whether one of these stacks is among the keys of CONSUMERS."""
-    return any(one.partition(":")[0] in stacks for one in consumers)
+    return any(consumer.partition(":")[0] in stacks for consumer in consumers)

@@ -1,4 +1,4 @@
-"""What the names of layers show: in which precision servers hold a layer, and experts that are not among their like."""
+"""Checks of layer names: layers whose precision a server does not expect, and experts that are missing."""
 
 import re
 from collections import Counter, defaultdict
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from f8emu.audit.blocks import LAYER, Weight, like_of
-from f8emu.audit.checkpoint import FLOATS, Checkpoint, Stored
+from f8emu.audit.checkpoint import FLOATS, Checkpoint, Tensor
 from f8emu.audit.findings import Finding, Severity, finding
 from f8emu.audit.formats import Format, has
 
@@ -27,12 +27,12 @@ def layered(
     for weight in weights:
         if form.is_complete and (_is_router(weight.codes) or weight.module.rpartition(".")[2] in _EMBEDDINGS):
             yield weight.finding("no-linear", "BF16, F16 or F32", weight.codes.dtype)
-    stacks = {found[1] for weight in weights if (found := LAYER.match(weight.name))}
-    told = {like_of(weight.module) for weight in weights}  # by the like in other layers
-    kinds: dict[str, list[Stored]] = defaultdict(list)
+    stacks = {match[1] for weight in weights if (match := LAYER.match(weight.name))}
+    known = {like_of(weight.module) for weight in weights}  # by the like in other layers
+    kinds: dict[str, list[Tensor]] = defaultdict(list)
     for name, stored in sorted(checkpoint.tensors.items()) if form.is_complete else ():
-        module, found = name.removesuffix(".weight"), LAYER.match(name)
-        is_near = found is not None and (found[1] in stacks or "mtp" in name)
+        module, match = name.removesuffix(".weight"), LAYER.match(name)
+        is_near = match is not None and (match[1] in stacks or "mtp" in name)
         is_plain = stored.dtype in FLOATS and stored.is_matrix and "norm" not in name and "scale" not in name
         if is_near and is_plain and not form.ignores(module) and form.quantizes(module):
             kinds[like_of(module)].append(stored)
@@ -40,7 +40,7 @@ def layered(
         last = module.rpartition(".")[2]
         is_listed = form.method == "modelopt" and "conv" not in last  # what it does not list is quantized
         is_router = _is_router(stored[0]) and (form.method == "compressed-tensors" or bool(consumers))
-        if module not in told and (last in _LINEARS or is_listed or is_router):
+        if module not in known and (last in _LINEARS or is_listed or is_router):
             # Of DeepSeek's it is known, whatever the configuration says.
             is_known = is_router and (form.method == "fp8" or not has(consumers, "vllm", "sglang"))
             severity = Severity.NOTE if is_known and not is_listed else Severity.WARNING
@@ -50,29 +50,29 @@ def layered(
     yield from _halves(weights)
 
 
-def _is_router(stored: Stored) -> bool:
+def _is_router(stored: Tensor) -> bool:
     return stored.name.split(".")[-2:-1] in [[one] for one in _ROUTERS] and 4 * stored.shape[-2] <= stored.shape[-1]
 
 
 def _halves(weights: Sequence[Weight]) -> Iterator[Finding]:
     # The sizes that gate, up and down of a feed-forward layer share.
     sizes: dict[str, dict[int, str]] = defaultdict(dict)
-    for one in weights:
-        stem, _, last = one.module.rpartition(".")
-        if len(one.codes.shape) == 2 and last in ("gate_proj", "up_proj", "down_proj"):
-            sizes[stem][one.codes.shape[last == "down_proj"]] = one.name
-    for found in sizes.values():
-        if len(found) > 1:
-            texts = (f"{size} in {name.split('.')[-2]}" for size, name in found.items())
-            yield finding("weight-cut", found[min(found)], "one size of gate, up and down", ", ".join(texts))
+    for weight in weights:
+        stem, _, last = weight.module.rpartition(".")
+        if len(weight.codes.shape) == 2 and last in ("gate_proj", "up_proj", "down_proj"):
+            sizes[stem][weight.codes.shape[last == "down_proj"]] = weight.name
+    for members in sizes.values():
+        if len(members) > 1:
+            texts = (f"{size} in {name.split('.')[-2]}" for size, name in members.items())
+            yield finding("weight-cut", members[min(members)], "one size of gate, up and down", ", ".join(texts))
 
 
 def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
     # Of each layer: which parts each expert has. All have the same, and their numbers have no gap.
     layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in checkpoint.tensors:
-        if (found := _EXPERT.fullmatch(name)) and "scale" not in found[3]:
-            layers[found[1]][int(found[2])].add(found[3])
+        if (match := _EXPERT.fullmatch(name)) and "scale" not in match[3]:
+            layers[match[1]][int(match[2])].add(match[3])
     ends = {stem: max(experts) for stem, experts in layers.items()}
     usual = Counter((like_of(stem), end) for stem, end in ends.items())
     for stem, experts in layers.items():

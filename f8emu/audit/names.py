@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from f8emu.audit.blocks import CODES, LAYER, Weight, like_of, names_of, shapes_of
-from f8emu.audit.checkpoint import FLOATS, MODELOPT, Checkpoint, Stored
+from f8emu.audit.checkpoint import FLOATS, MODELOPT, Checkpoint, Tensor
 from f8emu.audit.findings import Finding, Severity, finding
 from f8emu.audit.formats import INPUT_SCALES, SCALES, Format, format_of, has
 from f8emu.dialects.rules import ROW, SQUARE, TENSOR
@@ -16,7 +16,7 @@ from f8emu.dialects.stacks import FUSED
 
 _SHARDS = {"query_key_value": 3, **{name: len(shards) for name, shards in FUSED.items()}}
 """A fused Linear -> the shards that a loader expects scales of."""
-_INPUTS = tuple(one[3:] for one in INPUT_SCALES)
+_INPUTS = tuple(template[3:] for template in INPUT_SCALES)
 _LARGEST_INPUT = 10.0
 """A scale of activations that no model has in every layer: they would reach 4480."""
 _KV = re.compile(r"(^|[._])(k|v|kv|q|prob)_scale$|(^|\.)(k|v)_proj\.output_scale$|kv_cache\.scaling_factor$")
@@ -25,14 +25,14 @@ _KV = re.compile(r"(^|[._])(k|v|kv|q|prob)_scale$|(^|\.)(k|v)_proj\.output_scale
 def named(
     checkpoint: Checkpoint, form: Format, weights: Sequence[Weight], consumers: Sequence[str]
 ) -> Iterator[Finding]:
-    """What names, shapes and dtypes show, and the few scales that no float8 weight has."""
+    """Findings from names, shapes and dtypes, and from scales without a float8 weight."""
     # 1. The configurations.
     is_told = all(weight.scale is not None and weight.scale.name.endswith(".qscale_weight") for weight in weights)
     if weights and checkpoint.has_config and not checkpoint.quantization and not is_told:  # Mistral: in params.json
         yield weights[0].finding("config-missing", "a quantization_config", "none", blocks=len(weights))
     second = format_of(replace(checkpoint, quantization=checkpoint.second))
     if checkpoint.second and (form.name, {*form.ignored}) != (second.name, {*second.ignored}):
-        texts = (f"{one.name}, without {', '.join(one.ignored) or 'exceptions'}" for one in (form, second))
+        texts = (f"{config.name}, without {', '.join(config.ignored) or 'exceptions'}" for config in (form, second))
         yield finding("config-twice", MODELOPT, *texts)
     status = checkpoint.quantization.get("quantization_status", "compressed")
     if form.method == "compressed-tensors" and status != "compressed" and weights and has(consumers, "transformers"):
@@ -70,16 +70,16 @@ def named(
             yield from _orphan(checkpoint, name)
         yield from _unlike(form, stored, like.get(like_of(name)))
         yield from _lone_scale(checkpoint, stored)
-    acts = [one for name, one in checkpoint.tensors.items() if name.endswith(_INPUTS) and one.dtype in FLOATS]
+    acts = [tensor for name, tensor in checkpoint.tensors.items() if name.endswith(_INPUTS) and tensor.dtype in FLOATS]
     values = [float(one.read(0, 1)[0]) for one in acts if one.size]
     if len(values) > 3 and (min(values) > _LARGEST_INPUT or {*values} == {1.0}):
         more = {"severity": Severity.WARNING, "effect": "activations are clipped, or lose their small numbers"}
         yield finding("input-scale", acts[0].name, "amax / 448", f"{min(values):.4g} or more in all layers", **more)
 
 
-def infinite(stored: Stored) -> list[Finding]:
+def infinite(stored: Tensor) -> list[Finding]:
     """Whether a tensor in high precision has a number that is none."""
-    first = next((one[~np.isfinite(one)][0] for one in stored.parts() if not np.isfinite(one).all()), None)
+    first = next((part[~np.isfinite(part)][0] for part in stored.parts() if not np.isfinite(part).all()), None)
     return [] if first is None else [finding("not-finite", stored.name, "finite numbers", f"{first:g}")]
 
 
@@ -93,18 +93,18 @@ def changed(checkpoint: Checkpoint, name: str) -> list[Finding]:
 
 def left_out(checkpoint: Checkpoint, origin: Checkpoint, weights: Sequence[Weight]) -> Iterator[Finding]:
     """Weights of the source that are not there, although their like in other layers and more of their layer are."""
-    layers = {found[0] for name in checkpoint.tensors if (found := LAYER.match(name))}
+    layers = {layer[0] for name in checkpoint.tensors if (layer := LAYER.match(name))}
     there = {weight.source: weight.codes.shape for weight in weights}
     like = {(like_of(name), shape) for name, shape in there.items()}
     for name, stored in origin.tensors.items():
         is_like = (like_of(name), stored.shape) in like
         is_lost = is_like and name not in there and name not in checkpoint.tensors
         # A layer that is missing as a whole was left out on purpose, as the last ones of DeepSeek-V3 are.
-        if checkpoint.has_config and is_lost and (found := LAYER.match(name)) and found[0] in layers:
+        if checkpoint.has_config and is_lost and (layer := LAYER.match(name)) and layer[0] in layers:
             yield finding("left-out", name, "the weight, as in other layers", "none")
 
 
-def _scale(form: Format, weight: Weight, scale: Stored, consumers: Sequence[str]) -> Iterator[Finding]:
+def _scale(form: Format, weight: Weight, scale: Tensor, consumers: Sequence[str]) -> Iterator[Finding]:
     expected = names_of(weight.name, form.scales)
     # A file without a configuration may call its scales what it likes; but few loaders know ComfyUI's name.
     if scale.name not in expected or (not form.is_certain and scale.name.endswith(".scale_weight")):
@@ -135,15 +135,15 @@ def _scale(form: Format, weight: Weight, scale: Stored, consumers: Sequence[str]
                 yield weight.finding(check, right, f"{values[wrong][0]:.4g}", **place)
         return
     blocks = form.blocks or (TENSOR, ROW, SQUARE)
-    shapes = [s for one in blocks for s in shapes_of(weight.codes.shape, one, has_ones=form.has_ones)[:1]]
+    shapes = [s for block in blocks for s in shapes_of(weight.codes.shape, block, has_ones=form.has_ones)[:1]]
     is_turned = any(len(shape) > 1 and scale.shape == (*shape[:-2], *shape[:-3:-1]) for shape in shapes)
-    found = f"{list(scale.shape)}" + ", transposed" * is_turned
-    yield weight.finding("scale-shape", " or ".join(str(list(shape)) for shape in shapes), found)
+    seen = f"{list(scale.shape)}, transposed" if is_turned else f"{list(scale.shape)}"
+    yield weight.finding("scale-shape", " or ".join(str(list(shape)) for shape in shapes), seen)
 
 
 def _orphan(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
     # A name of a scale that is not used, beside what may be its weight.
-    template = next((one for one in SCALES if name.endswith(one[3:]) and one != "{m}.scale"), None)
+    template = next((template for template in SCALES if name.endswith(template[3:]) and template != "{m}.scale"), None)
     if template is None:
         return
     of = name.removesuffix(template[3:]) + ".weight" * template.startswith("{m}")
@@ -156,7 +156,7 @@ def _orphan(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
         yield finding("scale-orphan", name, f"{of} in float8", f"{weight.dtype} {list(weight.shape)}")
 
 
-def _unlike(form: Format, stored: Stored, shape: tuple[int, ...] | None) -> Iterator[Finding]:
+def _unlike(form: Format, stored: Tensor, shape: tuple[int, ...] | None) -> Iterator[Finding]:
     # A tensor that is not what its like in other layers, weights of this shape, are.
     module, _, last = stored.name.rpartition(".")
     if stored.dtype in FLOATS and shape and not form.ignores(module):
@@ -167,7 +167,7 @@ def _unlike(form: Format, stored: Stored, shape: tuple[int, ...] | None) -> Iter
         yield finding("code-dtype", stored.name, "a vector in BF16, F16 or F32", stored.dtype)
 
 
-def _lone_scale(checkpoint: Checkpoint, stored: Stored) -> Iterator[Finding]:
+def _lone_scale(checkpoint: Checkpoint, stored: Tensor) -> Iterator[Finding]:
     # Scales of activations and of the key-value cache, and block scales stored as E4M3.
     name, cache = stored.name, checkpoint.quantization.get("kv_cache_scheme")
     is_cache = _KV.search(name) is not None

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from f8emu.audit.blocks import Weight
-from f8emu.audit.checkpoint import DTYPES, FLOATS, Joined, Stored
+from f8emu.audit.checkpoint import DTYPES, FLOATS, Joined, Tensor
 from f8emu.dialects.rules import TENSOR
 from f8emu.dialects.stacks import FUSED
 
@@ -17,56 +17,58 @@ _GROUPS = (*FUSED.values(), ("wq", "wk", "wv"), ("w1", "w3"), ("q_a_proj", "kv_a
 """Layers that servers fuse: exporters that know it give them one amax."""
 
 
-def paired(weight: Weight, sources: Mapping[str, Stored]) -> list[Weight]:
+def paired(weight: Weight, sources: Mapping[str, Tensor]) -> list[Weight]:
     """The weight with its origin, or why it has none; shards of it, where several sources have scales of their own."""
-    found = sources.get(weight.source)
-    if found is None:
+    origin = sources.get(weight.source)
+    if origin is None:
         parts = _parts(weight, sources)
         if shards := _shards(weight, parts):
             return shards
-        rows, k = sum(one.size for one in parts) // weight.codes.shape[-1], weight.codes.shape[-1]
-        is_whole = rows * k == weight.codes.size and all(one.shape[-1] == k for one in parts)
-        if is_whole and {one.dtype for one in parts} in [{one} for one in FLOATS]:
+        rows, k = sum(part.size for part in parts) // weight.codes.shape[-1], weight.codes.shape[-1]
+        is_whole = rows * k == weight.codes.size and all(part.shape[-1] == k for part in parts)
+        if is_whole and {part.dtype for part in parts} in [{one} for one in FLOATS]:
             weight.origin = Joined(parts=tuple(parts), shape=weight.codes.shape)
             return [weight]
-        found = _slice(weight, sources)
-    weight.origin = found
-    if found is None and weight.codes.file.name.startswith("consolidated"):
+        origin = _slice(weight, sources)
+    weight.origin = origin
+    if origin is None and weight.codes.file.name.startswith("consolidated"):
         weight.add("second-layout", weight.source, "none in the source")
-    elif found is None:
+    elif origin is None:
         weight.uncompared = f"the source has no {weight.source}"
-    elif found.dtype not in FLOATS:
-        weight.uncompared = f"the source has {found.dtype} here"
+    elif origin.dtype not in FLOATS:
+        weight.uncompared = f"the source has {origin.dtype} here"
     return [weight]
 
 
 def group_of(layer: str) -> tuple[str, ...]:
     """The layers that servers fuse with one of this name; empty: none."""
-    return next((one for one in _GROUPS if layer in one), ())
+    return next((group for group in _GROUPS if layer in group), ())
 
 
-def siblings_of(weight: Weight, sources: Mapping[str, Stored]) -> list[Stored]:
+def siblings_of(weight: Weight, sources: Mapping[str, Tensor]) -> list[Tensor]:
     """The sources of the layers that a server fuses with this one, its own among them; empty: none."""
     stem, _, last = weight.module.rpartition(".")
-    return [sources[name] for one in group_of(last) if (name := f"{stem}.{one}.weight".lstrip(".")) in sources]
+    return [sources[name] for member in group_of(last) if (name := f"{stem}.{member}.weight".lstrip(".")) in sources]
 
 
-def _parts(weight: Weight, sources: Mapping[str, Stored]) -> list[Stored]:
+def _parts(weight: Weight, sources: Mapping[str, Tensor]) -> list[Tensor]:
     # Those whose rows, one below the other, are those of the weight; empty, if one is missing.
     stem, _, last = weight.name.removesuffix(".weight").rpartition(".")
     kinds = [[f"{stem}.{one}.weight".lstrip(".") for one in FUSED.get(last, ())]]
     if len(weight.codes.shape) == 3:
         experts = range(weight.codes.shape[0])
         for parts in _STACKED.get(last, ()):
-            kinds.append([f"{stem}.{expert}.{one}.weight" for expert in experts for one in parts])
-    return next(([sources[one] for one in names] for names in kinds if names and all(n in sources for n in names)), [])
+            kinds.append([f"{stem}.{expert}.{part}.weight" for expert in experts for part in parts])
+    return next(
+        ([sources[name] for name in names] for names in kinds if names and all(n in sources for n in names)), []
+    )
 
 
-def _slice(weight: Weight, sources: Mapping[str, Stored]) -> Stored | None:
+def _slice(weight: Weight, sources: Mapping[str, Tensor]) -> Tensor | None:
     # One expert of a source that has all of them in one tensor.
-    if (found := _EXPERT.fullmatch(weight.source)) is None:
+    if (match := _EXPERT.fullmatch(weight.source)) is None:
         return None
-    stem, expert, last = found[1], int(found[2]), found[3]
+    stem, expert, last = match[1], int(match[2]), match[3]
     rows, k = weight.codes.shape[-2:]
     for name, kinds in _STACKED.items():
         stacked, count = sources.get(f"{stem}.{name}"), len(kinds[0])
@@ -78,10 +80,10 @@ def _slice(weight: Weight, sources: Mapping[str, Stored]) -> Stored | None:
     return None
 
 
-def _shards(weight: Weight, parts: list[Stored]) -> list[Weight]:
+def _shards(weight: Weight, parts: list[Tensor]) -> list[Weight]:
     # Each with its rows of codes and scales; empty, if a block has rows of two of them.
     k, scale, height = weight.codes.shape[-1], weight.scale, (weight.block or TENSOR)[0]
-    rows = [one.shape[0] for one in parts if len(one.shape) == 2 and one.shape[1] == k]
+    rows = [part.shape[0] for part in parts if len(part.shape) == 2 and part.shape[1] == k]
     is_fused = len(rows) == len(parts) > 0 and weight.codes.shape == (sum(rows), k)
     if not is_fused or scale is None or scale.dtype not in DTYPES:
         return []
@@ -93,12 +95,12 @@ def _shards(weight: Weight, parts: list[Stored]) -> list[Weight]:
     else:
         return []
     size, row, first = scale.size // sum(counts) * DTYPES[scale.dtype].itemsize, 0, 0
-    found: list[Weight] = []
+    shards: list[Weight] = []
     for part, taken, count in zip(parts, rows, counts, strict=True):
         label = f"{weight.name} ({part.name.split('.')[-2]})"
         codes = replace(weight.codes, name=label, begin=weight.codes.begin + row * k, shape=(taken, k))
-        own = replace(scale, begin=scale.begin + first * size, shape=(count, *scale.shape[1:]))
+        scale_of_shard = replace(scale, begin=scale.begin + first * size, shape=(count, *scale.shape[1:]))
         block = weight.block or TENSOR
-        found.append(Weight(codes=codes, scale=own, block=block, source=part.name, origin=part))
+        shards.append(Weight(codes=codes, scale=scale_of_shard, block=block, source=part.name, origin=part))
         row, first = row + taken, first + count
-    return found
+    return shards

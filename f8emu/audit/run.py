@@ -30,7 +30,7 @@ def audit(
     tp: int | None = None,
     progress: Progress | None = None,
 ) -> Audit:
-    """What is wrong with a float8 checkpoint.
+    """Find what is wrong with a float8 checkpoint.
 
     `path` is a .safetensors file or a directory with shards, index and configuration. `source` is the model in high
     precision that was quantized: it shows which dialects give every byte of codes and scales. `consumer` is what will
@@ -53,41 +53,43 @@ def audit(
     origin = read_checkpoint(source) if source is not None else None
     form = format_of(checkpoint)
     weights = list(weights_of(checkpoint, form))
-    found = Audit(path=str(path), format=form.name, consumer=", ".join(consumers), source=str(source or ""))
-    told = progress or Silent()
+    result = Audit(path=str(path), format=form.name, consumer=", ".join(consumers), source=str(source or ""))
+    bar = progress or Silent()
     pool = ThreadPoolExecutor(_THREADS)
     try:
-        found.tensors_total = len(weights)
-        found.findings += named(checkpoint, form, weights, consumers)
-        found.findings += layered(checkpoint, form, weights, consumers)
-        found.findings += cuts(checkpoint, weights, consumers, tp)
+        result.tensors_total = len(weights)
+        result.findings += named(checkpoint, form, weights, consumers)
+        result.findings += layered(checkpoint, form, weights, consumers)
+        result.findings += cuts(checkpoint, weights, consumers, tp)
         if origin is not None:
-            found.findings += left_out(checkpoint, origin, weights)
-            weights = [shard for one in weights for shard in paired(one, origin.tensors)]
-        found.tensors_total = len(weights)
+            result.findings += left_out(checkpoint, origin, weights)
+            weights = [shard for weight in weights for shard in paired(weight, origin.tensors)]
+        result.tensors_total = len(weights)
         exported = sorted(checkpoint.manifest and checkpoint.manifest.keys() | checkpoint.tensors.keys())
-        others = [one for one in checkpoint.tensors.values() if one.dtype in FLOATS and "scale" not in one.name]
-        for what, check, items in (
+        others = [
+            tensor for tensor in checkpoint.tensors.values() if tensor.dtype in FLOATS and "scale" not in tensor.name
+        ]
+        for title, check, items in (
             ("hashes of the manifest", partial(changed, checkpoint), exported),
             ("weights in high precision", infinite, others if weights else []),
         ):
-            told.begin("audit", what, len(items))
+            bar.begin("audit", title, len(items))
             for findings in pool.map(check, items):
-                found.findings += findings
-                told.advance()
-        told.begin("audit", "float8 weights", len(weights))
+                result.findings += findings
+                bar.advance()
+        bar.begin("audit", "float8 weights", len(weights))
         for _ in pool.map(partial(_examine, form=form, origin=origin, consumers=consumers), weights):
-            found.tensors += 1
-            told.advance()
+            result.tensors += 1
+            bar.advance()
     except KeyboardInterrupt:
-        found.is_interrupted = True
+        result.is_interrupted = True
     finally:
         pool.shutdown(cancel_futures=True)
-    _conclude(found, form, weights[: found.tensors])
-    found.findings += served(checkpoint, weights[: found.tensors], consumers)
+    _conclude(result, form, weights[: result.tensors])
+    result.findings += served(checkpoint, weights[: result.tensors], consumers)
     severities, checks = [*Severity], [*CHECKS]
-    found.findings.sort(key=lambda one: (severities.index(one.severity), checks.index(one.check)))
-    return found
+    result.findings.sort(key=lambda one: (severities.index(one.severity), checks.index(one.check)))
+    return result
 
 
 def _examine(weight: Weight, *, form: Format, origin: Checkpoint | None, consumers: Sequence[str]) -> None:
@@ -109,19 +111,23 @@ def _examine(weight: Weight, *, form: Format, origin: Checkpoint | None, consume
         weight.add("source-shape", f"{list(weight.codes.shape)}", f"{list(source.shape)}")
 
 
-def _conclude(found: Audit, form: Format, weights: Sequence[Weight]) -> None:
-    found.blocks, found.elements = sum(one.blocks for one in weights), sum(one.codes.size for one in weights)
-    found.scales = ", ".join(dict.fromkeys(one.kind for one in weights if one.kind is not None))
-    found.zero_blocks = fingerprints(weights)
+def _conclude(result: Audit, form: Format, weights: Sequence[Weight]) -> None:
+    result.blocks, result.elements = (
+        sum(weight.blocks for weight in weights),
+        sum(weight.codes.size for weight in weights),
+    )
+    result.scales = ", ".join(dict.fromkeys(weight.kind for weight in weights if weight.kind is not None))
+    result.zero_blocks = fingerprints(weights)
     # Dialects of the stack that the configuration names come first.
-    compared = [one.dialects for one in weights if one.dialects is not None]
+    compared = [weight.dialects for weight in weights if weight.dialects is not None]
     counts, stack = Counter(name for names in compared for name in names), form.method.replace("-", "_") or "?"
-    found.dialects = dict(sorted(counts.items(), key=lambda one: (-one[1], not one[0].startswith(stack))))
-    found.compared = len(compared)
+    result.dialects = dict(sorted(counts.items(), key=lambda pair: (-pair[1], not pair[0].startswith(stack))))
+    result.compared = len(compared)
     lost_whole(weights)
     together(form, weights)
-    found.findings += [finding for one in weights for finding in one.findings]
-    found.uncompared = {one.name: one.uncompared for one in weights if one.uncompared}
-    if found.source and weights and not compared and not any(one.check == "source-shape" for one in found.findings):
+    result.findings += [finding for weight in weights for finding in weight.findings]
+    result.uncompared = {weight.name: weight.uncompared for weight in weights if weight.uncompared}
+    has_shape = any(finding.check == "source-shape" for finding in result.findings)
+    if result.source and weights and not compared and not has_shape:
         expected = f"{weights[0].source} in high precision, in blocks of a known dialect"
-        found.findings.append(weights[0].finding("source-missing", expected, "none", blocks=len(weights)))
+        result.findings.append(weights[0].finding("source-missing", expected, "none", blocks=len(weights)))

@@ -1,4 +1,4 @@
-"""What a server makes of a sound checkpoint: ranks that cut blocks, layers that it fuses, scales in its dtype."""
+"""How a server changes a sound checkpoint: ranks cut blocks, layers are fused, scales change their dtype."""
 
 import math
 from collections import defaultdict
@@ -22,7 +22,7 @@ _SIZES = (1, 2, 4, 8, 16)
 
 
 def served(checkpoint: Checkpoint, weights: Sequence[Weight], consumers: Sequence[str]) -> Iterator[Finding]:
-    """What only scales show."""
+    """Findings that need the scales of all weights."""
     if has(consumers, "vllm", "sglang"):
         yield from _fused(weights)
     yield from _dtypes(checkpoint, weights, consumers)
@@ -59,13 +59,13 @@ def cuts(
             if not is_alone and (size % taken or size // taken % block):
                 sizes.append(count)
         if sizes:
-            what = f"{size / sizes[0]:g} of {size} {'rows' if is_rows else 'columns'} in blocks of {block}"
-            wrong[tuple(sizes)].append((weight, what))
-    for sizes, found in wrong.items():
-        weight, what = found[0]
+            part = f"{size / sizes[0]:g} of {size} {'rows' if is_rows else 'columns'} in blocks of {block}"
+            wrong[tuple(sizes)].append((weight, part))
+    for sizes, cut in wrong.items():
+        weight, part = cut[0]
         severity = Severity.ERROR if tp else Severity.WARNING if 1 in sizes else Severity.NOTE
-        text = f"{what} on a rank, with tensor-parallel sizes of {', '.join(map(str, sizes))}"
-        yield weight.finding("cut-block", "whole blocks on each rank", text, severity=severity, blocks=len(found))
+        text = f"{part} on a rank, with tensor-parallel sizes of {', '.join(map(str, sizes))}"
+        yield weight.finding("cut-block", "whole blocks on each rank", text, severity=severity, blocks=len(cut))
 
 
 def _fused(weights: Sequence[Weight]) -> Iterator[Finding]:
@@ -76,28 +76,28 @@ def _fused(weights: Sequence[Weight]) -> Iterator[Finding]:
         if weight.block == TENSOR and len(weight.scales) == 1 and (group := group_of(last)):
             groups[stem, *group].append(weight)
     ratios = [
-        (max(one.scales) / max(scale for other in group for scale in other.scales), one)
+        (max(member.scales) / max(scale for other in group for scale in other.scales), member)
         for group in groups.values()
-        for one in group
+        for member in group
     ]
     # A power of two moves the exponents alone.
     ratios = [pair for pair in ratios if math.frexp(pair[0])[0] != 0.5]
     if ratios:
-        ratio, one = min(ratios, key=lambda pair: pair[0])
-        values = VALUES[one.codes.read(0, min(one.codes.size, BAND)).view(np.uint8) & 0x7F]
+        ratio, smallest = min(ratios, key=lambda pair: pair[0])
+        values = VALUES[smallest.codes.read(0, min(smallest.codes.size, BAND)).view(np.uint8) & 0x7F]
         again = (values * np.float32(ratio)).astype(DTYPES["F8_E4M3"]).astype(np.float32) / np.float32(ratio)
         added = 100 * float(np.linalg.norm(again - values) / np.linalg.norm(values))
-        found = f"{1 / ratio:.3g} times smaller than the largest: {added:.1f}% are added"
-        yield one.finding("requantized", "one scale for layers that are fused", found, blocks=len(groups))
+        seen = f"{1 / ratio:.3g} times smaller than the largest: {added:.1f}% are added"
+        yield smallest.finding("requantized", "one scale for layers that are fused", seen, blocks=len(groups))
 
 
 def _dtypes(checkpoint: Checkpoint, weights: Sequence[Weight], consumers: Sequence[str]) -> Iterator[Finding]:
     # Scales below the normal numbers of float16, as they are stored, or as transformers keeps them.
     model = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
     is_kept = model == "float16" and has(consumers, "transformers")
-    of = [one for one in weights if one.scales and one.scale and (is_kept or one.scale.dtype == "F16")]
-    small = [(min(one.scales), one) for one in of if min(one.scales) < 2.0**-14]
+    of = [weight for weight in weights if weight.scales and weight.scale and (is_kept or weight.scale.dtype == "F16")]
+    small = [(min(weight.scales), weight) for weight in of if min(weight.scales) < 2.0**-14]
     if small:
-        least, one = min(small, key=lambda pair: pair[0])
-        found = f"{least:.3g}, off by up to {100 * 2.0**-25 / least:.1f}%"
-        yield one.finding("scale-half", f"at least {2.0**-14:.2g} in float16", found, blocks=len(small))
+        least, smallest = min(small, key=lambda pair: pair[0])
+        error = f"{least:.3g}, off by up to {100 * 2.0**-25 / least:.1f}%"
+        yield smallest.finding("scale-half", f"at least {2.0**-14:.2g} in float16", error, blocks=len(small))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from f8emu.audit.blocks import Blocks, Weight, bands
-from f8emu.audit.checkpoint import DTYPES, Joined, Stored
+from f8emu.audit.checkpoint import DTYPES, Joined, Tensor
 from f8emu.audit.findings import Severity
 from f8emu.audit.formats import Format
 from f8emu.dialects.arithmetic import block_amax, codes_of_other, factors_from_stored
@@ -14,30 +14,30 @@ from f8emu.dialects.matching import Candidate, candidates, count_codes, numbers_
 from f8emu.dialects.rules import TENSOR, PowerOfTwo
 
 
-def compare(weight: Weight, blocks: Blocks, source: Stored | Joined, siblings: Sequence[Stored], form: Format) -> None:
+def compare(weight: Weight, blocks: Blocks, source: Tensor | Joined, siblings: Sequence[Tensor], form: Format) -> None:
     """The dialects of a weight, if any has its blocks. `siblings` are the sources of the layers fused with it."""
     raw = blocks.raw.reshape(-1, weight.grid[-1])
     # 1. The scales, for which the largest magnitudes are enough; then the codes: of dialects with these scales to the
     # end, of all others a part, to find the nearest.
     amax = np.zeros(raw.shape, np.float32)
     for at, x in bands(weight, source):
-        found = block_amax(x, weight.extent)
-        np.maximum(amax[at : at + len(found)], found, out=amax[at : at + len(found)])
+        part = block_amax(x, weight.extent)
+        np.maximum(amax[at : at + len(part)], part, out=amax[at : at + len(part)])
     every, right, size = _candidates(weight, source, amax, raw)
     if not every:
         weight.uncompared = f"no dialect has blocks of {' x '.join(map(str, weight.extent))}"
         return
-    fits = [one for one in right if one.fits]
+    fits = [candidate for candidate in right if candidate.fits]
     if not fits and weight.block == TENSOR and len(siblings) > 1:
-        largest = [block_amax(x[None], TENSOR).max() for one in siblings for x in one.parts()]
+        largest = [block_amax(x[None], TENSOR).max() for sibling in siblings for x in sibling.parts()]
         shared = np.full_like(amax, max(largest))
-        fits = [one for one in _candidates(weight, source, shared, raw)[1] if one.fits]
-    weight.dialects, weight.stored = tuple(one.dialect.name for one in fits), hash(blocks.raw.tobytes())
+        fits = [candidate for candidate in _candidates(weight, source, shared, raw)[1] if candidate.fits]
+    weight.dialects, weight.stored = tuple(candidate.dialect.name for candidate in fits), hash(blocks.raw.tobytes())
     if fits:
-        if all(one.zeros_scaled for one in fits):
+        if all(candidate.zeros_scaled for candidate in fits):
             zeros = amax == 0
             weight.add("zero-scale", f"{float(fits[0].scale[zeros][0]):.4g}", f"{float(raw[zeros][0]):.4g}", zeros)
-        powers = [one for one in fits if one.form.is_power_of_two]
+        powers = [candidate for candidate in fits if candidate.form.is_power_of_two]
         if form.is_power_of_two or len(powers) == len(fits):
             _by_logarithm(weight, raw, every, powers)
         return
@@ -46,57 +46,63 @@ def compare(weight: Weight, blocks: Blocks, source: Stored | Joined, siblings: S
         return
     # 3. Of the source in another dtype. Few codes that differ are faults, for which some master could be imagined.
     other = {"F32": "its bfloat16 copy", "BF16": "a float32 master"}.get(source.dtype)
-    for one in every if other else ():
-        if (count := _of_other(weight, source, amax, raw, one)) > size // 1000:
-            found = f"{other}, cast so; {count} codes differ"
-            weight.add("cast-from", f"the source, cast by {one.dialect.name}", found)
+    for candidate in every if other else ():
+        if (count := _of_other(weight, source, amax, raw, candidate)) > size // 1000:
+            seen = f"{other}, cast so; {count} codes differ"
+            weight.add("cast-from", f"the source, cast by {candidate.dialect.name}", seen)
             return
     # 4. The nearest: by its codes, as long as some are right; then the one whose scales moved; then by its scales.
-    wrong = [min(int(one.codes_differ.sum()), size // 2) for one in right or every]
-    tied = [one for one, count in zip(right or every, wrong, strict=True) if count == min(wrong)]
+    wrong = [min(int(candidate.codes_differ.sum()), size // 2) for candidate in right or every]
+    tied = [candidate for candidate, count in zip(right or every, wrong, strict=True) if count == min(wrong)]
     with np.errstate(all="ignore"):
-        far = [float(np.median(np.abs(np.log2(one.factors.scale / raw.astype(np.float32))))) for one in tied]
-    best = next((one for one in tied if _moved(one.scale, raw)), tied[far.index(min(far))])
+        ratios = [np.log2(candidate.factors.scale / raw.astype(np.float32)) for candidate in tied]
+        far = [float(np.median(np.abs(ratio))) for ratio in ratios]
+    best = next((candidate for candidate in tied if _moved(candidate.scale, raw)), tied[far.index(min(far))])
     if not right:
         best.codes_differ[:] = 0
         _count_codes(weight, source, [best], is_sample=False)
-    weight.expected = frozenset(hash(one.scale.tobytes()) for one in tied)
+    weight.expected = frozenset(hash(candidate.scale.tobytes()) for candidate in tied)
     _differ(weight, raw, best)
 
 
 def _candidates(
-    weight: Weight, source: Stored | Joined, amax: np.ndarray, raw: np.ndarray
+    weight: Weight, source: Tensor | Joined, amax: np.ndarray, raw: np.ndarray
 ) -> tuple[list[Candidate], list[Candidate], int]:
     # All, those whose scales are right, and the number of codes that were compared. Zeros need no right scale.
     # Of a matrix of one block, several granularities are the same.
     rows, k = weight.codes.shape[-2:]
     every = candidates(lambda _: amax, raw, (rows, k), weight.extent, DTYPES[source.dtype])
-    for one in every:
-        if not (one.scales_differ & (amax != 0)).any() and one.scales_differ.any():
-            one.zeros_scaled, one.scales_differ = True, np.zeros_like(one.scales_differ)
-    right = [one for one in every if not one.scales_differ.any()]
+    for candidate in every:
+        if not (candidate.scales_differ & (amax != 0)).any() and candidate.scales_differ.any():
+            candidate.zeros_scaled, candidate.scales_differ = True, np.zeros_like(candidate.scales_differ)
+    right = [candidate for candidate in every if not candidate.scales_differ.any()]
     return every, right, _count_codes(weight, source, right or every, is_sample=not right) if every else 0
 
 
 def _of_scales(
-    weight: Weight, source: Stored | Joined, amax: np.ndarray, raw: np.ndarray, every: Sequence[Candidate], form: Format
+    weight: Weight, source: Tensor | Joined, amax: np.ndarray, raw: np.ndarray, every: Sequence[Candidate], form: Format
 ) -> bool:
     # Whether the codes are those of the source under the scales, as they are or as they were before they were rounded.
-    rounded = [one for one in every if not (numbers_differ(one.scale, raw) & (amax != 0)).any()]
-    of_rule = {one.dialect.code: one for one in every if not one.dialect.stored.is_multiplier}.values()
+    rounded = [candidate for candidate in every if not (numbers_differ(candidate.scale, raw) & (amax != 0)).any()]
+    decoding = [candidate for candidate in every if not candidate.dialect.stored.is_multiplier]
+    of_rule = {candidate.dialect.code: candidate for candidate in decoding}.values()
     # Scales that are mostly a dialect's were changed.
-    is_changed = not form.observer and any(2 * one.scales_differ.sum() < raw.size for one in every)
-    given = [
-        replace(one, factors=factors_from_stored(raw, one.dialect), codes_differ=np.zeros_like(one.codes_differ))
-        for one in of_rule
+    is_changed = not form.observer and any(2 * candidate.scales_differ.sum() < raw.size for candidate in every)
+    scaled = [
+        replace(
+            candidate,
+            factors=factors_from_stored(raw, candidate.dialect),
+            codes_differ=np.zeros_like(candidate.codes_differ),
+        )
+        for candidate in of_rule
     ]
-    for of in (rounded, [] if is_changed else given):
-        for one in of:
-            one.codes_differ[:] = 0
+    for of in (rounded, [] if is_changed else scaled):
+        for candidate in of:
+            candidate.codes_differ[:] = 0
         _count_codes(weight, source, of, is_sample=True)
-        left = [one for one in of if not one.codes_differ.any()]
+        left = [candidate for candidate in of if not candidate.codes_differ.any()]
         _count_codes(weight, source, left, is_sample=False)
-        best = next((one for one in left if not one.codes_differ.any()), None)
+        best = next((candidate for candidate in left if not candidate.codes_differ.any()), None)
         if best is None:
             continue
         name, stored = best.dialect.name, weight.scale.dtype if weight.scale else ""
@@ -107,25 +113,25 @@ def _of_scales(
         else:
             clipped = amax / (448 * raw.astype(np.float32))
             severity = Severity.NOTE if form.observer or float(np.nanmax(clipped)) <= 2 else Severity.WARNING
-            found = f"codes by {name}, scales by {form.observer or 'another rule'}"
-            weight.add("scale-given", "scales of a known rule", found, severity=severity)
+            rule = f"codes by {name}, scales by {form.observer or 'another rule'}"
+            weight.add("scale-given", "scales of a known rule", rule, severity=severity)
         return True
     return False
 
 
-def _of_other(weight: Weight, source: Stored | Joined, amax: np.ndarray, raw: np.ndarray, one: Candidate) -> int:
+def _of_other(weight: Weight, source: Tensor | Joined, amax: np.ndarray, raw: np.ndarray, candidate: Candidate) -> int:
     # `codes_of_other` of the whole weight.
     total = 0
     for (at, x), (_, codes) in zip(bands(weight, source), bands(weight, weight.codes), strict=True):
         down = slice(at, at + -(-len(x) // min(weight.extent[0], len(x))))
-        count = codes_of_other(x, amax[down], codes, raw[down], one.dialect, weight.extent)
+        count = codes_of_other(x, amax[down], codes, raw[down], candidate.dialect, weight.extent)
         if not count:
             return 0
         total += count
     return total
 
 
-def _count_codes(weight: Weight, source: Stored | Joined, of: Sequence[Candidate], *, is_sample: bool) -> int:
+def _count_codes(weight: Weight, source: Tensor | Joined, of: Sequence[Candidate], *, is_sample: bool) -> int:
     # Of the whole weight or, as a sample, of its first band: the number of codes that were compared.
     size = 0
     for (at, x), (_, codes) in zip(bands(weight, source), bands(weight, weight.codes), strict=True):
@@ -138,10 +144,10 @@ def _count_codes(weight: Weight, source: Stored | Joined, of: Sequence[Candidate
 
 def _by_logarithm(weight: Weight, raw: np.ndarray, every: Sequence[Candidate], powers: Sequence[Candidate]) -> None:
     # Where all that fits rounds by a float logarithm, and the bits give twice the scale.
-    bits = [one for one in every if one.form.power_of_two in (PowerOfTwo.UP, PowerOfTwo.DOWN)]
+    bits = [candidate for candidate in every if candidate.form.power_of_two in (PowerOfTwo.UP, PowerOfTwo.DOWN)]
     logarithms = (PowerOfTwo.UP_LOG2, PowerOfTwo.DOWN_LOG2)
-    if bits and powers and all(one.form.power_of_two in logarithms for one in powers):
-        best = min(bits, key=lambda one: int(one.scales_differ.sum())).scale.astype(np.float32)
+    if bits and powers and all(candidate.form.power_of_two in logarithms for candidate in powers):
+        best = min(bits, key=lambda candidate: int(candidate.scales_differ.sum())).scale.astype(np.float32)
         there = raw.astype(np.float32)
         if (wrong := best == 2 * there).any():
             weight.add("logarithm", f"{best[wrong][0]:.9g}", f"{there[wrong][0]:.9g}", wrong)
@@ -159,10 +165,10 @@ def _differ(weight: Weight, raw: np.ndarray, best: Candidate) -> None:
     expected = f"by {name}, the nearest: scale {float(best.scale[first]):.9g}"
     if best.codes_differ[first]:
         expected += f", code {best.first[int(first[0])]}"
-    found = f"scale {float(raw[first]):.9g}; {scales} scales and {codes} codes differ in all"
+    seen = f"scale {float(raw[first]):.9g}; {scales} scales and {codes} codes differ in all"
     is_other = scales or codes > weight.codes.size // 20  # dialects with the same scales differ in 3% of codes at most
     severity = Severity.ERROR if is_other else Severity.WARNING
-    weight.add("no-dialect", expected, found, wrong, severity=severity)
+    weight.add("no-dialect", expected, seen, wrong, severity=severity)
 
 
 def _moved(a: np.ndarray, b: np.ndarray) -> str:

@@ -15,7 +15,7 @@ from f8emu.audit.blocks import Blocks, Weight, magnitudes
 from f8emu.audit.checkpoint import DTYPES
 from f8emu.audit.counts import TOP, VALUES, Counts, wrong_cast
 from f8emu.audit.findings import Finding, Severity
-from f8emu.audit.formats import CONSUMERS, Format, Kind
+from f8emu.audit.formats import CONSUMERS, Format, ScaleKind
 from f8emu.audit.zeros import lost, of_zeros
 from f8emu.dialects.rules import MX_GROUP, ROW, TENSOR
 
@@ -47,7 +47,7 @@ def unscaled(weight: Weight, blocks: Blocks, *, is_told: bool) -> None:
 
 
 def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[str]) -> None:
-    """What codes and scales of one weight show, and what its largest codes say of the rule that made the scales."""
+    """Add the findings from codes and scales of one weight, and from its largest codes against its scales."""
     _forbidden(weight, blocks)
     largest, scale = blocks.largest, blocks.scale
     weight.blocks, weight.zeros = len(scale), Counter(scale[(largest == 0) & (scale >= 0)].tolist())
@@ -60,13 +60,15 @@ def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[st
     # 1. The kind of scales.
     has_mantissa = used & ((scale.view(np.uint32) & 0x7FFFFF) != 0)
     is_float, bits = bool(has_mantissa.any()), scale[used].view(np.uint32)
-    kind = weight.kind = Kind.E8M0 if blocks.raw.dtype == DTYPES["F8_E8M0"] else Kind.FLOAT if is_float else Kind.POWER
+    is_e8m0 = blocks.raw.dtype == DTYPES["F8_E8M0"]
+    kind = ScaleKind.E8M0 if is_e8m0 else ScaleKind.FLOAT if is_float else ScaleKind.POWER
+    weight.kind = kind
     every = np.array([bits.min(), bits.max()]) if is_float else np.flatnonzero(np.bincount(bits >> 23)) << 23
     weight.scales = frozenset(every.astype(np.uint32).view(np.float32).tolist())
     weight.largest = int(largest[used].max())
     if weight.block not in (TENSOR, ROW):
-        if form.is_power_of_two and kind is Kind.FLOAT:
-            weight.add("scale-format", Kind.POWER, kind, has_mantissa)
+        if form.is_power_of_two and kind is ScaleKind.FLOAT:
+            weight.add("scale-format", ScaleKind.POWER, kind, has_mantissa)
         for key in consumers:
             if kind in CONSUMERS[key]:
                 severity, effect = CONSUMERS[key][kind]
@@ -74,7 +76,7 @@ def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[st
                 weight.add("scale-kind", f"what {key} takes", kind, wrong, severity=severity, effect=effect)
     # 2. Codes that no right cast gives.
     weight.counts = blocks.counts
-    if wrong := wrong_cast(weight.counts, largest[used], is_float=kind is Kind.FLOAT):
+    if wrong := wrong_cast(weight.counts, largest[used], is_float=kind is ScaleKind.FLOAT):
         weight.add("wrong-cast", *wrong, blocks=count)
     # 3. Floors: the codes of a block are small because its scale could not be smaller.
     floors = np.array([floor for floor in of_zeros() if 0 < floor < 2.0**-7], np.float32)
@@ -85,7 +87,7 @@ def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[st
         weight.add("floored", "0x6e or more", f"{largest[first]:#04x} under {scale[first]:.4g}, a floor", is_faint)
     # 4. Scales larger than the codes need: by 8% where they have mantissa bits, else by more than the factor of 2 that
     # a power of two may be. The rule CEIL of Microscaling leaves codes of 128 to 256.
-    limit, share = (TOP - 1, 0.95) if kind is Kind.FLOAT and count >= 4 else (_HALF, 0.5)
+    limit, share = (TOP - 1, 0.95) if kind is ScaleKind.FLOAT and count >= 4 else (_HALF, 0.5)
     is_small = used & ~is_floored & (largest < limit)
     is_ceil = weight.block == MX_GROUP and np.mean(largest[used] < _CEIL) <= 0.05
     if np.mean(is_small[used]) > share and not is_ceil:
@@ -94,12 +96,12 @@ def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[st
     # 5. 448 in every block, under powers of two or one scale for all.
     is_top = used & (largest == TOP)
     is_full = bool(np.all((is_floored | is_top)[used]) and not is_floored[used].all())
-    weight.is_full = is_full and kind is not Kind.FLOAT
+    weight.is_full = is_full and kind is not ScaleKind.FLOAT
     if weight.is_full or (is_full and len(weight.scales) == 1):
         weight.chance, is_rare, clipped = _chance(weight, count)
-        if len(weight.scales) == 1 and count >= 4 and is_rare and (kind is Kind.FLOAT or 1.0 in weight.scales):
+        if len(weight.scales) == 1 and count >= 4 and is_rare and (kind is ScaleKind.FLOAT or 1.0 in weight.scales):
             weight.add("scale-constant", "a scale of each block", f"{min(weight.scales):.4g} in all", is_top)
-        elif clipped and kind is not Kind.FLOAT:
+        elif clipped and kind is not ScaleKind.FLOAT:
             weight.add("saturated", "448 in few blocks", clipped, is_top)
 
 
@@ -114,14 +116,14 @@ def _forbidden(weight: Weight, blocks: Blocks) -> None:
     ):
         if wrong.any():
             first = int(wrong.argmax())
-            found = f"code {blocks.largest[first]:#04x} under scale {blocks.scale[first]:.4g}"
-            weight.add(check, expected, found, wrong)
+            seen = f"code {blocks.largest[first]:#04x} under scale {blocks.scale[first]:.4g}"
+            weight.add(check, expected, seen, wrong)
     if blocks.raw.dtype == DTYPES["F8_E8M0"]:
         stored = blocks.raw.view(np.uint8)[blocks.largest > 0]
         # 2^k by value, and then a byte: powers of two are left, and 0 of all below 1.
         if stored.size and stored.min() < 64 and not np.any(stored & (np.maximum(stored, 1) - 1)):
-            found = f"bytes {', '.join(map(str, stored[:8]))}"
-            weight.add("e8m0-by-value", "exponents about 120", found, blocks=stored.size)
+            seen = f"bytes {', '.join(map(str, stored[:8]))}"
+            weight.add("e8m0-by-value", "exponents about 120", seen, blocks=stored.size)
     if blocks.used.any() and weight.largest_code == TOP:
         _amplitude(weight, blocks)
 
@@ -136,16 +138,16 @@ def _amplitude(weight: Weight, blocks: Blocks) -> None:
         counts = blocks.counts.codes[1:]
         middle = float(VALUES[1 + np.searchsorted(np.cumsum(counts), counts.sum() / 2)])
         if middle * _low(scale[used]) > _LARGEST_MEDIAN:
-            found = f"{low:.3g}; by the reciprocal {_low(inverse[used]):.3g}, by scale / 448 {low / 448:.3g}"
-            weight.add("amplitude", "largest weights below 10", found, blocks=int(used.sum()))
+            seen = f"{low:.3g}; by the reciprocal {_low(inverse[used]):.3g}, by scale / 448 {low / 448:.3g}"
+            weight.add("amplitude", "largest weights below 10", seen, blocks=int(used.sum()))
             return
     # 2. One block of many whose weights are large, and not an outlier in it alone. Rows may be large.
     largest = np.argsort(amax)[-4:][::-1] if min(weight.extent) >= 32 and len(amax) > 1 else []
-    for index in (int(one) for one in largest if amax[one] > _LARGEST_AMAX):
+    for index in (int(i) for i in largest if amax[i] > _LARGEST_AMAX):
         middle = float(np.median(VALUES[magnitudes(weight, index)]) * scale[index])
         if middle > _LARGEST_MEDIAN:
-            found = f"{amax[index]:.3g}, and {middle:.3g} in the middle"
-            weight.add("amplitude", "largest weights below 10", found, np.arange(len(amax)) == index)
+            seen = f"{amax[index]:.3g}, and {middle:.3g} in the middle"
+            weight.add("amplitude", "largest weights below 10", seen, np.arange(len(amax)) == index)
             return
 
 
@@ -179,62 +181,64 @@ def _chance(weight: Weight, used: int) -> tuple[float, bool, str]:
 
 
 def together(form: Format, weights: Sequence[Weight]) -> None:
-    """What only the whole checkpoint shows; and what other weights and the source explain."""
+    """Add the findings that need the whole checkpoint, and drop those that other weights or the source explain."""
     # 1. Scales rounded after the cast. One quantizer made them all: if every weight is full, their chances multiply,
     # but weights with an end count once for each scale, since layers may share the end.
-    powers = [one for one in weights if one.kind in (Kind.POWER, Kind.E8M0)]
+    powers = [weight for weight in weights if weight.kind in (ScaleKind.POWER, ScaleKind.E8M0)]
     pooled = 1.0
-    if all(one.is_full for one in powers):
-        ends = frozenset[float]().union(*(one.scales for one in powers))
-        pooled = min(_IN_WINDOW ** len(ends), math.prod(one.chance for one in powers))
-    for one in powers:
-        alone = min(one.chance, _IN_WINDOW ** len(one.scales)) * len(powers)
-        is_told = any(found.check in ("saturated", "scale-constant") for found in one.findings)
-        if one.is_full and not is_told and min(pooled, alone) < _NEVER:
-            one.add("rounded-after", "448 in about 5% of blocks", f"448 in all {one.used} blocks", blocks=one.used)
+    if all(weight.is_full for weight in powers):
+        ends = frozenset[float]().union(*(weight.scales for weight in powers))
+        pooled = min(_IN_WINDOW ** len(ends), math.prod(weight.chance for weight in powers))
+    for weight in powers:
+        alone = min(weight.chance, _IN_WINDOW ** len(weight.scales)) * len(powers)
+        is_told = any(finding.check in ("saturated", "scale-constant") for finding in weight.findings)
+        if weight.is_full and not is_told and min(pooled, alone) < _NEVER:
+            seen = f"448 in all {weight.used} blocks"
+            weight.add("rounded-after", "448 in about 5% of blocks", seen, blocks=weight.used)
     # 2. scale_fmt of the configuration, where it says none.
-    of_blocks = [one for one in weights if one.kind is not None and one.block not in (TENSOR, ROW)]
-    scales = frozenset[float]().union(*(one.scales for one in of_blocks))
+    of_blocks = [weight for weight in weights if weight.kind is not None and weight.block not in (TENSOR, ROW)]
+    scales = frozenset[float]().union(*(weight.scales for weight in of_blocks))
     is_unsaid = form.method == "fp8" and not form.is_power_of_two and scales - {1.0}
-    if is_unsaid and all(one.kind is Kind.POWER for one in of_blocks):
+    if is_unsaid and all(weight.kind is ScaleKind.POWER for weight in of_blocks):
         # amax / 448 may be one by accident, in blocks of one amax: then 448 is in all of them.
-        is_chance = all(one.is_full for one in of_blocks) and len(scales) < 2
+        is_chance = all(weight.is_full for weight in of_blocks) and len(scales) < 2
         severity = Severity.NOTE if is_chance else Severity.WARNING
-        found = f"powers of two in all {sum(one.used for one in of_blocks)} blocks"
+        found = f"powers of two in all {sum(weight.used for weight in of_blocks)} blocks"
         of_blocks[0].add("scale-format-unsaid", "scale_fmt ue8m0", found, severity=severity)
     # 3. Codes that only many weights show to be wrong.
-    counted = [one for one in weights if one.counts is not None]
-    if len(counted) > 1 and not any(found.check == "wrong-cast" for one in weights for found in one.findings):
-        codes, blocks = (sum(part) for part in zip(*(one.counts for one in counted if one.counts), strict=True))
-        largest = np.array([one.largest for one in counted], np.uint8)
-        is_float = all(one.kind is Kind.FLOAT for one in counted)
+    counted = [weight for weight in weights if weight.counts is not None]
+    if len(counted) > 1 and not any(finding.check == "wrong-cast" for weight in weights for finding in weight.findings):
+        tallies = [weight.counts for weight in counted if weight.counts is not None]
+        codes, blocks = (sum(part) for part in zip(*tallies, strict=True))
+        largest = np.array([weight.largest for weight in counted], np.uint8)
+        is_float = all(weight.kind is ScaleKind.FLOAT for weight in counted)
         if wrong := wrong_cast(Counts(np.asarray(codes), float(blocks)), largest, is_float=is_float):
-            counted[0].add("wrong-cast", *wrong, blocks=sum(one.used for one in counted))
+            counted[0].add("wrong-cast", *wrong, blocks=sum(weight.used for weight in counted))
     # 4. Weights whose dialects are not that of the others with the same blocks.
-    known = [(one, one.dialects) for one in weights if one.dialects]
-    for block in dict.fromkeys(one.block for one, _ in known):
-        alike = [(one, names) for one, names in known if one.block == block]
+    known = [(weight, weight.dialects) for weight in weights if weight.dialects]
+    for block in dict.fromkeys(weight.block for weight, _ in known):
+        alike = [(weight, names) for weight, names in known if weight.block == block]
         ((usual, count),) = Counter(name for _, names in alike for name in names).most_common(1)
-        other = [(one, names) for one, names in alike if usual not in names]
+        other = [(weight, names) for weight, names in alike if usual not in names]
         if other and count > len(other):
-            one, names = other[0]
-            one.add("dialects-mixed", usual, f"{names[0]}, in {len(other)} of {len(alike)} weights")
+            weight, names = other[0]
+            weight.add("dialects-mixed", usual, f"{names[0]}, in {len(other)} of {len(alike)} weights")
     # 5. What others explain. The shards of a fused layer share the scale of the largest; scales may be another's.
-    reached = {scale for one in weights if one.block == TENSOR and one.largest >= _HALF for scale in one.scales}
-    owners = {scales: one.name for one in weights for scales in one.expected}
-    for one in weights:
-        owner = owners.get(one.stored) if one.stored not in one.expected else None
-        is_shared = one.block == TENSOR and one.scales & reached
-        one.findings = [
-            _explained(found, one, owner) for found in one.findings if not (found.check == "too-coarse" and is_shared)
-        ]
+    whole = [weight for weight in weights if weight.block == TENSOR and weight.largest >= _HALF]
+    reached = {scale for weight in whole for scale in weight.scales}
+    owners = {scales: weight.name for weight in weights for scales in weight.expected}
+    for weight in weights:
+        owner = owners.get(weight.stored) if weight.stored not in weight.expected else None
+        is_shared = weight.block == TENSOR and weight.scales & reached
+        kept = [finding for finding in weight.findings if not (finding.check == "too-coarse" and is_shared)]
+        weight.findings = [_explained(finding, weight, owner) for finding in kept]
 
 
-def _explained(found: Finding, weight: Weight, owner: str | None) -> Finding:
-    if found.check == "no-dialect" and owner is not None:
-        return weight.finding("grid-moved", f"scales of {weight.name}", f"those of {owner}", block=found.block)
+def _explained(finding: Finding, weight: Weight, owner: str | None) -> Finding:
+    if finding.check == "no-dialect" and owner is not None:
+        return weight.finding("grid-moved", f"scales of {weight.name}", f"those of {owner}", block=finding.block)
     # A dialect that gives every byte refutes what was judged by chance: the weights were clipped before. A float32
     # scale of 0 is then its way with zeros; smaller dtypes underflow.
-    is_zero = found.check == "scale-zero" and weight.scale is not None and weight.scale.dtype == "F32"
-    is_refuted = weight.dialects and (is_zero or found.check in _BY_CHANCE)
-    return replace(found, severity=Severity.NOTE) if is_refuted else found
+    is_zero = finding.check == "scale-zero" and weight.scale is not None and weight.scale.dtype == "F32"
+    is_refuted = weight.dialects and (is_zero or finding.check in _BY_CHANCE)
+    return replace(finding, severity=Severity.NOTE) if is_refuted else finding

@@ -18,16 +18,16 @@ _TOLD = "a scale of zeros, which is the same in every block"
 @functools.cache
 def of_zeros(*dtypes: str) -> Mapping[float, Sequence[str]]:
     """The scale of a block of zeros -> the dialects that give it; of weights in float32 and bfloat16, or `dtypes`."""
-    found: dict[float, list[str]] = defaultdict(list)
-    for name in (one.name for one in DIALECTS.values() if one.scale is not None):
+    dialects: dict[float, list[str]] = defaultdict(list)
+    for name in (dialect.name for dialect in DIALECTS.values() if dialect.scale is not None):
         for scale in {zero_block_scale(name, dtype) for dtype in dtypes or ("float32", "bfloat16")}:
-            found[scale].append(name)
-    return found
+            dialects[scale].append(name)
+    return dialects
 
 
 def fingerprints(weights: Sequence[Weight]) -> dict[str, int]:
     """The scales of zero blocks, and the dialects that give them -> the number of blocks."""
-    total: Counter[float] = sum((one.zeros for one in weights), Counter())
+    total: Counter[float] = sum((weight.zeros for weight in weights), Counter())
     named: dict[str, int] = {}
     for scale, count in total.most_common(4):
         names = of_zeros().get(scale, ())
@@ -48,8 +48,8 @@ def lost(weight: Weight, blocks: Blocks, used: NDArray[np.bool]) -> None:
         every = {*of_zeros(), *(of_zeros("float16") if blocks.raw.dtype == np.float16 else ())}
         known = np.array([*every], np.float32).astype(blocks.raw.dtype).astype(np.float32)
     if weight.block == TENSOR and len(scale) == 1 and 0 < blocks.filled < 0.55:
-        found = f"zeros in the last {100 * (1 - blocks.filled):.0f}% of rows"
-        weight.add("lost-codes", "weights in all rows", found, severity=Severity.WARNING)
+        seen = f"zeros in the last {100 * (1 - blocks.filled):.0f}% of rows"
+        weight.add("lost-codes", "weights in all rows", seen, severity=Severity.WARNING)
     wrong = (largest == 0) & (scale > 0) & ~np.isin(scale, known)
     if not wrong.any():
         return
@@ -63,17 +63,17 @@ def lost(weight: Weight, blocks: Blocks, used: NDArray[np.bool]) -> None:
         is_own = np.median(others) >= int(others.max()) - (8 if is_power else 1)
         is_certain = bool(is_own) and len(others) >= (2 if low < high else 4) and (is_certain or is_among)
     if is_certain:
-        found = f"{int(wrong.sum())} blocks of zeros under {len(values)} scales, {values[-1]:.4g} and others"
-        weight.add("lost-codes", _TOLD, found, wrong)
+        seen = f"{int(wrong.sum())} blocks of zeros under {len(values)} scales, {values[-1]:.4g} and others"
+        weight.add("lost-codes", _TOLD, seen, wrong)
 
 
 def lost_whole(weights: Sequence[Weight]) -> None:
     """Weights of zeros alone under one scale, which is as large as the scales of other weights."""
-    whole = [one for one in weights if not one.used and len(one.zeros) == 1 and not one.findings]
-    scales = Counter(scale for one in whole for scale in one.zeros)
-    for one in whole:
-        (scale,) = one.zeros
-        others = [value for other in weights if other.used and other.block == one.block for value in other.scales]
-        is_known = scale in of_zeros() or (scale in others and one.block == TENSOR) or scales[scale] > 1
+    whole = [weight for weight in weights if not weight.used and len(weight.zeros) == 1 and not weight.findings]
+    scales = Counter(scale for weight in whole for scale in weight.zeros)
+    for weight in whole:
+        (scale,) = weight.zeros
+        others = [value for other in weights if other.used and other.block == weight.block for value in other.scales]
+        is_known = scale in of_zeros() or (scale in others and weight.block == TENSOR) or scales[scale] > 1
         if others and not is_known and min(others) / 2 < scale < 2 * max(others):
-            one.add("lost-codes", _TOLD, f"zeros alone under {scale:.4g}, a scale as those of other weights")
+            weight.add("lost-codes", _TOLD, f"zeros alone under {scale:.4g}, a scale as those of other weights")

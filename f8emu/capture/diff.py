@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from f8emu.capture.explain import CAST_FROM, OF_OTHER, explained, first_block, is_of_copy
-from f8emu.capture.findings import Finding, Found, compared, findings_page, numbered
+from f8emu.capture.findings import Comparison, Difference, compared, findings_page, numbered
 from f8emu.capture.pairing import Half, Key, renamed, unseen
 from f8emu.capture.read import CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord, TensorRecord
@@ -29,8 +29,8 @@ _OPTIONS = ("a_format", "b_format", "granularity_a", "granularity_b", "out_dtype
 
 
 @dataclass(slots=True, kw_only=True)
-class CaptureDiff(Found):
-    """What two captures have in common, and where they part. What is missing was not compared."""
+class CaptureDiff(Comparison):
+    """The equal and the differing parts of two captures. Missing parts were not compared."""
 
     context: list[str] = field(default_factory=list)
     """Differences in how the two were made: device, versions, recipe, ..."""
@@ -39,7 +39,7 @@ class CaptureDiff(Found):
     stages_equal: int = 0
     elements: int = 0
     elements_equal: int = 0
-    divergences: list[Finding] = field(default_factory=list)
+    divergences: list[Difference] = field(default_factory=list)
     """All divergences in the order of execution: the first is where the captures part."""
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ class CaptureDiff(Found):
             elif part == "value" and tensor == "weight" and x is not None and y is not None and is_of_copy(x, y):
                 facts["cause"] = CAST_FROM
             where = {"step": step, "place": a.record.place, "part": part, "tensor": tensor}
-            self.divergences.append(Finding(**where, elements=size, **facts))
+            self.divergences.append(Difference(**where, elements=size, **facts))
 
 
 def diff_captures(
@@ -115,40 +115,40 @@ def diff_captures(
         names: pairs `REGEX=REPLACEMENT` that make the names of A's layers those of B's, as `re.sub` does.
         progress: receives the progress.
     """
-    found = CaptureDiff()
+    result = CaptureDiff()
 
     def tasks() -> Iterator[tuple[str, list[Callable[[], None]]]]:
-        for step_a, step_b in _paired(a, b, found):
+        for step_a, step_b in _paired(a, b, result):
             # 1. How the two were made, and what is broken.
-            found.steps += 1
-            found.context += [text for text in _context(step_a, step_b) if text not in found.context]
-            found.damaged += [*step_a.damaged, *step_b.damaged]
-            one, other = _half("A", renamed(step_a, names), found), _half("B", step_b, found)
+            result.steps += 1
+            result.context += [text for text in _context(step_a, step_b) if text not in result.context]
+            result.damaged += [*step_a.damaged, *step_b.damaged]
+            one, other = _half("A", renamed(step_a, names), result), _half("B", step_b, result)
             one, other = one.without_fusion(other), other.without_fusion(one)
             # 2. Records of one layer, GEMM and call.
-            compare = partial(found.compare, one, other, errors)
+            compare = partial(result.compare, one, other, errors)
             yield step_a.name, [partial(compare, key) for key in one.records if key in other.records]
             # 3. What is on one side only counts unless the other side says that it lacks it.
-            for lone, half, there in ((found.only_a, one, other), (found.only_b, other, one)):
+            for lone, half, there in ((result.only_a, one, other), (result.only_b, other, one)):
                 rest = [x for key, x in half.records.items() if key not in there.records and not there.lacks(x)]
-                told = [x for x in rest if not there.never_shows(x.record)]
-                lone += [f"{half.step.name}: {x.record.place}" for x in told]
-                if more := len(rest) - len(told):
+                shown = [x for x in rest if not there.never_shows(x.record)]
+                lone += [f"{half.step.name}: {x.record.place}" for x in shown]
+                if more := len(rest) - len(shown):
                     why = "the other capture is of another stack's layers, which show forward passes alone"
-                    said = f"{counted(more, 'record')} not compared: {why}"
-                    found.missing.append(f"{half.name}: {half.step.name}: {said}")
+                    missing = f"{counted(more, 'record')} not compared: {why}"
+                    result.missing.append(f"{half.name}: {half.step.name}: {missing}")
 
-    found.examine("diff", tasks(), progress)
-    if found.damaged and not found.stages and not found.is_interrupted:
-        raise CaptureError(found.damaged[0])
-    return found
+    result.examine("diff", tasks(), progress)
+    if result.damaged and not result.stages and not result.is_interrupted:
+        raise CaptureError(result.damaged[0])
+    return result
 
 
 def _paired(
-    a: Sequence[CapturedStep], b: Sequence[CapturedStep], found: CaptureDiff
+    a: Sequence[CapturedStep], b: Sequence[CapturedStep], result: CaptureDiff
 ) -> Iterator[tuple[CapturedStep, CapturedStep]]:
     (of_a, missing_a), (of_b, missing_b) = numbered(a), numbered(b)
-    found.missing += [*(f"A: {text}" for text in missing_a), *(f"B: {text}" for text in missing_b)]
+    result.missing += [*(f"A: {text}" for text in missing_a), *(f"B: {text}" for text in missing_b)]
     # Two steps that were named are compared whatever their numbers and ranks are.
     if len(of_a) == len(of_b) == 1:
         of_b = dict(zip(of_a, of_b.values(), strict=True))
@@ -158,17 +158,17 @@ def _paired(
             f"diff: no step of one capture is in the other: {' against '.join(names)}; give one step of each, "
             "PATH/step-..., to compare steps or ranks with each other"
         )
-    found.only_a += [of_a[key].name for key in of_a if key not in of_b]
-    found.only_b += [of_b[key].name for key in of_b if key not in of_a]
+    result.only_a += [of_a[key].name for key in of_a if key not in of_b]
+    result.only_b += [of_b[key].name for key in of_b if key not in of_a]
     yield from ((of_a[key], of_b[key]) for key in of_a if key in of_b)
 
 
-def _half(name: str, step: CapturedStep, found: CaptureDiff) -> Half:
+def _half(name: str, step: CapturedStep, result: CaptureDiff) -> Half:
     # A second record of one place is noted.
     records: dict[Key, CapturedRecord] = {}
-    for one in step.records:
-        if records.setdefault(one.record.key, one) is not one:
-            found.missing.append(f"{name}: {step.name}: {one.record.place} appears twice: {one.path}")
+    for captured in step.records:
+        if records.setdefault(captured.record.key, captured) is not captured:
+            result.missing.append(f"{name}: {step.name}: {captured.record.place} appears twice: {captured.path}")
     return Half(name, step, records)
 
 
@@ -176,15 +176,17 @@ def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
     # What may explain a difference: said first, and no difference in itself.
 
     def shown(step: CapturedStep) -> dict[str, str]:
-        header, records = step.header, [one.record for one in step.records]
+        header, records = step.header, [captured.record for captured in step.records]
         return {
             "step": str(header.step),
             "rank": f"{header.rank} of {header.world_size}",
             "recipe": _listed((recipe.label for recipe in header.recipes.values()), "none"),
             **{"framework": header.framework, "device": header.device, "plan": header.plan},
             **{name: version for name, version in header.versions.items() if version is not None},
-            "engine": _listed((one.engine for one in records if isinstance(one, GemmRecord)), "none"),
-            "layers of": _listed((one.module for one in records if isinstance(one, ForeignRecord)), "f8emu"),
+            "engine": _listed((captured.engine for captured in records if isinstance(captured, GemmRecord)), "none"),
+            "layers of": _listed(
+                (captured.module for captured in records if isinstance(captured, ForeignRecord)), "f8emu"
+            ),
         }
 
     if a.path.resolve() == b.path.resolve():
@@ -207,23 +209,23 @@ def _why(of_a: Half, of_b: Half, key: Key, part: str, is_fault: bool, tensor: st
     if a is None or b is None:
         return {}
     x, y = (a.factors, b.factors) if part.endswith("scale") else (a.codes, b.codes)
-    found = {} if is_fault else {"block": first_block(different(x, y), a.block, a.codes.shape)}
+    first = {} if is_fault else {"block": first_block(different(x, y), a.block, a.codes.shape)}
     # from the tensor before its cast; a tensor that differs itself is cause enough
     x, y = of_a.value(key, side), of_b.value(key, side)
     if x is not None and y is not None and compared(x, y, "", "", 0):
-        return found
+        return first
     cause = explained(y if x is None else x, a, b)
     is_of_other = tensor == "weight" and any(of in cause for of in OF_OTHER)
-    return found | {"cause": f"{cause}; {CAST_FROM}" if is_of_other else cause}
+    return first | {"cause": f"{cause}; {CAST_FROM}" if is_of_other else cause}
 
 
-def diff_page(found: CaptureDiff, errors: int) -> Page:
+def diff_page(result: CaptureDiff, errors: int) -> Page:
     """Differences in how the captures were made, then where they part."""
-    lists = {"A alone has": found.only_a, "B alone has": found.only_b}
-    lists |= {"missing": found.missing, "damaged": found.damaged}
-    above = [f"A / B: {text}" for text in found.context]
+    lists = {"A alone has": result.only_a, "B alone has": result.only_b}
+    lists |= {"missing": result.missing, "damaged": result.damaged}
+    above = [f"A / B: {text}" for text in result.context]
 
-    def shown(one: Mismatch) -> str:
-        return f"{one.part} [{', '.join(map(str, one.index))}]: A {one.observed}  B {one.expected}"
+    def shown(mismatch: Mismatch) -> str:
+        return f"{mismatch.part} [{', '.join(map(str, mismatch.index))}]: A {mismatch.observed}  B {mismatch.expected}"
 
-    return findings_page("diff", above, found.divergences, lists, errors, shown)
+    return findings_page("diff", above, result.divergences, lists, errors, shown)

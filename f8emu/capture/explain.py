@@ -20,7 +20,7 @@ from f8emu.spec import BFLOAT16, E4M3FN
 
 _SHOWN = 4
 """Dialects named of a side; those that agree on the matrix at hand may be many."""
-_DIVISIONS = tuple(one for one in Division if one is not Division.EXPONENT)
+_DIVISIONS = tuple(division for division in Division if division is not Division.EXPONENT)
 _CODES = (CodeRule.MULTIPLIER, CodeRule.INVERSE, CodeRule.QUOTIENT)
 _ANY = next(iter(DIALECTS.values()))
 """A dialect whose rules are replaced by others."""
@@ -63,11 +63,11 @@ def explained(value: np.ndarray | None, a: Side, b: Side) -> str:
     for name, of, other in (("A", a, b), ("B", b, a)):
         if text := _fused(of, other):
             return f"{name}: {text}"
-    found = _related(a, b)
+    causes = _related(a, b)
     for name, side in (("A", a), ("B", b)):
-        if name not in found and value is not None and side.codes.dtype == dtype_of(E4M3FN):
-            found[name] = _origin(value, side)
-    return "; ".join(f"{name}: {found[name]}" for name in sorted(found))
+        if name not in causes and value is not None and side.codes.dtype == dtype_of(E4M3FN):
+            causes[name] = _origin(value, side)
+    return "; ".join(f"{name}: {causes[name]}" for name in sorted(causes))
 
 
 def first_block(wrong: Any, block: tuple[int, int], shape: tuple[int, ...]) -> str:
@@ -132,28 +132,28 @@ def _origin(value: np.ndarray, side: Side) -> str:
         with np.errstate(over="ignore", invalid="ignore"):
             values[OF_OTHER[0]] = value.astype(dtype_of(BFLOAT16))
     # 2. A dialect; one whose scale was rounded afterwards; a rule that no dialect has.
-    known = sorted(DIALECTS.values(), key=lambda one: not one.name.startswith(side.stack))
+    known = sorted(DIALECTS.values(), key=lambda dialect: not dialect.name.startswith(side.stack))
     for of, x in values.items():
-        if found := fitting(x, side.codes, side.scale, side.block, known):
-            names = [one.dialect.name for one in found]
+        if fits := fitting(x, side.codes, side.scale, side.block, known):
+            names = [dialect.dialect.name for dialect in fits]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            zeros = min(one.zeros_differ for one in found)
+            zeros = min(dialect.zeros_differ for dialect in fits)
             signs = f", but for the sign of {counted(zeros, 'zero')}" if zeros else ""
             return ", ".join(names[:_SHOWN]) + more + of + signs
         if late := fitting(x, side.codes, side.scale, side.block, known, change=_up):
             return f"codes of {late[0].dialect.name}, but {_LATE}{of}"
     if value.dtype == dtype_of(BFLOAT16):
-        if name := next((one.name for one in known if _is_of_master(value, side, one)), ""):
+        if name := next((dialect.name for dialect in known if _is_of_master(value, side, dialect)), ""):
             return name + OF_OTHER[1]
     for of, x in values.items():
-        if found := fitting(x, side.codes, side.scale, side.block, _rules(side)):
-            return f"no dialect; {found[0].dialect.formula}{of}"
+        if fits := fitting(x, side.codes, side.scale, side.block, _rules(side)):
+            return f"no dialect; {fits[0].dialect.formula}{of}"
     return "no dialect"
 
 
 def _is_of_master(value: np.ndarray, side: Side, dialect: Dialect) -> bool:
     # Whether the dialect may have cast float32 values whose copy this is.
-    own, form = next((one for one in dialect.blocks if side.has_block(one)), None), dialect.scale
+    own, form = next((block for block in dialect.blocks if side.has_block(block)), None), dialect.scale
     if own is None or form is None:
         return False
     amax = arithmetic.block_amax(value, own, ignores_nan=form.ignores_nan)
@@ -170,5 +170,5 @@ def _rules(side: Side) -> list[Dialect]:
     if (side.factors > least).any():  # else any scale is a floor
         floored = [replace(form, amax_floor=float(f"{448 * least:.3g}")) for form in forms]
         forms += [*floored, *(replace(form, scale_floor=least) for form in forms)]
-    own = {"stored": Stored(), "blocks": (side.block,)}
-    return [replace(_ANY, scale=form, code=CodeForm(rule=code), **own) for form, code in product(forms, _CODES)]
+    fixed = {"stored": Stored(), "blocks": (side.block,)}
+    return [replace(_ANY, scale=form, code=CodeForm(rule=code), **fixed) for form, code in product(forms, _CODES)]

@@ -1,4 +1,4 @@
-"""What `f8emu replay` and `f8emu diff` share: findings, what captures lack, the walk through records, and the page."""
+"""Shared by `f8emu replay` and `f8emu diff`: findings, missing records, the walk through records, and the page."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from f8emu.capture.read import CapturedStep
 from f8emu.capture.record import CaptureError
 from f8emu.conformance.compare import Mismatch, counted, different, distances, mismatches
 from f8emu.conformance.run.result import Progress, Silent
-from f8emu.report.page import Block, Page, Section, Text
+from f8emu.report.page import Element, Page, Section, Text
 from f8emu.verdict import Exit, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Difference:
     """One stage whose bits differ."""
 
     step: str
@@ -65,12 +65,12 @@ class Finding:
 
 
 def compared(x: np.ndarray | None, y: np.ndarray | None, case: str, part: str, errors: int) -> dict[str, Any]:
-    """The fields of a Finding that say how two arrays differ, of which None is not there; empty where they do not."""
+    """How two arrays differ, as fields of a Difference. None marks a missing array; equal arrays give {}."""
     if x is None or y is None or x.dtype != y.dtype or x.shape != y.shape:
         there = [one for one in (x, y) if one is not None]
-        kinds = " / ".join(f"{one.dtype.name}{list(one.shape)}" for one in there)
+        kinds = " / ".join(f"{array.dtype.name}{list(array.shape)}" for array in there)
         fault = kinds if len(there) == 2 else f"only {'B' if x is None else 'A'} has it"
-        return {"elements_different": max(one.size for one in there), "fault": fault}
+        return {"elements_different": max(array.size for array in there), "fault": fault}
     wrong = different(x, y)
     if not wrong.any():
         return {}
@@ -96,8 +96,8 @@ def ulps(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Found:
-    """What a replay or a diff found; also of one that was interrupted."""
+class Comparison:
+    """The result of a replay or a diff, which may have been interrupted."""
 
     damaged: list[str] = field(default_factory=list)
     """Files that are not what was written, by their SHA-256, or that hold no record of a capture, and why."""
@@ -109,16 +109,16 @@ class Found:
         self, command: str, steps: Iterable[tuple[str, Sequence[Callable[[], None]]]], progress: Progress | None
     ) -> None:
         """The tasks of each step, one a record. A CaptureError costs its record alone; Ctrl-C ends the walk."""
-        told = progress or Silent()
+        bar = progress or Silent()
         try:
             for name, tasks in steps:
-                told.begin(command, name, len(tasks))
+                bar.begin(command, name, len(tasks))
                 for task in tasks:
                     try:
                         task()
                     except CaptureError as error:
                         self.damaged.append(str(error))
-                    told.advance()
+                    bar.advance()
         except KeyboardInterrupt:
             self.is_interrupted = True
 
@@ -133,13 +133,13 @@ class Found:
         return self.verdict.is_equal
 
     def judged(
-        self, findings: Sequence[Finding], of: str, *, equal: str = "", otherwise: str, nothing: str, undone: str = ""
+        self, parts: Sequence[Difference], of: str, *, equal: str = "", otherwise: str, nothing: str, undone: str = ""
     ) -> Verdict:
         """The verdict: `of` is what was compared, `equal` how much of it is equal; the worst that was found names it.
 
         `otherwise` is a difference without a finding, `nothing` says that nothing was compared, `undone` how much.
         """
-        difference = f"NOT EQUAL, first at {findings[0].where}" if findings else otherwise
+        difference = f"NOT EQUAL, first at {parts[0].where}" if parts else otherwise
         if difference:
             return Verdict(Exit.DIFFERENT, f"{difference}; equal: {equal}{of}").after(ctrl_c=self.is_interrupted)
         if self.is_interrupted:
@@ -155,19 +155,19 @@ class Found:
 
 def findings_page(
     command: str,
-    above: Sequence[Block | str],
-    findings: Sequence[Finding],
+    above: Sequence[Element | str],
+    findings: Sequence[Difference],
     lists: Mapping[str, Sequence[str]],
     errors: int,
     shown: Callable[[Mismatch], str] = Mismatch.line,
 ) -> Page:
-    """What is above, the first finding with its mismatches, the others, then titled lists."""
+    """The blocks `above`, the first finding with its mismatches, the other findings, then titled lists."""
     blocks = [Text(points=[one]) if isinstance(one, str) else one for one in above]
     lines: list[str] = []
     if findings:
         first, *others = findings
-        what = "divergence" if command == "diff" else "difference"
-        lines = [f"first {what}: {first.line()}", *(f"  {shown(one)}" for one in first.mismatches[:errors])]
+        kind = "divergence" if command == "diff" else "difference"
+        lines = [f"first {kind}: {first.line()}", *(f"  {shown(mismatch)}" for mismatch in first.mismatches[:errors])]
         lists = {"also differ": [one.line() for one in others], **lists}
     for title, of in lists.items():
         if of:
@@ -180,18 +180,18 @@ def findings_page(
 
 def numbered(steps: Sequence[CapturedStep]) -> tuple[dict[tuple[int, int], CapturedStep], list[str]]:
     """(step, rank) -> step, a finished one rather than an unfinished one; and what is missing, or there twice."""
-    found: dict[tuple[int, int], CapturedStep] = {}
+    kept_steps: dict[tuple[int, int], CapturedStep] = {}
     missing: list[str] = []
     # 1. Finished steps come first in the order, and so keep their number.
     for step in sorted(steps, key=lambda step: not step.is_complete):
-        kept = found.setdefault((step.header.step, step.header.rank), step)
+        kept = kept_steps.setdefault((step.header.step, step.header.rank), step)
         if kept is not step:
             missing.append(f"{step.name} appears twice: {kept.path}, {step.path}")
     # 2. What the steps themselves say.
     for step in steps:
         if not step.is_complete:
             missing.append(f"{step.name} was never finished: {step.path}")
-        missing += [f"{step.name}: {one.place} was left out: {one.reason}" for one in step.left_out]
+        missing += [f"{step.name}: {left_out.place} was left out: {left_out.reason}" for left_out in step.left_out]
     # 3. Of a step that any rank captured, all ranks are expected; but a step given by its own path stands alone.
     headers = [step.header for step in steps if not step.is_alone]
     for number in sorted({header.step for header in headers}):
@@ -199,4 +199,4 @@ def numbered(steps: Sequence[CapturedStep]) -> tuple[dict[tuple[int, int], Captu
         lacking = size - len({header.rank for header in headers if header.step == number})
         if lacking:
             missing.append(f"step {number}: {counted(lacking, 'rank')} of {size} did not capture it")
-    return found, missing
+    return kept_steps, missing

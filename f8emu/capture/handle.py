@@ -35,7 +35,7 @@ def session_of(
 
 
 class Handle:
-    """What the captures of torch and JAX have in common. A failing capture never stops the training."""
+    """The part of a capture that torch and JAX share. A failing capture never stops the training."""
 
     def __init__(
         self, session: Session, tensors: bool, stored: Callable[[Any], Stored], fault: Callable[[Any], str]

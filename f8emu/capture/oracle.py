@@ -90,9 +90,13 @@ def _tensors(step: CapturedStep, record: GemmRecord, tensor: str) -> Iterator[np
     # The tensors that could be read: those before the GEMM, latest first, then those after it, next first.
     # Backward passes may come in another order than forward passes, and the callbacks of JAX in any order.
     place = record.layer, tensor
-    found = [one for one in step.records if isinstance(one.record, TensorRecord) and one.record.key[:2] == place]
-    found.sort(key=lambda one: (one.record.order > record.order, abs(one.record.order - record.order)))
-    for captured in found:
+    tensors = [
+        captured
+        for captured in step.records
+        if isinstance(captured.record, TensorRecord) and captured.record.key[:2] == place
+    ]
+    tensors.sort(key=lambda one: (one.record.order > record.order, abs(one.record.order - record.order)))
+    for captured in tensors:
         try:
             yield captured.load()["value"]
         except CaptureError:  # whoever reads the records in turn says so
@@ -160,11 +164,11 @@ class Sampled:
 
     def scale(self, side: str) -> np.ndarray | None:
         """The scales of these rows of a side; None in high precision."""
-        found = self.arrays.get(f"{side}.scale")
+        scale = self.arrays.get(f"{side}.scale")
         places, size = (self.rows, self.record.m) if side == "a" else (self.columns, self.record.n)
-        if found is None or found.shape[0] == 1 != size:
-            return found  # one for all, or of one block
-        return found[np.unique(places // BLOCK)] if _has_blocks(self.record, side) else found[places]
+        if scale is None or scale.shape[0] == 1 != size:
+            return scale  # one for all, or of one block
+        return scale[np.unique(places // BLOCK)] if _has_blocks(self.record, side) else scale[places]
 
 
 def sampled(record: GemmRecord, arrays: Arrays, outputs: int | None) -> Sampled:
@@ -197,7 +201,7 @@ def _rows(units: np.ndarray, unit: int, size: int) -> np.ndarray:
 
 
 def product_of(part: Sampled, judge: Subject, split_k: int) -> np.ndarray:
-    """What the captured operands give."""
+    """The product of the captured operands."""
     # 1. The chip and the output type that the record names.
     record, captured = part.record, part.product
     chip = CHIPS.get(record.chip)
@@ -227,7 +231,7 @@ def _padded(codes: np.ndarray) -> np.ndarray:
 
 
 def likely_cause(part: Sampled, wrong: np.ndarray, judge: Subject) -> str:
-    """What the pattern of wrong outputs says: another S, one row (of a), one column (of b), one output."""
+    """The cause that fits the pattern of wrong outputs: another S, one row (of a), one column (of b), one output."""
     # 1. One wrong line of outputs is a wrong operand.
     record = part.record
     rows, columns = part.rows[wrong.any(axis=1)], part.columns[wrong.any(axis=0)]

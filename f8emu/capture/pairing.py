@@ -27,7 +27,7 @@ Key = tuple[str, str, int]
 
 def renamed(step: CapturedStep, names: Sequence[str]) -> CapturedStep:
     """The step with other names of layers: each of `names` is `REGEX=REPLACEMENT`, as `re.sub` takes them."""
-    layers, fault = [one.record.layer for one in step.records], ""
+    layers, fault = [captured.record.layer for captured in step.records], ""
     for name in names:
         pattern, equals, replacement = name.rpartition("=")
         try:
@@ -39,7 +39,10 @@ def renamed(step: CapturedStep, names: Sequence[str]) -> CapturedStep:
                 f"diff: map must be REGEX=REPLACEMENT, as re.sub takes them; got {name}{fault}; escape dots as \\."
             )
     pairs = zip(step.records, layers, strict=True)
-    return replace(step, records=tuple(replace(one, record=replace(one.record, layer=layer)) for one, layer in pairs))
+    return replace(
+        step,
+        records=tuple(replace(captured, record=replace(captured.record, layer=layer)) for captured, layer in pairs),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,7 @@ class Shard(CapturedRecord):
     """The layers that are fused, this one among them."""
 
     def load(self) -> Arrays:
-        """As of a layer of its own; without scales whose blocks reach into another shard."""
+        """The arrays of the shard alone, without scales whose blocks reach into another shard."""
         arrays, record = self.whole.load(), self.whole.record
         rows = slice(self.start, self.stop)
         if isinstance(record, TensorRecord):
@@ -81,71 +84,75 @@ class Half:
 
     def without_fusion(self, other: "Half") -> "Half":
         """With the shards of `other` in the place of each fused layer that `other` does not have."""
-        found: dict[Key, CapturedRecord] = {}
-        for (layer, what, turn), one in self.records.items():
+        records: dict[Key, CapturedRecord] = {}
+        for (layer, what, turn), captured in self.records.items():
             stem, _, name = layer.rpartition(".")
             shards = tuple(f"{stem}.{shard}".lstrip(".") for shard in FUSED.get(name, ()))
             sizes = [other.rows(shard) for shard in shards]
             is_fused = shards and all(sizes) and sum(sizes) == self.rows(layer)
             if not is_fused or what not in (*_SHOWN, "weight") or (layer, what, turn) in other.records:
-                found[layer, what, turn] = one
+                records[layer, what, turn] = captured
                 continue
             for shard, (start, stop) in zip(shards, pairwise(accumulate(sizes, initial=0)), strict=True):
-                own = {} if isinstance(one.record, TensorRecord) else {"n": stop - start}
-                record = replace(one.record, layer=shard, **own)
-                places = {"path": one.path, "size": one.size, "sha256": one.sha256, "whole": one, "siblings": shards}
-                found[shard, what, turn] = Shard(record=record, start=start, stop=stop, **places)
-        return replace(self, records=found)
+                own = {} if isinstance(captured.record, TensorRecord) else {"n": stop - start}
+                record = replace(captured.record, layer=shard, **own)
+                file = {"path": captured.path, "size": captured.size, "sha256": captured.sha256}
+                records[shard, what, turn] = Shard(
+                    record=record, whole=captured, siblings=shards, start=start, stop=stop, **file
+                )
+        return replace(self, records=records)
 
     def rows(self, layer: str) -> int:
         """The rows of a layer's weight; 0 of a layer that is not there."""
-        one = self.records.get((layer, "output", 1))
-        return getattr(one.record, "n", 0) if one else 0
+        captured = self.records.get((layer, "output", 1))
+        return getattr(captured.record, "n", 0) if captured else 0
 
-    def lacks(self, one: CapturedRecord) -> bool:
+    def lacks(self, captured: CapturedRecord) -> bool:
         """Whether the step says itself that it left this out, or was never finished."""
         # A list of what was left out may end with "N more", which stands for any record.
         places = [left.place for left in self.step.left_out]
-        is_told = any(one.record.place.startswith(place) or place.endswith(" more") for place in places)
+        is_told = any(captured.record.place.startswith(place) or place.endswith(" more") for place in places)
         return is_told or not self.step.is_complete
 
     def never_shows(self, record: Record) -> bool:
         """Whether a capture of another stack's layers alone cannot have this: only forward passes are shown."""
-        gemms = {type(one.record) for one in self.step.records if not isinstance(one.record, TensorRecord)}
+        gemms = {
+            type(captured.record) for captured in self.step.records if not isinstance(captured.record, TensorRecord)
+        }
         return gemms == {ForeignRecord} and record.what not in _SHOWN
 
     def operand(self, key: Key, side: str, other: "Half") -> Side | None:
         """`a` or `b` of a GEMM with its codes and scales, or None."""
-        one = self.records[key]
-        record, arrays = one.record, one.load()
+        captured = self.records[key]
+        record, arrays = captured.record, captured.load()
         codes, scale = arrays.get(f"{side}.codes"), arrays.get(f"{side}.scale")
         if isinstance(record, TensorRecord) or codes is None or scale is None:
             return None
         rows, columns = record.block(side)
         stack = record.module.partition(" ")[0] if isinstance(record, ForeignRecord) else "torchao"
         shards: dict[str, np.ndarray] = {}
-        if side == "b" and isinstance(one, Shard):
+        if side == "b" and isinstance(captured, Shard):
             # one of them may not be there, or be broken, which is said in its turn
             with suppress(KeyError, CaptureError):
-                shards = {name: other.records[name, *key[1:]].load()["b.scale"] for name in one.siblings}
+                shards = {name: other.records[name, *key[1:]].load()["b.scale"] for name in captured.siblings}
         return Side(codes=codes, scale=scale, block=(min(rows, len(codes)), columns), stack=stack, shards=shards)
 
     def value(self, key: Key, side: str) -> np.ndarray | None:
         """The tensor that `a` or `b` of a GEMM was cast from, as its operand lies; None if it was not captured."""
         layer, gemm, turn = key
         tensor, is_transposed = OPERANDS[gemm]["ab".index(side)], TRANSPOSED[gemm]["ab".index(side)]
-        one = self.records.get((layer, tensor, turn)) or self.records.get((layer, tensor, 1))
+        captured = self.records.get((layer, tensor, turn)) or self.records.get((layer, tensor, 1))
         try:
-            value = None if one is None else one.load()["value"]
+            value = None if captured is None else captured.load()["value"]
         except CaptureError:  # whoever reads the records in turn says so
             return None
         return value.T if value is not None and is_transposed else value
 
 
-def unseen(one: Record, other: Record) -> Iterator[tuple[tuple[str, ...], str]]:
+def unseen(record: Record, other: Record) -> Iterator[tuple[tuple[str, ...], str]]:
     """(parts, why) of what a layer of another stack does not show, or shows with something added."""
-    if isinstance(one, ForeignRecord):
-        if one.not_shown:
-            yield one.not_shown, f"not shown by {one.module}"
-        if one.has_bias and not getattr(other, "has_bias", False):
-            yield ("product",), f"of {one.module} has a bias added to it"
+    if isinstance(record, ForeignRecord):
+        if record.not_shown:
+            yield record.not_shown, f"not shown by {record.module}"
+        if record.has_bias and not getattr(other, "has_bias", False):
+            yield ("product",), f"of {record.module} has a bias added to it"

@@ -120,8 +120,8 @@ def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
         )
     # 3. A step that died before its first index is told as left out.
     begun = [name for name in names if _BEGUN.fullmatch(name) and not has_index[name]]
-    told = tuple(LeftOut(place=name, size=0, reason="it was begun, and has no index") for name in begun)
-    steps[0] = replace(steps[0], left_out=(*steps[0].left_out, *told))
+    unindexed = tuple(LeftOut(place=name, size=0, reason="it was begun, and has no index") for name in begun)
+    steps[0] = replace(steps[0], left_out=(*steps[0].left_out, *unindexed))
     return tuple(sorted(steps, key=lambda step: (step.header.step, step.header.rank)))
 
 

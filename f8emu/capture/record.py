@@ -108,8 +108,8 @@ class GemmRecord(_Record):
     def __post_init__(self) -> None:
         self._require(GEMM_NAMES, "gemm")
         self._require(FORMATS, "a_format", "b_format", "out_dtype")
-        self._require([one.value for one in Granularity], "granularity_a", "granularity_b")
-        self._require([one.value for one in Source], "split_k_source")
+        self._require([granularity.value for granularity in Granularity], "granularity_a", "granularity_b")
+        self._require([source.value for source in Source], "split_k_source")
         self._require(("hardware", "emulated"), "engine")
         if self.split_k < 1:
             raise SpecError(f"'split_k' must be at least 1; found {self.split_k}")

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from f8emu.capture.findings import Finding, Found, compared, findings_page, numbered
+from f8emu.capture.findings import Comparison, Difference, compared, findings_page, numbered
 from f8emu.capture.oracle import (
     Expected,
     Sampled,
@@ -37,7 +37,7 @@ KINDS = ("scale", "codes", "product")
 
 @dataclass(slots=True, kw_only=True)
 class Count:
-    """What was compared of one kind."""
+    """The number of compared parts and elements of one kind."""
 
     parts: int = 0
     parts_equal: int = 0
@@ -46,15 +46,15 @@ class Count:
 
 
 @dataclass(slots=True, kw_only=True)
-class Replay(Found):
-    """What a replay found. Whatever of a capture is there is replayed."""
+class Replay(Comparison):
+    """The result of a replay, which covers everything that a capture holds."""
 
     steps: list[str] = field(default_factory=list)
     gemms: int = 0
     counts: dict[str, Count] = field(default_factory=lambda: {kind: Count() for kind in KINDS})
     outputs: int = 0
     """The number of outputs of all products; `counts` has how many of them were computed again."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Difference] = field(default_factory=list)
     """All findings in the order of execution: look at the first."""
     not_replayed: list[str] = field(default_factory=list)
     """Place and reason."""
@@ -99,25 +99,25 @@ def replay(
         raise SpecError(f"replay: oracle must be one of {', '.join(ORACLES)}; got {oracle!r}")
     if outputs is not None and outputs < 1:
         raise SpecError(f"replay: outputs must be at least 1, or None for all; got {outputs}")
-    found = Replay(missing=numbered(steps)[1])
+    result = Replay(missing=numbered(steps)[1])
     judges: dict[str, Subject] = {}
 
     def tasks() -> Iterator[tuple[str, list[Callable[[], None]]]]:
         for step in steps:
-            found.steps.append(step.name)
-            found.damaged += step.damaged
-            if step.header.reason not in ("", *found.reasons):
-                found.reasons.append(step.header.reason)
-            run = _Step(step, found, partial(_judge, judges, oracle, found), outputs, errors)
+            result.steps.append(step.name)
+            result.damaged += step.damaged
+            if step.header.reason not in ("", *result.reasons):
+                result.reasons.append(step.header.reason)
+            run = _Step(step, result, partial(_judge, judges, oracle, result), outputs, errors)
             yield step.name, [partial(run.record, captured) for captured in step.records]
 
-    found.examine("replay", tasks(), progress)
-    if found.damaged and not found.gemms and not found.is_interrupted:
-        raise CaptureError(found.damaged[0])
-    return found
+    result.examine("replay", tasks(), progress)
+    if result.damaged and not result.gemms and not result.is_interrupted:
+        raise CaptureError(result.damaged[0])
+    return result
 
 
-def _judge(judges: dict[str, Subject], oracle: str | None, found: Replay, record: GemmRecord) -> Subject:
+def _judge(judges: dict[str, Subject], oracle: str | None, result: Replay, record: GemmRecord) -> Subject:
     # Never who computed it; f8ref.numpy, which is slower, where JAX is missing.
     name = oracle or ("f8ref.jax" if record.engine == "hardware" else "f8ref.numpy")
     # torch and JAX are loaded for a capture that needs them only
@@ -128,7 +128,7 @@ def _judge(judges: dict[str, Subject], oracle: str | None, found: Replay, record
             if oracle is not None:
                 raise
             judges[name] = load_subject("f8ref.numpy")
-        found.oracles.append(judges[name].engine)
+        result.oracles.append(judges[name].engine)
     return judges[name]
 
 
@@ -199,32 +199,32 @@ class _Step:
         shown = np.where(wrong, expected.array, observed)
         facts = compared(observed, shown, f"{self.step.name}: {record.place}", part, self.errors)
         if sample is not None:
-            facts["mismatches"] = tuple(_placed(one, sample) for one in facts["mismatches"])
+            facts["mismatches"] = tuple(_placed(mismatch, sample) for mismatch in facts["mismatches"])
         place = {"step": self.step.name, "place": record.place, "part": part, "tensor": tensor, "cause": cause}
-        self.found.findings.append(Finding(elements=wrong.size, **place, **facts))
+        self.found.findings.append(Difference(elements=wrong.size, **place, **facts))
 
 
-def _placed(one: Mismatch, sample: Sampled) -> Mismatch:
+def _placed(mismatch: Mismatch, sample: Sampled) -> Mismatch:
     # With the index in the whole product, and the operands that lead to it.
-    i, j = one.index
+    i, j = mismatch.index
     inputs = f"{abbreviated(sample.a[i], 'a')} {abbreviated(sample.b[j], 'b')}"
-    return replace(one, index=(int(sample.rows[i]), int(sample.columns[j])), inputs=inputs)
+    return replace(mismatch, index=(int(sample.rows[i]), int(sample.columns[j])), inputs=inputs)
 
 
-def replay_page(found: Replay, errors: int) -> Page:
+def replay_page(result: Replay, errors: int) -> Page:
     """One row a kind of stage; findings, first to last, with mismatches of the first; then what was not judged."""
     rows: list[Row] = []
-    for kind, count in found.counts.items():
-        share = f"{count.elements}" + (f" (of {found.outputs})" if kind == "product" != count.elements else "")
+    for kind, count in result.counts.items():
+        share = f"{count.elements}" + (f" (of {result.outputs})" if kind == "product" != count.elements else "")
         tone: Tone = "good" if count.parts == count.parts_equal > 0 else "bad" if count.parts else "quiet"
         equal = Cell(text=f"{count.parts_equal}/{count.parts}", tone=tone)
         rows.append([kind, equal, share, str(count.elements_equal)])
     table = Table(
-        caption=f"replay of {', '.join(found.steps) or 'nothing'}",
+        caption=f"replay of {', '.join(result.steps) or 'nothing'}",
         columns=("stage", "equal", "bits of", "elements equal"),
         rows=rows,
         numeric=frozenset((1, 2, 3)),
     )
-    lists = {"damaged": found.damaged, "not replayed": found.not_replayed, "missing": found.missing}
-    above = [table, *(f"captured because of {reason}" for reason in found.reasons)]
-    return findings_page("replay", above, found.findings, lists, errors)
+    lists = {"damaged": result.damaged, "not replayed": result.not_replayed, "missing": result.missing}
+    above = [table, *(f"captured because of {reason}" for reason in result.reasons)]
+    return findings_page("replay", above, result.findings, lists, errors)

@@ -78,11 +78,11 @@ class Session:
         """Whether a value that is not finite makes a difference."""
         return self.is_ring and not self.reason and not self.is_over
 
-    def next(self, layer: str, what: str) -> dict[str, int]:
+    def next(self, layer: str, name: str) -> dict[str, int]:
         """`order` and `turn` of the next record."""
         # The number of records so far: records that are left out count too, so that two captures can be matched.
         order = sum(self._turns.values())
-        turn = self._turns[layer, what] = self._turns.get((layer, what), 0) + 1
+        turn = self._turns[layer, name] = self._turns.get((layer, name), 0) + 1
         return {"order": order, "turn": turn}
 
     def add(self, record: Record, size: int, arrays: Callable[[], Arrays]) -> None:

@@ -104,7 +104,11 @@ class StepWriter:
         left_out = self.left_out[:_MOST_LISTED]
         if more := len(self.left_out) - len(left_out):
             left_out.append(LeftOut(place=f"{more} more", size=0, reason="not listed one by one"))
-        index = {"is_complete": is_complete, "records": self._entries, "left_out": [asdict(one) for one in left_out]}
+        index = {
+            "is_complete": is_complete,
+            "records": self._entries,
+            "left_out": [asdict(record) for record in left_out],
+        }
         text = json.dumps(self._header.to_json() | index, indent=1).encode()
         _write(self._path / INDEX, iter((text,)))
         _sync_directory(self._path)
@@ -114,8 +118,8 @@ def make_directory(path: Path) -> None:
     """A directory, and those above it that are missing; each lasts, as its name in the one above does."""
     missing = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        _sync_directory(one.parent)
+    for directory in missing:
+        _sync_directory(directory.parent)
 
 
 def size_of(arrays: Mapping[str, Stored]) -> int:

@@ -1,4 +1,4 @@
-"""What reads a run again: `f8emu inspect` its log, `f8emu replay` and `f8emu diff` its captured steps."""
+"""Commands on files of a run: `f8emu inspect` reads its log, `f8emu replay` and `f8emu diff` its captured steps."""
 
 from enum import Enum
 from pathlib import Path

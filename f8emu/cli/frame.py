@@ -1,4 +1,4 @@
-"""What every command shares: exit statuses, errors as messages, lines and pages."""
+"""Shared by all commands: errors as messages, lines, pages and reports."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def find_modules_here() -> None:
 
 
 def console() -> "Console":
-    """Where tables go."""
+    """The console that draws tables."""
     from rich.console import Console
 
     return Console(width=width())

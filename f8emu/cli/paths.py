@@ -1,4 +1,4 @@
-"""What a command reads and writes: each path says it by its type, and `checked` looks at all of them before it runs.
+"""Paths that a command reads and writes: their types say which, and `checked` looks at all before the command runs.
 
 No output replaces an input of the run, what belongs to one, or another output, through whatever link or spelling.
 """
@@ -25,7 +25,7 @@ _DONE = {"verify": "verified", "fit": "fitted", "diff": "compared", "plan": "pla
 
 
 class Use(Enum):
-    """What a command does with a path."""
+    """The use that a command makes of a path."""
 
     READ = "a file or a directory that is read"
     WRITE = "a file that is written when all is done"
@@ -46,17 +46,17 @@ def checked(command: Any) -> Callable[..., None]:
     uses = {name: use for name, hint in command.__annotations__.items() if (use := use_of(hint))}
 
     @wraps(command)
-    def run(**given: Any) -> None:
-        paths = [(use, given[name]) for name, use in uses.items() if given[name] is not None]
+    def run(**values: Any) -> None:
+        paths = [(use, values[name]) for name, use in uses.items() if values[name] is not None]
         if status := guarded(_check, command.__name__, paths):
             raise typer.Exit(status)
-        command(**given)
+        command(**values)
 
     return run
 
 
 def use_of(hint: Any) -> Use | None:
-    """What is done with a parameter of this type, if it is a path that says so."""
+    """The use in a parameter's type, or None."""
     return next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Use)), None)
 
 
@@ -68,8 +68,8 @@ def text_of(command: str, path: Path) -> str:
         raise SpecError(f"{command}: cannot read {path}: {error}; check the path: it must be a JSON file") from None
 
 
-def _check(command: str, given: list[tuple[Use, Path]]) -> int:
-    inputs, outputs = ([path for use, path in given if use is one] for one in (Use.READ, Use.WRITE))
+def _check(command: str, paths: list[tuple[Use, Path]]) -> int:
+    inputs, outputs = ([path for use, path in paths if use is one] for one in (Use.READ, Use.WRITE))
     for i, out in enumerate(outputs):
         _require_place(command, out)
         if out.exists() and not out.is_file():
@@ -105,13 +105,13 @@ def _is_same(a: Path, b: Path) -> bool:
     return os.path.realpath(a) == os.path.realpath(b) or (a.exists() and b.exists() and a.samefile(b))
 
 
-def _belongs(out: Path, given: Path) -> bool:
+def _belongs(out: Path, other: Path) -> bool:
     # It is an input, or one that is a directory has it, by a name of its own or through a link, or would read it.
-    if _is_same(out, given):
+    if _is_same(out, other):
         return True
     places = os.path.realpath(out), os.path.join(os.path.realpath(out.parent), out.name)
-    is_read, is_shard = (any(fnmatchcase(path.name, one) for one in _READ_BY_NAME) for path in (out, given))
-    if any(Path(place).is_relative_to(os.path.realpath(given.parent if is_shard else given)) for place in places):
-        return is_read or (given.is_dir() and out.exists())
-    files = (Path(at, name) for at, _, names in os.walk(given) for name in names)
+    is_read, is_shard = (any(fnmatchcase(path.name, pattern) for pattern in _READ_BY_NAME) for path in (out, other))
+    if any(Path(place).is_relative_to(os.path.realpath(other.parent if is_shard else other)) for place in places):
+        return is_read or (other.is_dir() and out.exists())
+    files = (Path(at, name) for at, _, names in os.walk(other) for name in names)
     return out.exists() and any(_is_same(out, file) for file in islice(files, 100_000))  # / has millions

@@ -1,4 +1,4 @@
-"""What f8emu knows, and what this machine adds: `f8emu recipes`, `doctor`, `record` (of a GPU) and `plan` (split-K)."""
+"""`f8emu recipes`, `doctor`, `record` (on a GPU) and `plan` (split-K)."""
 
 import json
 from dataclasses import asdict, replace
@@ -107,7 +107,8 @@ def _print_recipes(recipes: list[Recipe]) -> None:
     table = Table(Column("recipe", overflow="fold"), "output", "grad_input", "grad_weight", "scales")
     for recipe in recipes:
         gemms = [f"{gemm.a}\n{gemm.b}" + ("\nfast" if gemm.use_fast_accum else "") for gemm in recipe.gemms.values()]
-        scales = ["delayed" if recipe.delayed else "dynamic"] + ["power of two"] * recipe.scale_rule.power_of_two
+        scales = ["delayed" if recipe.delayed else "dynamic"]
+        scales += ["power of two"] if recipe.scale_rule.power_of_two else []
         older = [f"= {alias}" for alias, target in RECIPE_ALIASES.items() if target == recipe.name]
         table.add_row("\n".join([recipe.name, *older]), *gemms, "\n".join(scales))
         table.add_section()
@@ -149,11 +150,11 @@ def _plan(shapes: Path | None, json_file: Path | None, plan_file: Path | None, c
     plan = shipped_plan(chip_by_name("plan", chip).plan)
     if plan_file is not None:
         plan = plan_from_json(text_of("plan", plan_file), str(plan_file)).over(plan)
-    found = with_splits(items, [plan.split_k(gemm) for _, gemm in items])
+    planned = with_splits(items, [plan.split_k(gemm) for _, gemm in items])
     if json_file is None:
-        _print_plan(found, f"{plan.library} on {plan.chip}")
+        _print_plan(planned, f"{plan.library} on {plan.chip}")
     else:
-        write_json("plan", json_file, [{"schema": 1, **item} for item in found])
+        write_json("plan", json_file, [{"schema": 1, **item} for item in planned])
     return 0
 
 
@@ -167,25 +168,27 @@ def _invariance(shapes: Path | None, json_file: Path | None, plan_file: Path | N
     on = chip_by_name("plan", chip).name
     weights = LLAMA_3_8B if shapes is None else weights_from_json(text_of("plan", shapes), str(shapes))
     recipes = [replace(recipe, chip=on) for recipe in (RECIPES | SERVING_RECIPES).values()]
-    found = [
+    invariances = [
         invariance(recipe, n, k, gemm=gemm, rows=rows)
         for recipe, gemm, (n, k) in product(recipes, GEMMS, dict.fromkeys(weights))
     ]
     if json_file is None:
-        _print_invariance(found, f"does a row's bits depend on the other rows, up to {rows}? {on}")
+        _print_invariance(invariances, f"does a row's bits depend on the other rows, up to {rows}? {on}")
     else:
-        write_json("plan", json_file, [{"schema": 1, **asdict(one), "verdict": one.verdict.value} for one in found])
+        write_json(
+            "plan", json_file, [{"schema": 1, **asdict(one), "verdict": one.verdict.value} for one in invariances]
+        )
     return 0
 
 
-def _print_invariance(found: "list[Invariance]", title: str) -> None:
+def _print_invariance(results: "list[Invariance]", title: str) -> None:
     from rich.table import Table
 
     table = Table("recipe", "gemm", "weights [n, k]", "verdict", "because", title=title)
     for (recipe, gemm, verdict, because, splits), group in groupby(
-        found, key=lambda one: (one.recipe, one.gemm, one.verdict.value, one.because, one.splits)
+        results, key=lambda result: (result.recipe, result.gemm, result.verdict.value, result.because, result.splits)
     ):
-        weights = [f"{one.n} x {one.k}" for one in group]
+        weights = [f"{member.n} x {member.k}" for member in group]
         changes = ", ".join(f"{s} from M = {m}" for m, s in splits[:4]) + (", ..." if len(splits) > 4 else "")
         why = f"{because}: S = {changes}" if len(splits) > 1 else because
         table.add_row(recipe, gemm, "\n".join(weights), verdict, why)
@@ -193,12 +196,12 @@ def _print_invariance(found: "list[Invariance]", title: str) -> None:
     print("grad_weight is a sum over the rows: it depends on all of them")
 
 
-def _print_plan(found: list[dict[str, Any]], title: str) -> None:
+def _print_plan(items: list[dict[str, Any]], title: str) -> None:
     from rich.table import Table
 
     keys = ("m", "n", "k", "gemm", "accumulation", "layout", "a_dtype", "b_dtype", "out_dtype", "split_k", "source")
-    shown = [key for key in keys if any(item.get(key) for item in found)]
+    shown = [key for key in keys if any(item.get(key) for item in items)]
     table = Table(*shown, title=title)
-    for item in found:
+    for item in items:
         table.add_row(*(str(item.get(key) or "") for key in shown))
     console().print(table)

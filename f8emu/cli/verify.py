@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 JOBS = "Processes. By default one per core if a subject is on a GPU, 2 for a whole run on a CPU, 1 in other cases."
 
 
-class Kind(Enum):
-    """What is verified."""
+class FunctionKind(Enum):
+    """The kind of function that is verified."""
 
     GEMM = "gemm"
     CAST = "cast"
@@ -35,7 +35,7 @@ class Kind(Enum):
 
 
 class _Options(NamedTuple):
-    """What was asked for; of subjects, stages and cases all where there are no names."""
+    """The options of the command; no subjects, stages or cases stand for all."""
 
     subjects: list[str]
     golden: Path | None
@@ -94,8 +94,9 @@ def add_to(app: "typer.Typer") -> None:
         timeout: Annotated[float | None, typer.Option(metavar="SECONDS", max=frame.MOST, help=frame.SECONDS)] = None,
         here: Annotated[bool, typer.Option("--here", help=frame.HERE)] = False,
         kind: Annotated[
-            Kind, typer.Option(help="What your own function is: a GEMM, a cast x -> codes, or x -> codes and scales.")
-        ] = Kind.GEMM,
+            FunctionKind,
+            typer.Option(help="What your own function is: a GEMM, a cast x -> codes, or x -> codes and scales."),
+        ] = FunctionKind.GEMM,
         format: Annotated[
             str | None, typer.Option(help="Format of codes that are returned as bytes, such as float8_e4m3fn.")
         ] = None,
@@ -122,7 +123,7 @@ def add_to(app: "typer.Typer") -> None:
         )
         if kernels or contract:
             raise typer.Exit(guarded(_list_kernels) if kernels else guarded(_show_contract, kind))
-        if kind is not Kind.GEMM:
+        if kind is not FunctionKind.GEMM:
             if recordings is not None or chip or golden is not None or stage or jobs is not None:
                 raise typer.BadParameter("--kind cast and quantize take no recordings, stages or processes")
             raise typer.Exit(guarded(_verify_functions, options, kind.value, format, overflow, granularity))
@@ -148,7 +149,7 @@ def _list_kernels() -> int:
     return 0
 
 
-def _show_contract(kind: Kind) -> int:
+def _show_contract(kind: FunctionKind) -> int:
     from f8emu.conformance.casts.subject import CONTRACTS
     from f8emu.conformance.kernels.loaded import CONTRACT
 
@@ -180,10 +181,10 @@ def _verify_functions(
                     raise
                 verified[name] = Verified.of_none(name, kind, str(error))
     results = [function.result for function in verified.values()]
-    result = replace(results[0], subjects=[subject for one in results for subject in one.subjects])
+    result = replace(results[0], subjects=[subject for result in results for subject in result.subjects])
     source = "; ".join(dict.fromkeys(function.follows for function in verified.values() if function.follows))
-    asked = {name: [*_words_of(name, options), *words] for name in verified}
-    return _conclude(options, result, source, functions=verified, asked=asked)
+    words_of = {name: [*_words_of(name, options), *words] for name in verified}
+    return _conclude(options, result, source, functions=verified, asked=words_of)
 
 
 def _verify(options: _Options) -> int:
@@ -207,7 +208,7 @@ def _verify(options: _Options) -> int:
         loaded, not_run = _loaded(begun, options)
         subjects = list(loaded.values())
         if not options.subjects:  # the engine has GEMMs and layers alone
-            subjects = [one for one in subjects if any(stage.is_offered_by(one) for stage in named)]
+            subjects = [subject for subject in subjects if any(stage.is_offered_by(subject) for stage in named)]
         only = stages_with(options.cases, named, subjects, recorded) if options.cases else None
         processes = options.jobs or (processes_for(subjects, is_whole=is_whole) if only is None else 1)
         if workers and processes != 2:
@@ -228,8 +229,8 @@ def _verify(options: _Options) -> int:
             probed = subjects if options.diagnose and only is None else []
             result, diagnoses = diagnosed(result, probed, progress)
         source = f"{recorded.path.name} {recorded.sha256[:12]}"
-        asked = {one.name: _words_of(name, options) for name, one in loaded.items()}
-        return _conclude(options, result, source, not_run=not_run, diagnoses=diagnoses, asked=asked)
+        words_of = {subject.name: _words_of(name, options) for name, subject in loaded.items()}
+        return _conclude(options, result, source, not_run=not_run, diagnoses=diagnoses, asked=words_of)
 
 
 def _words_of(name: str, options: _Options) -> list[str]:
@@ -252,8 +253,10 @@ def _begun(options: _Options) -> "dict[str, Callable[[], Subject]]":
     if any(":" in name for name in names):
         frame.find_modules_here()
     # The engine's name stands for all its widths.
-    several = {name: [one for one in SUBJECTS if one == name or one.startswith(f"{name}:")] for name in names}
-    chosen = [one for name in names for one in several[name] or [name]] or list(SUBJECTS)
+    several = {
+        name: [subject for subject in SUBJECTS if subject == name or subject.startswith(f"{name}:")] for name in names
+    }
+    chosen = [subject for name in names for subject in several[name] or [name]] or list(SUBJECTS)
     has_kernels = any(name not in SUBJECTS for name in chosen)
     # beside kernels the others run as ever; without any, a timeout is refused
     seconds = {name: None if has_kernels and name in SUBJECTS else options.timeout for name in chosen}

@@ -80,10 +80,10 @@ def factors_from_amax(amax: Float32, dialect: Dialect, dtype: np.dtype[Any]) -> 
 
 def factors_from_stored(stored: Array, dialect: Dialect) -> Factors:
     """The factors of stored scales; an s or t that is not stored is the inverse of the other, rounded."""
-    found = stored.astype(np.float32)
+    factors = stored.astype(np.float32)
     with np.errstate(all="ignore"):
-        inverse = np.float32(1.0) / found
-    return Factors(stored, inverse, found) if dialect.stored.is_multiplier else Factors(stored, found, inverse)
+        inverse = np.float32(1.0) / factors
+    return Factors(stored, inverse, factors) if dialect.stored.is_multiplier else Factors(stored, factors, inverse)
 
 
 def encode(x: Array, factors: Factors, form: CodeForm, block: Block, cast: Cast | None = None) -> Array:
@@ -111,7 +111,7 @@ def codes_of_other(x: Array, amax: Float32, codes: Array, scale: Array, dialect:
     copy: the codes may be those of any. 0 if they are not. `amax` is that of the blocks of `x`, `scale` decodes.
     """
     # 1. The other, or what bounds it.
-    found, decoding = codes.view(np.uint8), scale.astype(np.float32)
+    codes_there, decoding = codes.view(np.uint8), scale.astype(np.float32)
     with np.errstate(all="ignore"):
         stored = Factors(decoding, decoding, np.float32(1) / decoding)
     if x.dtype == np.float32:
@@ -126,9 +126,11 @@ def codes_of_other(x: Array, amax: Float32, codes: Array, scale: Array, dialect:
         return 0
     used = factors if len(ends) == 1 else [stored] * 2
     made = [encode(ends[i][0], used[i], dialect.code, block).view(np.uint8) for i in range(len(ends))]
-    if np.any(((found < made[0]) | (made[-1] < found)) & (((found | made[-1]) & 0x7F) != 0)):
+    if np.any(((codes_there < made[0]) | (made[-1] < codes_there)) & (((codes_there | made[-1]) & 0x7F) != 0)):
         return 0
-    return int(np.count_nonzero(encode(x.astype(np.float32), stored, dialect.code, block).view(np.uint8) != found))
+    return int(
+        np.count_nonzero(encode(x.astype(np.float32), stored, dialect.code, block).view(np.uint8) != codes_there)
+    )
 
 
 def _moved(x: Float32, by: int) -> Float32:
@@ -227,7 +229,7 @@ def _powers(exponent: Array, is_nan: NDArray[np.bool], form: ScaleForm) -> tuple
 
 
 def _code_factor(form: CodeForm, factors: Factors, dtype: np.dtype[Any]) -> Float32:
-    """What values are multiplied or divided by."""
+    """The factor that values are multiplied or divided by."""
     if form.rule is CodeRule.MULTIPLIER:
         return factors.multiplier
     s = _rounded(factors.scale, dtype) if form.is_scale_rounded else factors.scale

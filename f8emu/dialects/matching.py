@@ -40,12 +40,12 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it gives every byte, as far as codes were compared."""
+        """Whether the dialect gives every byte that was compared."""
         return not self.scales_differ.any() and not self.codes_differ.any()
 
 
 def numbers_differ(a: Array, b: Array) -> NDArray[np.bool]:
-    """Where two arrays of scales differ as numbers; a NaN is as any other."""
+    """A mask of the scales that differ as numbers; any NaN equals any NaN."""
     a, b = a.astype(np.float32), b.astype(np.float32)
     return (a != b) & ~(np.isnan(a) & np.isnan(b))
 
@@ -65,46 +65,48 @@ def candidates(
     `amax` gives the largest magnitudes of the blocks of a matrix of `shape` and `dtype`, with or without its NaN.
     `change` is what became of their scales before they were kept.
     """
-    found: list[Candidate] = []
-    for one in dialects:
+    matches: list[Candidate] = []
+    for dialect in dialects:
         # Rows of a matrix that is stored transposed are its columns.
-        own = [*one.blocks, (None, 1)] if ROW in one.blocks else one.blocks
-        if one.scale is None or extent(shape, block) not in [extent(shape, size) for size in own]:
+        blocks = [*dialect.blocks, (None, 1)] if ROW in dialect.blocks else dialect.blocks
+        if dialect.scale is None or extent(shape, block) not in [extent(shape, size) for size in blocks]:
             continue
-        factors = factors_from_amax(amax(one.scale.ignores_nan), one, dtype)
-        decoding = change((factors.scale if one.stored.is_multiplier else factors.stored).astype(np.float32))
+        factors = factors_from_amax(amax(dialect.scale.ignores_nan), dialect, dtype)
+        decoding = change((factors.scale if dialect.stored.is_multiplier else factors.stored).astype(np.float32))
         with np.errstate(all="ignore"):
             ours = decoding.astype(scale.dtype)
-        found.append(
-            Candidate(one, one.scale, factors, ours, numbers_differ(decoding, scale), np.zeros(scale.shape, np.int64))
+        matches.append(
+            Candidate(
+                dialect, dialect.scale, factors, ours, numbers_differ(decoding, scale), np.zeros(scale.shape, np.int64)
+            )
         )
-    return found
+    return matches
 
 
 def count_codes(of: Sequence[Candidate], x: Array, codes: Array, block: tuple[int, int], at: int = 0) -> None:
     """Compare the codes of a band of rows, of whole blocks, the first of which is the row `at` of the grid."""
-    height, found = min(block[0], max(len(x), 1)), codes.view(np.uint8)
+    height, there = min(block[0], max(len(x), 1)), codes.view(np.uint8)
     down = slice(at, at + -(-len(x) // height))
     made: dict[object, Array] = {}  # dialects with the same rule and factors give the same codes
-    for one in of:
-        part = Factors(*(grid[down] for grid in one.factors))
-        key = (one.dialect.code, part.scale.tobytes(), part.multiplier.tobytes())
+    for candidate in of:
+        part = Factors(*(grid[down] for grid in candidate.factors))
+        key = (candidate.dialect.code, part.scale.tobytes(), part.multiplier.tobytes())
         if key not in made:
-            made[key] = encode(x, part, one.dialect.code, block)
+            made[key] = encode(x, part, candidate.dialect.code, block)
         ours = made[key].view(np.uint8)
-        unequal = ours != found
+        unequal = ours != there
         if not unequal.any():
             continue
-        is_zero = ((ours | found) & _MAGNITUDE) == 0
-        one.zeros_differ += int(np.count_nonzero(unequal & is_zero))
+        is_zero = ((ours | there) & _MAGNITUDE) == 0
+        candidate.zeros_differ += int(np.count_nonzero(unequal & is_zero))
         differs = unequal & ~is_zero
         differs[differs] = ~(np.isnan(made[key][differs]) & np.isnan(codes[differs]))
         if differs.any():
             across = np.add.reduceat(differs, np.arange(0, x.shape[1], block[1]), axis=1, dtype=np.int64)
-            one.codes_differ[down] += np.add.reduceat(across, np.arange(0, len(x), height), axis=0)
+            candidate.codes_differ[down] += np.add.reduceat(across, np.arange(0, len(x), height), axis=0)
             r, c = np.argwhere(differs)[0]
-            text = f"{ours[r, c]:#04x} for {x[r, c]:.6g}, not {found[r, c]:#04x}"
-            one.first.setdefault(at + int(r) // height, text)
+            text = f"{ours[r, c]:#04x} for {x[r, c]:.6g}, not {there[r, c]:#04x}"
+            candidate.first.setdefault(at + int(r) // height, text)
 
 
 def fitting(
@@ -130,7 +132,7 @@ def fitting(
 
     height, width = extent(x.shape, block)
     sides = height, width
-    found = candidates(amax, scale, x.shape, block, x.dtype, dialects, change=change)
-    right = [one for one in found if not one.scales_differ.any() and one.dialect.code.format.name == codes.dtype.name]
+    matches = candidates(amax, scale, x.shape, block, x.dtype, dialects, change=change)
+    right = [one for one in matches if not one.scales_differ.any() and one.dialect.code.format.name == codes.dtype.name]
     count_codes(right, x, codes, sides)
-    return [one for one in right if one.fits]
+    return [candidate for candidate in right if candidate.fits]

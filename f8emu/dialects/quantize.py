@@ -62,25 +62,25 @@ def quantize(x: Any, dialect: Dialect | str, *, block: Block | None = None, scal
         SpecError: an unknown dialect, or a block that it does not have.
         OperandError: no matrix of these dtypes, scales of another shape, or none where they are needed.
     """
-    found = dialect_by_name(dialect)
+    known = dialect_by_name(dialect)
     shape = _matrix("quantize", "x", x, HIGH_PRECISION)
-    chosen = _block("quantize", found, block, shape, scale)
-    if scale is None and found.scale is None:
+    chosen = _block("quantize", known, block, shape, scale)
+    if scale is None and known.scale is None:
         raise OperandError(
-            f"quantize: {found.name} must be given scale, as it has no rule for it; got none; take it from a "
+            f"quantize: {known.name} must be given scale, as it has no rule for it; got none; take it from a "
             "calibration or a checkpoint"
         )
 
-    def run(x: Array, *given: Array) -> tuple[Array, Array]:
-        if given:
-            factors = arithmetic.factors_from_stored(given[0], found)
+    def run(x: Array, *arrays: Array) -> tuple[Array, Array]:
+        if arrays:
+            factors = arithmetic.factors_from_stored(arrays[0], known)
         else:
-            amax = arithmetic.block_amax(x, chosen, ignores_nan=found.scale is not None and found.scale.ignores_nan)
-            factors = arithmetic.factors_from_amax(amax, found, x.dtype)
-        return arithmetic.encode(x, factors, found.code, chosen), factors.stored
+            amax = arithmetic.block_amax(x, chosen, ignores_nan=known.scale is not None and known.scale.ignores_nan)
+            factors = arithmetic.factors_from_amax(amax, known, x.dtype)
+        return arithmetic.encode(x, factors, known.code, chosen), factors.stored
 
     operands = (x,) if scale is None else (x, scale)
-    stored = _name(operands[-1].dtype) if scale is not None or found.stored.dtype == "input" else found.stored.dtype
+    stored = _name(operands[-1].dtype) if scale is not None or known.stored.dtype == "input" else known.stored.dtype
     grid = arithmetic.grid_shape(shape, chosen)
     return Quantized(*_on_host(run, operands, (shape, E4M3), (grid, DTYPES[stored])))
 
@@ -100,14 +100,14 @@ def dequantize(codes: Any, scale: Any, dialect: Dialect | str, *, block: Block |
         SpecError: an unknown dialect, a block that it does not have, or another `out_dtype`.
         OperandError: wrong dtypes or shapes.
     """
-    found = dialect_by_name(dialect)
+    known = dialect_by_name(dialect)
     shape = _matrix("dequantize", "codes", codes, (E4M3FN,))
     target = _target("dequantize", out_dtype)
-    chosen = _block("dequantize", found, block, shape, scale)
+    chosen = _block("dequantize", known, block, shape, scale)
 
     def run(codes: Array, scale: Array) -> tuple[Array]:
-        s = arithmetic.factors_from_stored(scale, found).scale
-        return (arithmetic.decode(codes, s, chosen, target, rounds_scale=found.stored.is_rounded_to_output),)
+        s = arithmetic.factors_from_stored(scale, known).scale
+        return (arithmetic.decode(codes, s, chosen, target, rounds_scale=known.stored.is_rounded_to_output),)
 
     return _on_host(run, (codes, scale), (shape, target))[0]
 
@@ -153,10 +153,10 @@ def _block(call: str, dialect: Dialect, block: Block | None, shape: tuple[int, i
     if scale is None:
         return blocks[0]
     if library_of(scale) is not None and _name(scale.dtype) in DTYPES:
-        for one in blocks:
-            if tuple(scale.shape) == arithmetic.grid_shape(shape, one):
-                return one
-    grids = " or ".join(str(list(arithmetic.grid_shape(shape, one))) for one in blocks)
+        for size in blocks:
+            if tuple(scale.shape) == arithmetic.grid_shape(shape, size):
+                return size
+    grids = " or ".join(str(list(arithmetic.grid_shape(shape, block))) for block in blocks)
     raise OperandError(
         f"{call}: scale must be {grids} in float, a number for each block of {dialect.name}; got {_kind(scale)}; "
         "reshape it, choose another block, or view bytes as float8_e8m0fnu"
@@ -175,5 +175,5 @@ def _on_host(run: Callable[..., Any], operands: tuple[Any, ...], *results: tuple
         shapes = tuple(jax.ShapeDtypeStruct(*result) for result in results)
         host = lambda *arrays: run(*(np.asarray(array) for array in arrays))  # noqa: E731
         return tuple(jax.pure_callback(host, shapes, *operands, vmap_method="sequential"))
-    found = run(*(to_numpy(operand, copy=None) for operand in operands))
-    return tuple(to_torch(array, operands[0].device, copy=None) for array in found) if library == "torch" else found
+    outputs = run(*(to_numpy(operand, copy=None) for operand in operands))
+    return tuple(to_torch(array, operands[0].device, copy=None) for array in outputs) if library == "torch" else outputs

@@ -49,7 +49,7 @@ class Arithmetic(Enum):
 
     @property
     def suffix(self) -> str:
-        """What a formula says of it; nothing of float32."""
+        """The words of a formula for this arithmetic; empty for float32."""
         return f" in {self.value}" if self is Arithmetic.INPUT else ""
 
 

@@ -77,11 +77,11 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 # 1 Rules that stacks share; divisions and code rules in the order of their enums
 
-_D, _R, _T, _T2, _MX = (functools.partial(ScaleForm, division=one) for one in rules.Division)
+_D, _R, _T, _T2, _MX = (functools.partial(ScaleForm, division=division) for division in rules.Division)
 _UP, _UP_LOG2 = rules.PowerOfTwo.UP, rules.PowerOfTwo.UP_LOG2
 _DOWN, _DOWN_LOG2 = rules.PowerOfTwo.DOWN, rules.PowerOfTwo.DOWN_LOG2
 _INPUT, _ZERO_IS_ONE = rules.Arithmetic.INPUT, (0.0, 448.0)
-_BY_S, _BY_INVERSE, _BY_T = (rules.CodeForm(rule=one) for one in rules.CodeRule)
+_BY_S, _BY_INVERSE, _BY_T = (rules.CodeForm(rule=rule) for rule in rules.CodeRule)
 _BY_S_NARROW = replace(_BY_S, arithmetic=_INPUT)
 _MIN_SCALE = 1.0 / (448.0 * 512.0)
 """The floor of vLLM's and FBGEMM's scales per token."""

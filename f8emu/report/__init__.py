@@ -1,1 +1,1 @@
-"""What a run found, as a page: terminal, HTML, JSON."""
+"""The result of a run as a page: terminal, HTML, JSON."""

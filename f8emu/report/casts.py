@@ -1,4 +1,4 @@
-"""What a cast or a quantizer does instead, for people and for programs."""
+"""The diagnosis of a cast or a quantizer, for people and for programs."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,13 +8,13 @@ from f8emu.report.page import Section, Text
 
 
 def function_section(name: str, verified: Verified) -> Section:
-    """In one sentence."""
+    """The diagnosis in one sentence."""
     assert verified.diagnosis is not None, "what differs is diagnosed"
     return Section(title=f"Diagnosis of {name}", blocks=[Text(points=[f"{name}: {verified.diagnosis.headline}"])])
 
 
 def function_json(verified: Verified | None) -> dict[str, Any]:
-    """As plain data; empty of a subject that is neither."""
+    """The diagnosis as plain data; empty for other subjects."""
     if verified is None:
         return {}
     diagnosis, facts = verified.diagnosis, {}

@@ -1,4 +1,4 @@
-"""What a diagnosis and a fit say, for people and for programs."""
+"""Diagnoses and fits, for people and for programs."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from f8emu.conformance.diagnosis.search import Diagnosis, Explanation
 from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.breakdown import Contrast, percent
 from f8emu.environment import devices, versions
-from f8emu.report.page import Block, Cell, Page, Row, Section, Share, Table, Text, Tone
+from f8emu.report.page import Cell, Element, Page, Row, Section, Share, Table, Text, Tone
 from f8emu.verdict import Exit, Verdict
 
 FIT_SCHEMA = 2
@@ -23,15 +23,15 @@ OTHER_BITS = "it gives other bits when the same GEMM is asked again: nothing els
 
 
 def diagnosis_section(name: str, kinds: tuple[Diagnosis, ...]) -> Section:
-    """In words, and as a table: the share of the probe outputs that the chip's rules and the best explanation give."""
+    """Lines, and a table of the share of probe outputs that the chip's rules and the best explanation give."""
     rows: list[Row] = []
     for kind in kinds:
         if kind.outputs_total:
             best, total = kind.best, kind.outputs_total
             tone: Tone = "good" if best is None else "" if best.is_complete else "warn"
-            said = Cell(text="follows the chip's rules" if best is None else best.sentence, tone=tone)
+            sentence = Cell(text="follows the chip's rules" if best is None else best.sentence, tone=tone)
             equal = kind.outputs_equal if best is None else best.outputs_equal
-            rows.append([kind.kind, said, Share(value=kind.outputs_equal / total), Share(value=equal / total)])
+            rows.append([kind.kind, sentence, Share(value=kind.outputs_equal / total), Share(value=equal / total)])
     columns = ("kind of GEMM", "what it does", "by the chip's rules", "by this explanation")
     caption = "Share of the outputs of small GEMMs whose every bit is explained"
     table = Table(caption=caption, columns=columns, rows=rows, only="html")
@@ -40,26 +40,26 @@ def diagnosis_section(name: str, kinds: tuple[Diagnosis, ...]) -> Section:
 
 
 def diagnosis_lines(name: str, kinds: tuple[Diagnosis, ...]) -> Iterator[str]:
-    """What the kinds of GEMM of a subject do instead; kinds that do the same are one line."""
+    """One line for each behaviour, with the kinds of GEMM that share it."""
     is_interpreted = any(INTERPRETED in kind.engine for kind in kinds)
     yield f"{name}, diagnosed on small GEMMs{f' {INTERPRETED}' if is_interpreted else ''}:"
     if headline := _headline(kinds):
         yield f"  in short: {headline}"
     alike: dict[object, list[Diagnosis]] = {}
     for kind in sorted(kinds, key=lambda kind: kind.best is not None and not kind.best.is_complete):
-        found = kind.best
-        left = None if found is None or found.left is None else found.left.names
-        names = found and frozenset(found.alterations)
-        key = kind.error, kind.is_random, names, found and found.is_complete, kind.is_nearly_explained, left
+        best = kind.best
+        left = None if best is None or best.left is None else best.left.names
+        names = best and frozenset(best.alterations)
+        key = kind.error, kind.is_random, names, best and best.is_complete, kind.is_nearly_explained, left
         alike.setdefault(key, []).append(kind)
     for same in alike.values():
         every = len(same) == len(kinds) > 1
-        said = f"all {len(same)} kinds of GEMM" if every else ", ".join(kind.kind for kind in same)
-        yield f"  {said}: {_words(same)}"
+        kinds_text = f"all {len(same)} kinds of GEMM" if every else ", ".join(kind.kind for kind in same)
+        yield f"  {kinds_text}: {_words(same)}"
         # What explains all of these kinds.
-        others = [{one.alterations: one for one in kind.alternatives} for kind in same]
-        if told := [one for names, one in others[0].items() if all(names in more for more in others)]:
-            yield f"    the same bits on every probe: {', or '.join(map(_names, told))}"
+        others = [{explanation.alterations: explanation for explanation in kind.alternatives} for kind in same]
+        if equal := [explanation for names, explanation in others[0].items() if all(names in more for more in others)]:
+            yield f"    the same bits on every probe: {', or '.join(map(_names, equal))}"
     yield from (f"  {kind.kind}: left out: {kind.left_out}" for kind in kinds if kind.left_out)
     if not kinds:
         yield "  no GEMM that is probed is offered: what differs cannot be diagnosed"
@@ -68,12 +68,12 @@ def diagnosis_lines(name: str, kinds: tuple[Diagnosis, ...]) -> Iterator[str]:
 
 
 def _headline(kinds: Sequence[Diagnosis]) -> str:
-    """What most kinds of GEMM that are explained have in common: the explanation that holds with some of its steps."""
+    """The explanation whose steps are part of most explained kinds of GEMM."""
     if any(kind.is_random for kind in kinds):
         return OTHER_BITS
-    found = [kind.best for kind in kinds if kind.best and (kind.best.is_complete or kind.is_nearly_explained)]
-    held = [sum(set(one.alterations) <= set(most.alterations) for one in found) for most in found]
-    most = max(zip(held, found, strict=True), key=lambda pair: pair[0], default=None)
+    explanations = [kind.best for kind in kinds if kind.best and (kind.best.is_complete or kind.is_nearly_explained)]
+    held = [sum(set(one.alterations) <= set(most.alterations) for one in explanations) for most in explanations]
+    most = max(zip(held, explanations, strict=True), key=lambda pair: pair[0], default=None)
     return most[1].headline if most else ""
 
 
@@ -107,15 +107,15 @@ def _contrast_words(*alike: Contrast) -> str:
         return ""
     inside, outside = (
         percent(sum(differ for differ, _ in side) / sum(total for _, total in side))
-        for side in ([one.inside for one in alike], [one.outside for one in alike])
+        for side in ([contrast.inside for contrast in alike], [contrast.outside for contrast in alike])
     )
     name = re.sub(r"\b(row|column) (above|up to) ", r"\1s \2 ", alike[0].name)
     verb = "is in" if name.startswith(("rows", "columns")) else "has"
     return f"{verb} {name} ({inside} of the outputs there differ, {outside} of all others)"
 
 
-def _names(one: Explanation) -> str:
-    return " + ".join(one.alterations)
+def _names(explanation: Explanation) -> str:
+    return " + ".join(explanation.alterations)
 
 
 def _shares(equal: int, total: int) -> str:
@@ -132,21 +132,25 @@ def diagnosis_json(kinds: Sequence[Diagnosis]) -> list[dict[str, Any]]:
     ]
 
 
-def _explanation_json(one: Explanation) -> dict[str, Any]:
+def _explanation_json(explanation: Explanation) -> dict[str, Any]:
     names = ("alterations", "sentence", "outputs_equal", "outputs_total")
-    left = one.left and {"has": one.left.name, "there": one.left.inside, "elsewhere": one.left.outside}
-    return {name: getattr(one, name) for name in names} | {"left": left}
+    left = explanation.left and {
+        "has": explanation.left.name,
+        "there": explanation.left.inside,
+        "elsewhere": explanation.left.outside,
+    }
+    return {name: getattr(explanation, name) for name in names} | {"left": left}
 
 
 # A fit
 
 
 def fit_page(fit: Fit) -> Page:
-    """Of each kind of GEMM one row a parameter, and whether its rules hold."""
+    """A table of parameters for each kind of GEMM, and whether its rules hold."""
     sections: list[Section] = []
     for kind in fit.kinds:
         columns = ("parameter", "value", "told by")
-        blocks: list[Block] = []
+        blocks: list[Element] = []
         if kind.measured:
             blocks.append(Table(caption=kind.kind, columns=columns, rows=kind.measured))
         sections.append(Section(title=kind.kind, blocks=[*blocks, Text(points=list(fit_lines(kind)))]))
@@ -162,40 +166,40 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
     if kind.left_out:
         yield f"{kind.kind}: left out: {kind.left_out}"
     # 1. Random GEMMs.
-    found = kind.random
-    if found is not None:
-        shares = _shares(found.outputs_equal, found.outputs_total)
+    random = kind.random
+    if random is not None:
+        shares = _shares(random.outputs_equal, random.outputs_total)
         whose = f", the rules of {kind.follows}" if kind.follows and kind.is_confirmed else ""
-        said = "confirmed on random GEMMs" if kind.is_confirmed else "NOT CONFIRMED; random GEMMs"
-        if not found.outputs_total:
-            said, shares = "NOT CONFIRMED", "no random GEMM is offered"
-        left = f"; what differs {_contrast_words(found.left)}" if found.left is not None else ""
-        yield f"{kind.kind}: {said}, {shares}{whose}{left}"
-        if found.unsteady:
-            yield f"  CONTRADICTS ITSELF: {found.unsteady}"
+        claim = "confirmed on random GEMMs" if kind.is_confirmed else "NOT CONFIRMED; random GEMMs"
+        if not random.outputs_total:
+            claim, shares = "NOT CONFIRMED", "no random GEMM is offered"
+        left = f"; what differs {_contrast_words(random.left)}" if random.left is not None else ""
+        yield f"{kind.kind}: {claim}, {shares}{whose}{left}"
+        if random.unsteady:
+            yield f"  CONTRADICTS ITSELF: {random.unsteady}"
     if kind.is_random:
-        sizes = [one.name for one in kind.sizes if one.is_random]
+        sizes = [size.name for size in kind.sizes if size.is_random]
         where = f" ({', '.join(sizes)})" if sizes else ""
         yield f"{kind.kind}: bits are RANDOM: the same GEMM, asked again, gave other bits{where}"
     # 2. Other sizes.
     if kind.is_batch_invariant is not None:
-        said = "do not depend" if kind.is_batch_invariant else "DEPEND"
-        ran = (one for one in kind.sizes if one.dimension == "M" and (not one.reason or one.has_failed))
-        yield f"{kind.kind}: bits of a row {said} on M ({', '.join(str(one.size) for one in ran)})"
-    for one in kind.sizes:
-        if one.reason:
-            yield f"  {one.name}: {'FAILED' if one.has_failed else 'not run'}: {one.reason}"
+        claim = "do not depend" if kind.is_batch_invariant else "DEPEND"
+        ran = (size for size in kind.sizes if size.dimension == "M" and (not size.reason or size.has_failed))
+        yield f"{kind.kind}: bits of a row {claim} on M ({', '.join(str(size.size) for size in ran)})"
+    for size in kind.sizes:
+        if size.reason:
+            yield f"  {size.name}: {'FAILED' if size.has_failed else 'not run'}: {size.reason}"
         elif kind.is_random:
             continue
-        elif not one.is_same or (kind.holds_on_random and one.outputs_equal != one.outputs_total):
-            same = "" if one.dimension != "M" else "the bits of the largest M; "
-            same = same if one.is_same else "other bits than with the largest M; "
-            slices = "MISSES THE RULES, no split explains it" if one.misses else f"explained by split-K {one.split_k}"
-            yield f"  {one.name}: {same}{_shares(one.outputs_equal, one.outputs_total)} under the rules; {slices}"
+        elif not size.is_same or (kind.holds_on_random and size.outputs_equal != size.outputs_total):
+            same = "" if size.dimension != "M" else "the bits of the largest M; "
+            same = same if size.is_same else "other bits than with the largest M; "
+            slices = "MISSES THE RULES, no split explains it" if size.misses else f"explained by split-K {size.split_k}"
+            yield f"  {size.name}: {same}{_shares(size.outputs_equal, size.outputs_total)} under the rules; {slices}"
 
 
 def fit_verdict(fit: Fit) -> Verdict:
-    """What holds for everything that was run, and the exit status."""
+    """The line over all kinds that were run, and the exit status."""
     if not fit.kinds:
         line = f"{fit.subject}: nothing to fit: no GEMM is offered" + (f": {fit.reason}" if fit.reason else "")
         return Verdict(Exit.UNVERIFIED, line).after(ctrl_c=fit.is_interrupted)
@@ -247,13 +251,13 @@ def _fitted_json(kind: Fitted) -> dict[str, Any]:
     return {
         **{name: getattr(kind, name) for name in ("kind", "left_out", "error", "follows")},
         "rules": None if kind.rules is None else kind.rules.to_dict(),
-        "in_words": [f"{one.name}: {one.value}" for one in kind.measured],
-        "measured": [one._asdict() for one in kind.measured],
+        "in_words": [f"{parameter.name}: {parameter.value}" for parameter in kind.measured],
+        "measured": [parameter._asdict() for parameter in kind.measured],
         **{name: getattr(random, name) for name in ("outputs_equal", "outputs_total", "unsteady")},
         "confirmed": kind.is_confirmed,
         "batch_invariant": kind.is_batch_invariant,
         "sizes": [
-            {renamed.get(name, name): value for name, value in asdict(one).items()} | {"misses": one.misses}
-            for one in kind.sizes
+            {renamed.get(name, name): value for name, value in asdict(size).items()} | {"misses": size.misses}
+            for size in kind.sizes
         ],
     }

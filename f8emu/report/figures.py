@@ -96,13 +96,13 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 def runs(row: Iterable[bool]) -> list[tuple[int, int]]:
     """(start, length) of the runs of True."""
-    found: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     for i, is_set in enumerate(row):
-        if is_set and found and sum(found[-1]) == i:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+        if is_set and pieces and sum(pieces[-1]) == i:
+            pieces[-1] = (pieces[-1][0], pieces[-1][1] + 1)
         elif is_set:
-            found.append((i, 1))
-    return found
+            pieces.append((i, 1))
+    return pieces
 
 
 # 2 How far
@@ -111,17 +111,19 @@ def runs(row: Iterable[bool]) -> list[tuple[int, int]]:
 def ulp_plot(breakdown: Breakdown) -> Plot:
     """One histogram for each dtype of output, under each other on one axis."""
     # 1. The bins that any dtype has, then, after a gap, what has no distance.
-    found = dict(breakdown.ulps)
-    indices = [index for histogram in found.values() for index in histogram.finite]
+    histograms = dict(breakdown.ulps)
+    indices = [index for histogram in histograms.values() for index in histogram.finite]
     first, last = min([*indices, -_LEAST]), max([*indices, _LEAST])
-    apart = [name for name in (*APART, NOT_COMPARED) if any(name in histogram.apart for histogram in found.values())]
+    apart = [
+        name for name in (*APART, NOT_COMPARED) if any(name in histogram.apart for histogram in histograms.values())
+    ]
     places: dict[int | str, int] = {index: index for index in range(first, last + 1)}
     places |= {name: last + 2 * (i + 1) for i, name in enumerate(apart)}
     # 2. The figure: of fewer slots than fit, each is wider.
     left, top = 46, 44
     slots = max(places.values()) - first + 1
     slot = max(_SLOT, 380 / slots)
-    figure = Svg(left + slot * slots + 14, top + (_ROW + 34) * len(found) + (90 if apart else 50))
+    figure = Svg(left + slot * slots + 14, top + (_ROW + 34) * len(histograms) + (90 if apart else 50))
 
     def middle(place: float) -> float:
         return left + (place - first + 0.5) * slot
@@ -130,7 +132,7 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
     figure.text(middle(0.5), 16, "farther from zero \N{RIGHTWARDS ARROW}", kind="above")
     # 3. A histogram for each dtype, then the axis that they share.
     base = top
-    for dtype, histogram in found.items():
+    for dtype, histogram in histograms.items():
         base += _ROW
         _histogram(figure, histogram, dtype, {key: middle(place) for key, place in places.items()}, base, slot)
         base += 34
@@ -140,7 +142,7 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
         else:
             figure.text(middle(place), base - 18, _short(key), "middle")
     figure.text(left, figure.height - 6, _AXIS, kind="quiet")
-    alt = "; ".join(f"{dtype}: {histogram.words()}" for dtype, histogram in found.items()) + "."
+    alt = "; ".join(f"{dtype}: {histogram.words()}" for dtype, histogram in histograms.items()) + "."
     return Plot(svg=figure.html(alt), title="Distance of the outputs that differ", alt=alt)
 
 
@@ -254,12 +256,12 @@ def _strokes(place: DifferenceMap, index: np.ndarray, limit: int) -> Iterator[tu
             yield "".join(strokes), kind, title, depth
 
 
-def _depth(found: int, limit: int) -> str:
+def _depth(index: int, limit: int) -> str:
     # How deep the colour of a bin is: faint at one ulp, full at the limit.
-    return f'style="--deep:{100 * (abs(found) - 1) / max(limit - 1, 1):.0f}%"'
+    return f'style="--deep:{100 * (abs(index) - 1) / max(limit - 1, 1):.0f}%"'
 
 
-def _colour_bar(figure: Svg, left: float, top: float, limit: int, what: str) -> None:
+def _colour_bar(figure: Svg, left: float, top: float, limit: int, label: str) -> None:
     step, wide = -(-limit // 4), _MAP / (2 * limit + 1)
     for i in range(-limit, limit + 1):
         x = left + (i + limit) * wide
@@ -271,4 +273,4 @@ def _colour_bar(figure: Svg, left: float, top: float, limit: int, what: str) -> 
             figure.path(f"M{number(x)} {number(top + 4.5)}h{number(wide)}", kind, more=look)
         if i % step == 0:
             figure.text(x + wide / 2, top + 23, "equal" if i == 0 else _short(i), "middle", kind="quiet")
-    figure.text(left + _MAP / 2, top + 40, f"nearer to zero | {what} | farther from zero", "middle", kind="quiet")
+    figure.text(left + _MAP / 2, top + 40, f"nearer to zero | {label} | farther from zero", "middle", kind="quiet")

@@ -1,4 +1,4 @@
-"""What the JSON lines of `f8emu.torch.inspect` say: the events of a run and its worst places, as a page and as data."""
+"""The events and the worst places of a run, from the JSON lines of `f8emu.torch.inspect`, as a page and as data."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from f8emu.report.page import Block, Cell, Facts, Page, Row, Section, Table, Text
+from f8emu.report.page import Cell, Element, Facts, Page, Row, Section, Table, Text
 from f8emu.spec import SpecError
 from f8emu.strict import Fault, faults_as, open_regular, parsed, require
 
@@ -71,8 +71,8 @@ class Run:
 
     def worst(self, measure: str, count: int) -> list[Place]:
         """The places where a measure is worst, the worst first."""
-        found = [place for place in self.places if measure in place.worst]
-        return sorted(found, key=lambda place: place.worst[measure][0], reverse=measure != "sqnr")[:count]
+        places = [place for place in self.places if measure in place.worst]
+        return sorted(places, key=lambda place: place.worst[measure][0], reverse=measure != "sqnr")[:count]
 
 
 def read_run(path: Path) -> Run:
@@ -133,14 +133,14 @@ def page(run: Run, worst: Sequence[Place], by: str, log: Path) -> Page:
     columns = ("layer", "GEMM", "operand", "cast", *("sqnr dB" if m == "sqnr" else m for m in measures), "at", "steps")
     rows: list[Row] = []
     for place in worst:
-        found = {name: place.worst[name][0] for name in measures if name in place.worst}
-        values = [format(found[name], _FORMS.get(name, ".3g")) if name in found else "" for name in measures]
+        values_of = {name: place.worst[name][0] for name in measures if name in place.worst}
+        values = [format(values_of[name], _FORMS.get(name, ".3g")) if name in values_of else "" for name in measures]
         names = (place.layer, place.gemm, f"{place.operand} ({place.tensor})", place.cast)
         rows.append([*names, *values, str(place.worst[by][1]), str(len(place.steps))])
     caption = f"{log.name}: the worst places by {by}, each value the worst of its steps"
     table = Table(caption=caption, columns=columns, rows=rows, numeric=frozenset(range(4, len(columns))))
     head = run.headers[0] if run.headers else {}
-    blocks: list[Block] = [Facts(items=[(name, str(head[name])) for name in _FACTS if name in head]), table]
+    blocks: list[Element] = [Facts(items=[(name, str(head[name])) for name in _FACTS if name in head]), table]
     # What is not there, or could not be read.
     remedy = "name it in the statistics of the inspection, or sort by another"
     faults = [] if worst else [f"no record has {by}; {remedy}"]
@@ -171,8 +171,8 @@ def to_json(run: Run, worst: Sequence[Place]) -> dict[str, Any]:
     """Headers, events and worst places."""
     places: list[dict[str, Any]] = []
     for place in worst:
-        found = {name: place.worst[name][0] for name in MEASURES if name in place.worst}
-        plain = {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
+        values = {name: place.worst[name][0] for name in MEASURES if name in place.worst}
+        plain = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         names = {name: getattr(place, name) for name in (*_NAMES, "cast")}
         places.append({**names, "steps": len(place.steps), **plain})
     return {"schema": 1, "runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}

@@ -1,4 +1,4 @@
-"""What a page is made of: sections of text, tables and figures, for HTML (`render`) and for a terminal (`parts`).
+"""Pages of text, tables and figures, for HTML (`render`) and for a terminal (`parts`).
 
     page = Page(title="Worst layers", sections=[Section(title="layers.3", blocks=[Table(...), Plot(...)])])
     Path("out.html").write_text(render("f8emu inspect", page), encoding="utf-8")
@@ -103,7 +103,7 @@ class Plots:
 
 
 Row = list[str | Cell | Share]
-Block = Table | Facts | Text | Code | Plots
+Element = Table | Facts | Text | Code | Plots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class Section:
 
     title: str
     lead: str = ""
-    blocks: Sequence[Block] = ()
+    blocks: Sequence[Element] = ()
     sections: "Sequence[Section]" = ()
 
 
@@ -153,7 +153,7 @@ def _flat(sections: Sequence[Section]) -> Iterator[Section]:
         yield from _flat(section.sections)
 
 
-def _terminal_block(block: Block) -> Iterator[Any]:
+def _terminal_block(block: Element) -> Iterator[Any]:
     match block:
         case Text(only="" | "terminal"):
             yield from block.points
@@ -238,7 +238,7 @@ def _section(section: Section, key: str, level: int) -> str:
     return f'<section id="{key}" aria-labelledby="{key}-title">{heading}{lead}{blocks}{parts}</section>\n'
 
 
-def _block(block: Block, key: str) -> str:
+def _block(block: Element, key: str) -> str:
     match block:
         case Table(only="terminal") | Text(only="terminal"):
             return ""

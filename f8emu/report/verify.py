@@ -1,4 +1,4 @@
-"""What `f8emu verify` found: in one line, as plain data, and as a page.
+"""The result of `f8emu verify` in one line, as plain data, and as a page.
 
 The page says why, shows an output of each case, and tells what ran, how far and where.
 """
@@ -20,9 +20,9 @@ from f8emu.report.casts import function_json, function_section
 from f8emu.report.diagnosis import diagnosis_json, diagnosis_section
 from f8emu.report.figures import map_plot, ulp_plot
 from f8emu.report.page import (
-    Block,
     Cell,
     Code,
+    Element,
     Facts,
     Page,
     Plots,
@@ -85,8 +85,8 @@ def verdict(result: Result) -> Verdict:
     cases -= sum(tally.cases for tally in splits)
     equal = [f"every bit of {outputs} outputs in {cases} cases"] if cases else []
     if splits:
-        own = f"{sum(tally.outputs for tally in splits)} in {sum(tally.cases for tally in splits)}"
-        equal.append(f"{own} under an S of its own")
+        counts = f"{sum(tally.outputs for tally in splits)} in {sum(tally.cases for tally in splits)}"
+        equal.append(f"{counts} under an S of its own")
     kernels = [subject for subject in result.subjects if subject.name not in SUBJECTS]
     skipped = sum(stage.cases_not_offered for kernel in kernels for stage in kernel.stages)
     line = f"equal: {', and '.join(equal)}"
@@ -137,16 +137,21 @@ def _stage_json(stage: StageResult, errors: int) -> dict[str, Any]:
 
 
 def _mismatch_json(mismatch: Mismatch) -> dict[str, Any]:
-    found = asdict(mismatch)
-    program = found.pop("snippet")
-    return {**found, "index": list(mismatch.index), "torch": program}
+    fields = asdict(mismatch)
+    program = fields.pop("snippet")
+    return {**fields, "index": list(mismatch.index), "torch": program}
 
 
 def _breakdown_json(breakdown: Breakdown) -> dict[str, Any]:
     by = {trait: {value: asdict(t) for value, t in values.items()} for trait, values in breakdown.tallies.items()}
     ulps = {
-        dtype: {"total": one.total, "lowest": one.lowest, "highest": one.highest, "histogram": one.labelled()}
-        for dtype, one in breakdown.ulps.items()
+        dtype: {
+            "total": histogram.total,
+            "lowest": histogram.lowest,
+            "highest": histogram.highest,
+            "histogram": histogram.labelled(),
+        }
+        for dtype, histogram in breakdown.ulps.items()
     }
     whole, sentences = asdict(breakdown.whole), list(breakdown.sentences())
     return {"stages": list(breakdown.stages), "whole": whole, "by": by, "sentences": sentences, "ulps": ulps}
@@ -154,8 +159,8 @@ def _breakdown_json(breakdown: Breakdown) -> dict[str, Any]:
 
 def page(result: Result, run: Run) -> Page:
     """The whole run."""
-    sections = [diagnosis_section(name, found) for name, found in run.diagnoses.items()]
-    sections += [function_section(name, found) for name, found in run.functions.items() if found.diagnosis]
+    sections = [diagnosis_section(name, kinds) for name, kinds in run.diagnoses.items()]
+    sections += [function_section(name, function) for name, function in run.functions.items() if function.diagnosis]
     sections += [_overview(result), *(_subject(subject, run.errors) for subject in result.subjects)]
     if run.not_run:
         reasons = [f"not run: {reason}" for reason in run.not_run.values()]
@@ -182,14 +187,14 @@ def _subject(subject: SubjectResult, errors: int) -> Section:
     parts: list[Section] = []
     head, *lines = mismatch_lines(subject, errors) or [""]
     if head:
-        shown: list[Block] = [Text(points=lines, only="terminal"), *_mismatches(subject, errors)]
+        shown: list[Element] = [Text(points=lines, only="terminal"), *_mismatches(subject, errors)]
         parts.append(Section(title="One output of each case that differs", lead=head, blocks=shown))
     ran = [Text(points=list(_stage_lines(subject)))]
     parts.append(Section(title="What ran", lead=f"{subject.name}   engine: {subject.engine}", blocks=ran))
     parts += [_breakdown(breakdown, subject.name) for breakdown in breakdowns(subject.stages)]
     # the worst of every stage before the second worst of one
     ranked = [(rank, place) for stage in subject.stages for rank, place in enumerate(stage.places)]
-    ranked.sort(key=lambda one: one[0])
+    ranked.sort(key=lambda pair: pair[0])
     if ranked:
         maps = Plots(plots=[map_plot(place) for _, place in ranked[:_MAPS]])
         parts.append(Section(title="Where the bits differ", blocks=[Text(points=[_EXPLAINED], only="html"), maps]))
@@ -209,12 +214,12 @@ _EXPLAINED = (
 def mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:
     """One output of each case that differs, of `errors` cases at the most, and how many there are."""
     # Of how many cases, of how many outputs, and how many of them are shown.
-    found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
-    if not found:
+    mismatches = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
+    if not mismatches:
         return []
     wrong = sum(stage.outputs_differing for stage in subject.stages)
     cases = sum(stage.cases_differing for stage in subject.stages)
-    shown = min(errors, len(found))
+    shown = min(errors, len(mismatches))
     of = ""
     if cases > 1 and shown == cases:
         of = " of each"
@@ -222,16 +227,23 @@ def mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:
         of = f" of each of the first {shown}"
     head = f"{subject.name}: {counted(cases, 'case differs', 'cases differ')}, {counted(wrong, 'output')}"
     head += "" if not shown else ":" if wrong == 1 else f"; one{of}:"
-    return [head, *(mismatch.line() for mismatch in found[:errors])]
+    return [head, *(mismatch.line() for mismatch in mismatches[:errors])]
 
 
 def _mismatches(subject: SubjectResult, errors: int) -> Iterator[Table]:
     # The same as a table, which a page has room for.
     rows: list[Row] = []
-    for one in [mismatch for stage in subject.stages for mismatch in stage.mismatches][:errors]:
-        codes = (", ".join(map(str, one.index)), one.expected, one.observed or one.error, one.inputs)
-        share = Share(value=one.differing / one.outputs) if one.outputs else ""
-        rows.append([f"{one.case} {one.part}".strip(), *(Cell(text=text, is_code=True) for text in codes), share])
+    for mismatch in [mismatch for stage in subject.stages for mismatch in stage.mismatches][:errors]:
+        codes = (
+            ", ".join(map(str, mismatch.index)),
+            mismatch.expected,
+            mismatch.observed or mismatch.error,
+            mismatch.inputs,
+        )
+        share = Share(value=mismatch.differing / mismatch.outputs) if mismatch.outputs else ""
+        rows.append(
+            [f"{mismatch.case} {mismatch.part}".strip(), *(Cell(text=text, is_code=True) for text in codes), share]
+        )
     if rows:
         columns = ("case", "output", "expected", "found", "inputs (codes in hex)", "outputs of the case that differ")
         yield Table(caption="In the order in which the suite runs", columns=columns, rows=rows, only="html")
@@ -257,8 +269,8 @@ def _stage_lines(subject: SubjectResult) -> Iterator[str]:
         if stage.oracle:
             judges.setdefault(stage.oracle, []).append(stage.title)
     if reasons:
-        found = (f"{', '.join(titles)}: {reason}" for reason, titles in reasons.items())
-        yield f"  not offered: {'; '.join(found)}"
+        skipped = (f"{', '.join(titles)}: {reason}" for reason, titles in reasons.items())
+        yield f"  not offered: {'; '.join(skipped)}"
     yield from (f"  judge of {', '.join(titles)}: {judge}" for judge, titles in judges.items())
 
 
@@ -267,12 +279,12 @@ def _counts(stage: StageResult) -> str:
     cases = f"{stage.cases_equal}/{stage.cases_total} cases"
     if stage.cases_equal != stage.cases_total:
         cases += " equal"
-    found = f"{stage.title} {cases}, {stage.outputs_equal}/{stage.outputs_total} outputs, {stage.seconds:.1f} s"
+    line = f"{stage.title} {cases}, {stage.outputs_equal}/{stage.outputs_total} outputs, {stage.seconds:.1f} s"
     if not stage.own_splits:
-        return found
+        return line
     counts = ", ".join(f"S = {slices}: {tally.cases}" for slices, tally in stage.own_splits.items())
-    own = sum(tally.cases for tally in stage.own_splits.values())
-    return f"{found}, {own} equal under an S of its own [CHAIN-3] ({counts})"
+    cases_of_splits = sum(tally.cases for tally in stage.own_splits.values())
+    return f"{line}, {cases_of_splits} equal under an S of its own [CHAIN-3] ({counts})"
 
 
 def _first_parts(stage: StageResult) -> list[str]:
@@ -293,10 +305,10 @@ def _breakdown(breakdown: Breakdown, name: str) -> Section:
     columns = ("by", "", "cases differ", "share", "outputs differ", "share")
     caption = f"{name}: what differs in {breakdown.title}"
     table = Table(caption=caption, columns=columns, rows=rows, numeric=frozenset((2, 3, 4, 5)))
-    blocks: list[Block] = [table] if rows else []
+    blocks: list[Element] = [table] if rows else []
     # + is farther from zero than expected
-    found = [f"{name}: {breakdown.title}, {dtype}: {ulps.words()}" for dtype, ulps in breakdown.ulps.items()]
-    blocks.append(Text(points=[*breakdown.sentences(), *found]))
+    distances = [f"{name}: {breakdown.title}, {dtype}: {ulps.words()}" for dtype, ulps in breakdown.ulps.items()]
+    blocks.append(Text(points=[*breakdown.sentences(), *distances]))
     if any(histogram.total > histogram.not_compared for histogram in breakdown.ulps.values()):
         blocks.append(Plots(plots=[ulp_plot(breakdown)]))
     return Section(title=f"What differs: {breakdown.title}", blocks=blocks)
@@ -308,16 +320,18 @@ def _breakdown(breakdown: Breakdown, name: str) -> Section:
 def _paste_lines(result: Result, asked: Mapping[str, Sequence[str]]) -> Iterator[str]:
     for subject in result.subjects:
         examples = [stage.example for stage in subject.stages if stage.example is not None]
-        found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
-        one = min(examples, key=lambda example: len(example.snippet), default=found[0] if found else None)
-        if one is None or subject.name not in asked:
+        mismatches = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
+        shortest = min(
+            examples, key=lambda example: len(example.snippet), default=mismatches[0] if mismatches else None
+        )
+        if shortest is None or subject.name not in asked:
             continue
         yield "To run one case again:"
-        yield f"f8emu verify {shlex.join([*asked[subject.name], '--case', printable(one.case)])}"
-        if one.snippet:
-            yield f"Its output {list(one.index)} in plain torch, from a row of a and a column of b, 16 times."
+        yield f"f8emu verify {shlex.join([*asked[subject.name], '--case', printable(shortest.case)])}"
+        if shortest.snippet:
+            yield f"Its output {list(shortest.index)} in plain torch, from a row of a and a column of b, 16 times."
             yield "A kernel whose bits depend on the place of an output may be right here."
-            yield from one.snippet.splitlines()
+            yield from shortest.snippet.splitlines()
 
 
 def _machine(result: Result, run: Run) -> Section:
