@@ -254,7 +254,7 @@ def chosen(tests: Sequence[tuple[float, str]], budget: float) -> list[str]:
 def copy_of_checkout(folder: Path) -> Path:
     """What git tracks, and the native engine."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    names = [name for name in listed.split("\0") if name] or [
+    names = [name for name in listed.split("\0") if name and (ROOT / name).exists()] or [
         str(path.relative_to(ROOT))
         for top in ("f8emu", "reference", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "conftest.py")
         for path in ([ROOT / top] if (ROOT / top).is_file() else (ROOT / top).rglob("*"))

@@ -24,14 +24,13 @@ pytest.importorskip("jax")
 
 from f8emu.torch.casts import operand  # noqa: E402
 from f8emu.torch.casts.shared_input import LastInput  # noqa: E402
-from f8emu.torch.gemm import emulation, hardware  # noqa: E402
+from f8emu.torch.gemm import emulation, hardware, operators  # noqa: E402
 from f8emu.torch.layer import (  # noqa: E402
     casts,
     delayed_update,
     float8_linear,
     matmul,
 )
-from f8emu.torch.layer import matmul as padded_gemm  # noqa: E402
 
 Planted = Callable[[], Iterator[Any]]
 """Gives patches."""
@@ -113,7 +112,7 @@ tripled = gemm_with(lambda gemm, a, b, spec, *rest: gemm(a, b, spec, *rest) * (3
 swapped = gemm_with(lambda gemm, a, b, *rest: gemm(a._replace(scale=b.scale), b._replace(scale=a.scale), *rest))
 tail_dropped = gemm_with(lambda gemm, a, b, *rest: gemm(whole(a), whole(b), *rest))
 other_accumulation = gemm_with(lambda gemm, a, b, spec, *rest: gemm(a, b, flipped(spec), *rest))
-padding_not_zero = with_attribute(padded_gemm, "_padded", dirty)
+padding_not_zero = with_attribute(operators, "padded", dirty)
 bias_twice = with_attribute(float8_linear, "add_bias", lambda add: lambda output, bias: add(add(output, bias), bias))
 # A float32 weight is brought to the dtype of the input before it is cast.
 weight_rounded = with_attribute(casts, "cast_rows_first", lambda cast: lambda x, *rest: cast(x.bfloat16(), *rest))
