@@ -72,6 +72,18 @@ class CastPlans(NamedTuple):
         return self.cols if cols else self.nothing
 
 
+class RecipePlans(NamedTuple):
+    """The plans of the three tensors of a layer; no dict, which Dynamo of torch 2.11 cannot compare."""
+
+    input: CastPlans
+    weight: CastPlans
+    grad_output: CastPlans
+
+    def of(self, tensor: str) -> CastPlans:
+        """The plans of a tensor by name."""
+        return getattr(self, tensor)
+
+
 def cast_plans(rows: Cast, cols: Cast, rule: ScaleRule, margin: int) -> CastPlans:
     """The plans of a matrix that is cast under `rows`, and its transpose under `cols`."""
     sides = (rows, cols), (rows, None), (None, cols), (None, None)

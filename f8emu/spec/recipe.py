@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 
-from f8emu.spec.cast_plan import CastPlans, cast_plans
+from f8emu.spec.cast_plan import CastPlans, RecipePlans, cast_plans
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import SpecError
@@ -64,8 +64,8 @@ class Recipe:
     """The chip whose bits the emulation gives: a name in `f8emu.spec.CHIPS`."""
     cast_weight_from: CastFrom = CastFrom.PARAMETER
     """Which values of the weight are cast, everywhere: layer, autocast, all-gather, weights at rest, export."""
-    cast_plans: dict[str, CastPlans] = field(init=False, compare=False)
-    """Tensor -> the passes from which its two operands come."""
+    cast_plans: RecipePlans = field(init=False, compare=False)
+    """The passes from which the two operands of each tensor come."""
 
     def __repr__(self) -> str:
         """The label: the name, and what tells a changed recipe from the named one; `explain()` says it all."""
@@ -104,7 +104,7 @@ class Recipe:
                     f"{call}: delayed scaling has one scale rule for all its states; {tensor} of {gemm} has its own; "
                     "set scale_rule of the recipe, or leave delayed out"
                 )
-        object.__setattr__(self, "cast_plans", {tensor: self._cast_plans(tensor) for tensor in TENSORS})
+        object.__setattr__(self, "cast_plans", RecipePlans(*map(self._cast_plans, TENSORS)))
 
     def _cast_plans(self, tensor: str) -> CastPlans:
         (_, _, rows), (_, _, cols) = self.casts(tensor)
@@ -137,7 +137,7 @@ class Recipe:
     @property
     def delayed_tensors(self) -> tuple[str, ...]:
         """The tensors that have a state of delayed scaling: those with delayed scales that are cast at all."""
-        is_cast = [tensor for tensor in TENSORS if self.cast_plans[tensor].both.format is not None]
+        is_cast = [tensor for tensor in TENSORS if self.cast_plans.of(tensor).both.format is not None]
         return tuple(tensor for tensor in is_cast if self.delayed_scaling_of(tensor) is not None)
 
     @property

@@ -223,9 +223,9 @@ def passes(plan: CastPlan) -> tuple[str, ...]:
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), *SERVING_RECIPES.values()], ids=lambda recipe: recipe.name)
 def test_passes_from_which_operands_come(recipe: Recipe) -> None:
     """Each operand comes from one way; alone, it comes from the same, but that rows then take one pass."""
-    plans = recipe.cast_plans.values()
+    plans = recipe.cast_plans
     assert tuple(passes(plan.both) for plan in plans) == PASSES[recipe.name]
-    for tensor, plan in recipe.cast_plans.items():
+    for tensor, plan in recipe.cast_plans._asdict().items():
         (_, _, rows), (_, _, cols) = recipe.casts(tensor)
         alone = "rows in one pass" if rows.granularity is Granularity.ROWWISE else passes(plan.both)[0]
         assert passes(plan.rows) == (alone, "")

@@ -92,7 +92,7 @@ def _updated(state: Float8State, amaxes: Float8State, recipe: Recipe) -> Any:
     assert delayed is not None, "only such a recipe has a state"
 
     def next_of(tensor: str, old: DelayedState, gradient: DelayedState) -> tuple[DelayedState, jax.Array]:
-        format = recipe.cast_plans[tensor].both.format
+        format = recipe.cast_plans.of(tensor).both.format
         is_set = jnp.ones((), jnp.bool_) if old.initialized is None else old.initialized != 0
         amax = gradient.amax_history[0]
         new = update_delayed_state(old._replace(initialized=is_set), amax, format, recipe.scale_rule, delayed)

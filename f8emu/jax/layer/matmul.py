@@ -121,8 +121,8 @@ def _forward(
     wants_input, wants_weight, wants_state = wanted
     of_input, of_weight, of_grad_output = (None, None, None) if state is None else state
     # 1. Both operands of input and of weight.
-    x_plan = recipe.cast_plans["input"].wanted(rows=True, cols=wants_weight)
-    w_plan = recipe.cast_plans["weight"].wanted(rows=True, cols=wants_input)
+    x_plan = recipe.cast_plans.input.wanted(rows=True, cols=wants_weight)
+    w_plan = recipe.cast_plans.weight.wanted(rows=True, cols=wants_input)
     axes, x_is_t, w_is_t = layer.divided, layer.is_input_transposed, layer.is_weight_transposed
     if recipe.cast_weight_from is recipes.CastFrom.BFLOAT16:  # XLA may drop a conversion there and back
         weight = lax.reduce_precision(weight.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
@@ -160,17 +160,17 @@ def _backward_rule(layer: LayerCall, kept: Kept, grad_output: Any) -> tuple[Any,
         layer.tap.tensor("grad_output", grad_output)
     # 1. Both operands of grad_output.
     axes, plans = layer.divided, recipe.cast_plans
-    g_plan = plans["grad_output"].wanted(rows=kept.weight is not None, cols=kept.input is not None)
+    g_plan = plans.grad_output.wanted(rows=kept.weight is not None, cols=kept.input is not None)
     g, g_transposed, amax = cast_matrix(grad_output, g_plan, kept.grad_output, axes.grad_output)
     # 2. The products, in the layouts of input and weight.
     d_input = d_weight = d_state = None
     input_is_t, weight_is_t = layer.is_input_transposed, layer.is_weight_transposed
     if g is not None:
-        w = _taken(kept.weight, plans["weight"].cols, weight_is_t, after=grad_output)
+        w = _taken(kept.weight, plans.weight.cols, weight_is_t, after=grad_output)
         w = _gathered(w, recipe.grad_input.b.granularity, (axes.gathered_k, axes.gathered_n))
         d_input = _product("grad_input", recipe.grad_input, g, w, layer.input_dtype, layer, input_is_t)
     if g_transposed is not None:
-        x = _taken(kept.input, plans["input"].cols, input_is_t, after=grad_output)
+        x = _taken(kept.input, plans.input.cols, input_is_t, after=grad_output)
         d_weight = _product("grad_weight", recipe.grad_weight, g_transposed, x, layer.input_dtype, layer, weight_is_t)
         n, k = axes.gathered_n, axes.gathered_k
         d_weight = scattered_sum(d_weight, (k, n) if weight_is_t else (n, k)).astype(layer.weight_dtype.name)
@@ -199,7 +199,7 @@ def keeps_input(layer: LayerCall, input: jax.Array, weight: jax.Array) -> bool:
     size, where a gradient of that size will be, and lays codes, which are smaller, beside it. A cast by blocks is left
     as it is: it finds scales and codes of both operands in one pass.
     """
-    has_amax = layer.recipe.cast_plans["input"].cols.by_amax[1] is not None
+    has_amax = layer.recipe.cast_plans.input.cols.by_amax[1] is not None
     rows = input.shape[1 if layer.is_input_transposed else 0]
     features = weight.shape[1 if layer.is_weight_transposed else 0]
     return input.nbytes < rows * features and has_amax

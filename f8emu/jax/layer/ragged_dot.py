@@ -91,7 +91,7 @@ def ragged_dot(
         raise UnsupportedError(f"{call}: all groups of rhs are computed; got a group_offset; pass zeros as other sizes")
     if isinstance(recipe, str):
         recipe = recipe_by_name(recipe)
-    if isinstance(recipe, Recipe) and (recipe.delayed or any(p.both.has_blocks for p in recipe.cast_plans.values())):
+    if isinstance(recipe, Recipe) and (recipe.delayed or any(p.both.has_blocks for p in recipe.cast_plans)):
         raise UnsupportedError(
             f"{call}: scales are tensorwise or rowwise, of the step's own amaxes; got recipe {recipe.name!r} with "
             f"{'delayed' if recipe.delayed else 'block'} scales; use another, or dot_general for each expert"

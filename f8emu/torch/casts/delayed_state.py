@@ -232,7 +232,7 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _formats(recipe: Recipe) -> str:
     # The names of the three tensors' float8 formats, with commas; empty for one without delayed scales.
-    formats = {tensor: recipe.cast_plans[tensor].both.format for tensor in recipe.delayed_tensors}
+    formats = {tensor: recipe.cast_plans.of(tensor).both.format for tensor in recipe.delayed_tensors}
     return ",".join(str(formats.get(tensor, "")) for tensor in TENSORS)
 
 

@@ -217,7 +217,7 @@ def _shards(
 
 def require_gatherable(call: str, recipe: Recipe) -> None:
     """Raise UnsupportedError for a recipe whose activations and gradients cannot be gathered as float8."""
-    plans = [recipe.cast_plans[tensor].both for tensor in ("input", "grad_output")]
+    plans = [recipe.cast_plans.of(tensor).both for tensor in ("input", "grad_output")]
     if any([True in plan.in_bfloat16 for plan in plans]):
         reason = "has operands in high precision, which would be gathered as such"
     elif any([plan.has_blocks for plan in plans]):
@@ -232,7 +232,7 @@ def require_gatherable(call: str, recipe: Recipe) -> None:
 
 def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, ways: Sequence[Way]) -> None:
     """Raise UnsupportedError if a block with one scale lies on several ranks."""
-    if not any([plans.both.has_blocks for plans in recipe.cast_plans.values()]):
+    if not any([plans.both.has_blocks for plans in recipe.cast_plans]):
         return
     for i, way in enumerate(ways):
         ranks = weight.device_mesh.size(i)

@@ -155,7 +155,7 @@ _CAST_BYTES = 2.95e12  # a second
 
 def are_multiplied_apart(recipe: Recipe) -> bool:
     """Whether gradients are cast to E5M2, of which no library has grouped GEMMs."""
-    return recipe.cast_plans["grad_output"].both.format == E5M2
+    return recipe.cast_plans.grad_output.both.format == E5M2
 
 
 def speed_of_experts(shape: tuple[int, ...], tokens_per_expert: float, recipe: Recipe) -> float:

@@ -64,7 +64,7 @@ def cast_input(
     if shared is not None and (operands := shared.find(input, key)) is not None:
         return operands
     # 2. Both casts. A gathered input gets its own place in the autograd graph.
-    plans, shards = plan.recipe.cast_plans["input"], None if plan.shards is None else plan.shards.input
+    plans, shards = plan.recipe.cast_plans.input, None if plan.shards is None else plan.shards.input
     cast_plan = plans.both if plan.keeps_input else plans.rows
     with torch.no_grad():
         output, grad_weight = _cast(x.detach(), cast_plan, delayed, shards, plan.recompute_casts)
@@ -80,7 +80,7 @@ def cast_grad_output(
     grad_output: Tensor, plan: LayerPlan, state: Delayed | None, wants_input: bool, wants_weight: bool
 ) -> Both:
     """The operands of `grad_input` and `grad_weight` that a layer casts from its grad_output [M, N], where wanted."""
-    cast_plan = plan.recipe.cast_plans["grad_output"].wanted(rows=wants_input, cols=wants_weight)
+    cast_plan = plan.recipe.cast_plans.grad_output.wanted(rows=wants_input, cols=wants_weight)
     delayed = None if plan.recipe.delayed_scaling_of("grad_output") is None else state
     if state is not None and (delayed is None or cast_plan.format is None):
         note_cast(state.amax, state.inv_scale)  # no cast of the gradient tells that the pass has come here
@@ -99,7 +99,7 @@ def cast_weight(weight: Tensor, plan: LayerPlan, delayed: Delayed | None) -> tup
     if isinstance(weight, CodedWeight):
         codes, scale = weight.of_grad_input()
         return weight.of_output(), WeightSource(scale=scale, codes=codes)
-    plans, weight = plan.recipe.cast_plans["weight"], weight_to_cast(weight, plan.recipe)
+    plans, weight = plan.recipe.cast_plans.weight, weight_to_cast(weight, plan.recipe)
     if plan.shards is None:
         operand, source = cast_rows_first(weight, plans, delayed)
     else:
@@ -112,7 +112,7 @@ def cast_weight_again(
     weight: Tensor | None, source: WeightSource, plan: LayerPlan, delayed: Delayed | None, like: Tensor
 ) -> Operand:
     """The operand of `grad_input`; `like` is a tensor of the backward pass."""
-    cols = plan.recipe.cast_plans["weight"].cols
+    cols = plan.recipe.cast_plans.weight.cols
     if source.codes is not None:
         require_gathered(source.codes)
         return Operand(transpose_codes(source.codes, like), source.scale)

@@ -167,7 +167,7 @@ def can_fuse(input: Tensor, recipe: Recipe) -> bool:
     """Whether SiLU and product are computed in the casts: in bfloat16, with scales of one kind in all GEMMs."""
     if input.dtype is not torch.bfloat16:
         return False
-    kinds = [kind for plans in recipe.cast_plans.values() for kind in plans.both.granularities]
+    kinds = [kind for plans in recipe.cast_plans for kind in plans.both.granularities]
     return kinds[0] is not None and all([kind is kinds[0] for kind in kinds])
 
 
@@ -189,7 +189,7 @@ class FusedExperts(Function):
             x = None
             for i, (weight, state) in enumerate(zip(ups, of_ups, strict=True)):
                 if x is None or states is not None:
-                    cast_plan = recipe.cast_plans["input"].wanted(rows=True, cols=settings.keeps_input)
+                    cast_plan = recipe.cast_plans.input.wanted(rows=True, cols=settings.keeps_input)
                     x, x_transposed = cast_tokens(input.detach(), groups, cast_plan, state[0])
                     kept.append(x_transposed)
                 assert x is not None, "it was requested"
@@ -242,7 +242,7 @@ class FusedExperts(Function):
             ctx, grads, tuple([state[2] for state in (*of_ups, of_down)])
         )
         # 2. The gradient of hidden.
-        cast_plan = recipe.cast_plans["grad_output"].wanted(rows=True, cols=needs_down)
+        cast_plan = recipe.cast_plans.grad_output.wanted(rows=True, cols=needs_down)
         rule, fmt = recipe.scale_rule, _name(recipe.grad_input.a)
         g, g_transposed = cast_tokens(grads[0].contiguous(), groups, cast_plan, of_grads[-1])
         assert g is not None, "it was requested"

@@ -276,6 +276,6 @@ class _FeedForwardBackward(Function):
 
 
 def _format(recipe: Recipe, tensor: str) -> str:
-    format = recipe.cast_plans[tensor].both.format
+    format = recipe.cast_plans.of(tensor).both.format
     assert format is not None, "every operand is float8"
     return format.name

@@ -200,7 +200,7 @@ def cast_weight(weight: Tensor, recipe: Recipe, wants_input: bool, state: Delaye
     """
     if isinstance(weight, CodedWeight):
         return WeightOperands(Operand(weight.rows.flatten(0, 1), weight.row_scale))
-    plans = recipe.cast_plans["weight"]
+    plans = recipe.cast_plans.weight
     plan = plans.wanted(rows=True, cols=wants_input)._replace(in_bfloat16=plans.rows.in_bfloat16)
     weight = weight_to_cast(weight, recipe)
     number, matrix = weight.shape[0], weight.flatten(0, 1)
@@ -229,7 +229,7 @@ def cast_weight_again(weight: Tensor, operands: WeightOperands, recipe: Recipe, 
         if weight.cols is None or torch.compiler.is_compiling():  # a view of them could move to the forward pass
             codes = copied_experts(codes, after, weight.cols is None)
         return Operand(codes.flatten(0, 1), scale)
-    plan, number = recipe.cast_plans["weight"].cols, weight.shape[0]
+    plan, number = recipe.cast_plans.weight.cols, weight.shape[0]
     if plan.format is None:
         return Operand(weight.mT.to(torch.bfloat16).flatten(0, 1), None)
     matrix = weight_to_cast(weight, recipe).flatten(0, 1)
@@ -372,7 +372,7 @@ class GroupedLinear(Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, tiles: Tensor, plan: GroupedPlan) -> Tensor:
         groups, recipe = Groups(tiles, weight.shape[0]), plan.recipe
         with torch.no_grad():
-            cast_plan = recipe.cast_plans["input"].wanted(rows=True, cols=plan.keeps_input)
+            cast_plan = recipe.cast_plans.input.wanted(rows=True, cols=plan.keeps_input)
             x, kept = cast_tokens(input.detach(), groups, cast_plan)
             w = cast_weight(weight.detach(), recipe, ctx.needs_input_grad[0])
             assert x is not None, "it was requested"
@@ -388,7 +388,7 @@ class GroupedLinear(Function):
         weight, w = weight_of_saved(of_weight)
         plan, recipe, groups = ctx.plan, ctx.plan.recipe, Groups(tiles, weight.shape[0])
         (for_input, for_weight, *_), _ = part_of_backward(ctx, grads, ())
-        cast_plan = recipe.cast_plans["grad_output"].wanted(rows=for_input, cols=for_weight and kept is not None)
+        cast_plan = recipe.cast_plans.grad_output.wanted(rows=for_input, cols=for_weight and kept is not None)
         g, g_transposed = cast_tokens(grads[0].contiguous(), groups, cast_plan)
         d_input = d_weight = None
         if g is not None:

@@ -87,7 +87,7 @@ class Export:
         if name not in self.coded:
             return self._store(name, value)
         value = weight_to_cast(value.contiguous(), self.recipe)
-        operand, _ = cast_matrix(value, self.recipe.cast_plans["weight"].rows)
+        operand, _ = cast_matrix(value, self.recipe.cast_plans.weight.rows)
         assert operand is not None and operand.scale is not None, "a float8 operand was requested"
         self._store(name, operand.codes)
         scale = operand.scale

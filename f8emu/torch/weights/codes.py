@@ -177,7 +177,7 @@ def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
         for i, row, col in zip(members, amaxes[::2], amaxes[1::2], strict=True):
             _reduce_over_others(weights[i].own, row, col)
         # 3. Their scales.
-        rule = recipe.cast_plans["weight"].both.rule
+        rule = recipe.cast_plans.weight.both.rule
         both = fused.scales(flat, format_of(recipe), rule.power_of_two, rule.amax_floor, 0)
         inv_scales, scales = (_split(x, parts) for x in both)
         for at, i in enumerate(members):
@@ -245,7 +245,7 @@ def cast_rows(x: Tensor, recipe: Recipe, scales: WeightScales, own: slice = slic
     x = weight_to_cast(x, recipe)
     if x.ndim == 3:
         return _cast_experts(x, recipe, scales.row_amax, scales.row_inv_scale, own, cols=False)
-    fmt, rule = format_of(recipe), recipe.cast_plans["weight"].rows.rule
+    fmt, rule = format_of(recipe), recipe.cast_plans.weight.rows.rule
     if scales.row_amax.numel() == 1:
         return fused.cast_pair_given(x, fmt, scales.row_inv_scale, True, False)[0]
     return fused.cast_pair(x, fmt, scales.row_amax[own], None, rule.power_of_two, rule.amax_floor)[0]
@@ -277,7 +277,7 @@ def _cast_experts(x: Tensor, recipe: Recipe, amax: Tensor, inv_scale: Tensor, ow
 
 def cast_rows_delayed(x: Tensor, recipe: Recipe, delayed: Delayed, groups: Shards) -> tuple[Tensor, Tensor]:
     """The codes of `x` for `output` under the state of delayed scaling, and their scale; `groups` have other rows."""
-    x, plan = weight_to_cast(x, recipe), recipe.cast_plans["weight"].rows
+    x, plan = weight_to_cast(x, recipe), recipe.cast_plans.weight.rows
     operand, _, _ = cast_delayed(x, plan, global_delayed(x, plan, delayed, groups))
     assert operand is not None and operand.scale is not None, "it was requested"
     return operand.codes, operand.scale
