@@ -29,6 +29,8 @@ from f8emu.torch.conversion.report import ConversionEntry as ConversionEntry
 from f8emu.torch.conversion.report import ConversionReport as ConversionReport
 from f8emu.torch.conversion.report import OtherWeight as OtherWeight
 from f8emu.torch.conversion.report import Outcome as Outcome
+from f8emu.torch.emulated.switch import Emulation as Emulation
+from f8emu.torch.emulated.switch import emulate as emulate
 from f8emu.torch.gemm.engine import engine_of as engine_of
 from f8emu.torch.gemm.scaled_mm import mm as mm
 from f8emu.torch.gemm.scaled_mm import scaled_grouped_mm as scaled_grouped_mm

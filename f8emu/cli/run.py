@@ -1,0 +1,40 @@
+"""`f8emu run`: a program of anybody's, whose torch GEMMs have the bits of a chip."""
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Annotated
+
+from f8emu.cli.frame import STATUSES, guarded
+from f8emu.spec import SpecError
+from f8emu.spec.chips import chip_by_name
+from f8emu.startup import environment
+
+if TYPE_CHECKING:
+    import typer
+
+
+def add_to(app: "typer.Typer") -> None:
+    """Add the command."""
+    import typer
+
+    @app.command(epilog=STATUSES, context_settings={"ignore_unknown_options": True})
+    def run(
+        program: Annotated[list[str], typer.Argument(help="After --: the program and its arguments.")],
+        chip: Annotated[str, typer.Option(help="The chip: a name of f8emu.spec.CHIPS.")] = "H100",
+        bf16: Annotated[bool, typer.Option("--bf16", help="Also mm, addmm and bmm in bfloat16.")] = False,
+    ) -> None:
+        """Run a program whose torch GEMMs in float8 have the bits of a chip.
+
+        For example f8emu run -- python train.py, or f8emu run -- python -m pytest. Its child processes have them too.
+        On a machine whose GPU is the chip, nothing changes. The exit status is the program's.
+        """
+        raise typer.Exit(guarded(execute, program, chip, bf16))
+
+
+def execute(program: list[str], chip: str, bf16: bool) -> int:
+    """Become the program; it returns where that fails alone."""
+    chip_by_name("run", chip)
+    path = shutil.which(program[0])
+    if path is None:
+        raise SpecError(f"run: {program[0]} is no program here; for a script: f8emu run -- python {program[0]}")
+    return os.execve(path, program, environment(chip, bf16))

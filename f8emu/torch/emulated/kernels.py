@@ -1,0 +1,247 @@
+"""Kernels of torch's float8 GEMM operators, `aten::_scaled_mm` and its like, that compute the bits of a chip.
+
+A kernel has the arguments of its operator after the chip. It refuses what the operator refuses on a GPU of the chip, in
+the class that torch raises there: `OperandError` is a ValueError, `Refused` and `UnsupportedError` are RuntimeErrors.
+`tests/torch_path/operator_calls-h100.json` records what an H100 gives and refuses.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.chip import Chip
+from f8emu.spec.errors import F8Error, OperandError, SpecError, UnsupportedError
+from f8emu.spec.formats import FLOAT8
+from f8emu.spec.scaling import Granularity
+from f8emu.torch.cast import cast
+from f8emu.torch.chip import dtype_of, name_of
+from f8emu.torch.emulated import scales as scale_rules
+from f8emu.torch.emulated.scales import Scales
+from f8emu.torch.gemm import operators
+
+_EMULATED = "emulated"
+_FLOAT8 = frozenset(map(dtype_of, FLOAT8))
+_MULTIPLE = 16  # of N, of K, and of the bytes from row to row
+
+
+class Refused(F8Error, RuntimeError):
+    """An operand that torch's operator refuses on a GPU with a RuntimeError."""
+
+
+def _refuses(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """OperandErrors as `Refused`: the class of torch's first generation of operators."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return function(*args, **kwargs)
+        except OperandError as error:
+            raise Refused(str(error)) from None
+
+    return call
+
+
+def _require_operands(call: str, a: Tensor, b: Tensor) -> None:
+    """What torch refuses of the matrices, whatever their scales."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise OperandError(f"{call}: mat1 must be [M, K] and mat2 [K, N]; got {list(a.shape)} and {list(b.shape)}")
+    if a.shape[1] % _MULTIPLE or b.shape[1] % _MULTIPLE:
+        raise OperandError(
+            f"{call}: K and N must be multiples of {_MULTIPLE}; got K = {a.shape[1]}, N = {b.shape[1]}; pad the "
+            "operands with zeros"
+        )
+    if not {a.dtype, b.dtype} <= _FLOAT8:
+        raise OperandError(f"{call}: mat1 and mat2 must be float8; got {a.dtype} and {b.dtype}")
+    if a.dtype is b.dtype is torch.float8_e5m2:
+        raise SpecError(f"{call}: a Hopper GPU has no GEMM of two float8_e5m2 matrices; cast one to float8_e4m3fn")
+
+
+def _require_layouts(call: str, a: Tensor, b: Tensor) -> None:
+    """Row-major times column-major, each row (column) at a multiple of 16 bytes."""
+    for name, x in (("mat1 row-major", a), ("mat2 column-major", b.t())):
+        is_major = x.stride(1) == 1 and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
+        if not is_major or (x.shape[0] > 1 and x.stride(0) % _MULTIPLE):
+            raise Refused(
+                f"{call}: a Hopper GPU multiplies {name}, rows {_MULTIPLE} bytes apart; got strides "
+                f"{list(a.stride())} and {list(b.stride())}; pass a row-major a, and b as w.t() of a row-major w [N, K]"
+            )
+
+
+def _require_bias(call: str, bias: Tensor | None, columns: int, out_dtype: torch.dtype) -> None:
+    if bias is None:
+        return
+    wanted = torch.bfloat16 if out_dtype is torch.float32 else out_dtype
+    if bias.numel() != columns or out_dtype is torch.float32 or (out_dtype not in _FLOAT8 and bias.dtype != wanted):
+        raise OperandError(
+            f"{call}: bias must have N = {columns} values of the output's dtype, which must not be float32; got "
+            f"{list(bias.shape)} of {bias.dtype} for {out_dtype}"
+        )
+
+
+def _scaled(
+    call: str,
+    chip: Chip,
+    a: Tensor,
+    b: Tensor,
+    scales: Scales,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """The product of operands that torch takes."""
+    _require_bias(call, bias, b.shape[1], out_dtype)
+    if 0 in (*a.shape, b.shape[1]):
+        return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
+    _require_layouts(call, a, b)
+    if out_dtype is torch.float8_e5m2 and a.dtype is b.dtype:
+        raise UnsupportedError(f"{call}: a Hopper GPU gives two float8_e4m3fn matrices no float8_e5m2 product")
+
+    def product(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        pair = [granularity.value for granularity in scales.pair]
+        options = dtype, use_fast_accum, _EMULATED, *pair, None, chip.name
+        return operators.run_scaled_mm.function(a, b, scales.a, scales.b, bias, *options)
+
+    bias = None if bias is None else bias.reshape(-1)
+    if out_dtype not in _FLOAT8 and (bias is None or not scales.pair[0].is_blockwise):
+        return product(bias, out_dtype)
+    # Float8 outputs and biases of block scales: both follow the scaled accumulator in float32, rounded once.
+    exact = product(None, torch.float32)
+    exact = exact if bias is None else exact + bias.float()
+    return cast(exact, out_dtype) if out_dtype in _FLOAT8 else exact.to(out_dtype)
+
+
+@_refuses
+def scaled_mm(
+    chip: Chip,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`aten::_scaled_mm`. A Hopper GPU ignores `scale_result`, also for float8 outputs."""
+    call = "torch._scaled_mm"
+    _require_operands(call, a, b)
+    scales = scale_rules.by_shape(a, b, scale_a, scale_b)
+    if scales is None:
+        raise OperandError(
+            f"{call}: the scales of operands {list(a.shape)} and {list(b.shape)} fit no scaling; got scale_a "
+            f"{name_of(scale_a.dtype)} {list(scale_a.shape)}, strides {list(scale_a.stride())}, and scale_b "
+            f"{name_of(scale_b.dtype)} {list(scale_b.shape)}, strides {list(scale_b.stride())}; pass float32: one "
+            "element each, contiguous [M, 1] and [1, N], or block scales in torch's layouts"
+        )
+    for x, granularity in ((scales.a, scales.pair[0]), (scales.b.t(), scales.pair[1])):
+        if granularity is Granularity.BLOCKWISE_128X128 and x.shape[0] > 1 and x.shape[1] % 4:
+            raise UnsupportedError(
+                f"{call}: a GPU reads 128x128 scales of {x.shape[1]} blocks of K as if there were a multiple of 4, and "
+                "so beyond them; call torch.nn.functional.scaled_mm, which takes padded ones"
+            )
+    return _scaled(call, chip, a, b, scales, bias, out_dtype or a.dtype, use_fast_accum)
+
+
+def scaled_mm_v2(
+    chip: Chip,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Sequence[Tensor],
+    recipe_a: Sequence[int],
+    swizzle_a: Sequence[int],
+    scale_b: Sequence[Tensor],
+    recipe_b: Sequence[int],
+    swizzle_b: Sequence[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`aten::_scaled_mm_v2`, which `torch.nn.functional.scaled_mm` calls. Float32 scales are never swizzled."""
+    call = "torch.nn.functional.scaled_mm"
+    _require_operands(call, a, b)
+    scales = None
+    if len(scale_a) == len(scale_b) == len(recipe_a) == len(recipe_b) == 1:
+        pair = _granularities(call, recipe_a[0], recipe_b[0])
+        scales = scale_rules.by_recipe(a, b, scale_a[0], scale_b[0], pair)
+    if scales is None:
+        raise OperandError(
+            f"{call}: the scales do not fit the recipes {list(recipe_a)} and {list(recipe_b)} of operands "
+            f"{list(a.shape)} and {list(b.shape)}; got shapes {[list(x.shape) for x in scale_a]} and "
+            f"{[list(x.shape) for x in scale_b]}, strides {[list(x.stride()) for x in scale_a]} and "
+            f"{[list(x.stride()) for x in scale_b]}; pass one float32 scale each, in torch's layout for its recipe"
+        )
+    return _scaled(call, chip, a, b, scales, bias, out_dtype or a.dtype, use_fast_accum)
+
+
+def _granularities(call: str, recipe_a: int, recipe_b: int) -> tuple[Granularity, Granularity]:
+    pair = scale_rules.RECIPES.get(recipe_a), scale_rules.RECIPES.get(recipe_b)
+    if pair not in scale_rules.PAIRS:
+        raise OperandError(
+            f"{call}: a Hopper GPU has no GEMM for the scale recipes {recipe_a} and {recipe_b}; it has TensorWise, "
+            "RowWise, and BlockWise1x128 with BlockWise1x128 or BlockWise128x128"
+        )
+    return pair  # pyright: ignore[reportReturnType]
+
+
+def scaled_grouped_mm(
+    chip: Chip,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`aten::_scaled_grouped_mm`. Rows and columns beyond the last group, which a GPU leaves undefined, are zeros."""
+    call = "torch._scaled_grouped_mm"
+    if bias is not None or scale_result is not None or out_dtype not in (None, torch.bfloat16):
+        raise OperandError(f"{call}: torch takes no bias and no scale_result, and gives bfloat16; leave them out")
+    if (offs is None) != (a.ndim == b.ndim == 3):
+        raise OperandError(
+            f"{call}: offs must be given unless every group has matrices of its own, both of 3 dimensions; got "
+            f"{list(a.shape)} and {list(b.shape)} {'without' if offs is None else 'with'} offs"
+        )
+    if a.shape[-1] % _MULTIPLE or b.shape[-1] % _MULTIPLE:
+        raise Refused(f"{call}: K and N must be multiples of {_MULTIPLE}; got {list(a.shape)} and {list(b.shape)}")
+    groups = offs.shape[0] if offs is not None and a.ndim == b.ndim == 2 else 1
+    if [*scale_a.shape, *scale_b.shape] != [*a.shape[:-2], a.shape[-2] * groups, *b.shape[:-2], b.shape[-1] * groups]:
+        raise Refused(
+            f"{call}: the scales must be one for each row of mat_a and each column of mat_b, of each group; got "
+            f"{list(scale_a.shape)} and {list(scale_b.shape)} for {list(a.shape)} and {list(b.shape)}"
+        )
+    operands = a, b, scale_a, scale_b, offs
+    return operators.scaled_grouped_mm.function(*operands, torch.bfloat16, use_fast_accum, _EMULATED, chip.name)
+
+
+def scaled_grouped_mm_v2(
+    chip: Chip,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Sequence[Tensor],
+    recipe_a: Sequence[int],
+    swizzle_a: Sequence[int],
+    scale_b: Sequence[Tensor],
+    recipe_b: Sequence[int],
+    swizzle_b: Sequence[int],
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`aten::_scaled_grouped_mm_v2`, of which a Hopper GPU has rowwise scales alone."""
+    call = "torch.nn.functional.scaled_grouped_mm"
+    rowwise = [recipe for recipe, granularity in scale_rules.RECIPES.items() if granularity is Granularity.ROWWISE]
+    if not list(recipe_a) == list(recipe_b) == rowwise or not len(scale_a) == len(scale_b) == 1:
+        raise OperandError(
+            f"{call}: a Hopper GPU has grouped GEMMs with RowWise scales alone; got recipes {list(recipe_a)} and "
+            f"{list(recipe_b)}"
+        )
+    return scaled_grouped_mm(chip, a, b, scale_a[0], scale_b[0], offs, bias, None, out_dtype, use_fast_accum)

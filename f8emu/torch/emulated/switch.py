@@ -1,0 +1,124 @@
+"""The switch: torch's own operators give the bits of a chip, on devices that are not it.
+
+Every kernel of `f8emu.torch.emulated` is registered for its operator in torch's dispatcher, below autograd, compilers
+and subclasses, which therefore need not know. Code that was compiled calls the dispatcher too.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from f8emu.spec.chip import Chip
+from f8emu.spec.chips import H100, chip_by_name
+from f8emu.torch.chip import is_device_of
+from f8emu.torch.emulated import bfloat16, kernels
+
+_FLOAT8: dict[str, Callable[..., Tensor]] = {
+    "_scaled_mm": kernels.scaled_mm,
+    "_scaled_mm_v2": kernels.scaled_mm_v2,
+    "_scaled_grouped_mm": kernels.scaled_grouped_mm,
+    "_scaled_grouped_mm_v2": kernels.scaled_grouped_mm_v2,
+    "_grouped_mm": bfloat16.grouped_mm,
+}
+"""Operators that compute nothing useful without a GPU: replaced whole."""
+_BFLOAT16: dict[str, Callable[..., Tensor]] = {"mm": bfloat16.mm, "bmm": bfloat16.bmm, "addmm": bfloat16.addmm}
+"""Operators of all dtypes: the kernel gets torch's own as well."""
+_ACTIVE: set["Emulation"] = set()  # torch drops the kernels of a library that nobody holds
+_LOCK = threading.Lock()  # of torch's registry, which has none for `catch_warnings`
+
+
+class Emulation:
+    """torch's operators emulated; `undo`, or leaving it as a context, gives torch its own kernels back."""
+
+    def __init__(self, library: Library | None) -> None:
+        self._library = library
+        if library is not None:
+            _ACTIVE.add(self)
+
+    @property
+    def is_active(self) -> bool:
+        """False after `undo`, and on a machine whose GPU is the chip, where nothing is emulated."""
+        return self._library is not None
+
+    def undo(self) -> None:
+        """Give torch its own kernels back; a second call does nothing."""
+        library, self._library = self._library, None
+        _ACTIVE.discard(self)
+        if library is not None:
+            with _LOCK:
+                library._destroy()  # pyright: ignore[reportPrivateUsage]
+
+    def __enter__(self) -> "Emulation":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.undo()
+
+
+def emulate(chip: Chip | str = H100, *, bf16: bool = False, force: bool = False) -> Emulation:
+    """Give torch's own GEMM operators the bits of a chip, in the whole process, until `undo`.
+
+        f8emu.torch.emulate()                 # from here on, torchao, torchtitan, ... compute as on an H100
+        with f8emu.torch.emulate(bf16=True):  # or for a while
+            ...
+
+    The operators: `torch._scaled_mm`, `torch.nn.functional.scaled_mm`, `torch._scaled_grouped_mm`,
+    `torch.nn.functional.scaled_grouped_mm`, `torch._grouped_mm`. They take and refuse what a Hopper GPU does, with
+    torch's classes of errors. On a machine with a GPU that is the chip, nothing changes; on another GPU its tensors are
+    emulated too, by JAX, which is slow.
+
+    Exactness: every bit, and every refusal, of the 228 calls of an H100 in `tests/torch_path/operator_calls-h100.json`.
+    What a program computes around them is its own: compiled code may keep float32 where eager code rounds.
+
+    Args:
+        chip: the chip, a profile of `f8emu.spec.CHIPS` or its name.
+        bf16: also `mm`, `addmm` and `bmm` of bfloat16 matrices whose rows are multiples of 16 bytes, and so
+            `torch.nn.Linear` in bfloat16, as `rowwise_with_gw_hp` needs.
+        force: emulate also where a GPU of the machine is the chip: CPU tensors alone.
+
+    Raises:
+        SpecError: an unknown chip.
+    """
+    chip = chip_by_name("emulate", chip)
+    has_gpu = torch.cuda.is_available()
+    is_chip = has_gpu and is_device_of(chip, torch.device("cuda", torch.cuda.current_device()))
+    if is_chip and not force:
+        return Emulation(None)
+    library = Library("aten", "IMPL")
+    with _LOCK, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for key in ("CPU", "CUDA") if has_gpu and not is_chip else ("CPU",):
+            for name, kernel in _FLOAT8.items():
+                _register(library, name, key, partial(kernel, chip))
+            for name, kernel in _BFLOAT16.items() if bf16 else ():
+                _register(library, name, key, partial(kernel, chip, _original(name, key)))
+    return Emulation(library)
+
+
+def _original(name: str, key: str) -> Callable[..., Tensor]:
+    """The kernel that torch has, also after it is replaced."""
+    kernel = torch.library.get_kernel(f"aten::{name}", key)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return lambda *args, **kwargs: kernel.call_boxed(keys, *args, **kwargs)
+
+
+def _register(library: Library, name: str, key: str, kernel: Callable[..., Tensor]) -> None:
+    """The kernel, and where torch has one the variant that writes into `out`."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return
+
+    def write(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        result = kernel(*args, **kwargs)
+        return out.resize_(result.shape).copy_(result)
+
+    library.impl(name, kernel, key, allow_override=True)
+    if "out" in packet.overloads():
+        library.impl(f"{name}.out", write, key, allow_override=True)
