@@ -46,6 +46,11 @@ class GroupKind(Enum):
     INNER = _Dims(("M", "K"), ("K", "N"), ("G*M",), ("G*N",), ("G", "M", "N"), "K")
     BATCH = _Dims(("G", "M", "K"), ("G", "K", "N"), ("G", "M"), ("G", "N"), ("G", "M", "N"), None)
 
+    @classmethod
+    def of(cls, a: int, b: int) -> "GroupKind":
+        """The kind of operands that have so many dimensions; ROWS where no kind has."""
+        return next((kind for kind in cls if (len(kind.value.a), len(kind.value.b)) == (a, b)), cls.ROWS)
+
     @property
     def description(self) -> str:
         """The kind in words, for messages."""
@@ -157,8 +162,7 @@ def scaled_grouped_mm_call(
     # 2. Shapes, which depend on each other: one message names all.
     operands = (a, b, scale_a, scale_b) if offs is None else (a, b, scale_a, scale_b, offs)
     shapes = [list(x.shape) for x in operands]
-    known = {(len(kind.value.a), len(kind.value.b)): kind for kind in GroupKind}
-    kind = known.get((len(a.shape), len(b.shape)), GroupKind.ROWS)
+    kind = GroupKind.of(len(a.shape), len(b.shape))
     sizes = dict(zip((*kind.value.a, *kind.value.b), (*a.shape, *b.shape), strict=False))
     sizes["G"] = sizes.get("G", offs.shape[0] if offs is not None and offs.shape else -1)
     expected = [[math.prod(sizes.get(size, -1) for size in dim.split("*")) for dim in dims] for dims in kind.value[:4]]

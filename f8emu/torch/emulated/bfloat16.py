@@ -8,30 +8,29 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.errors import OperandError
-from f8emu.spec.gemm_call import Shaped, mm_call
+from f8emu.spec.formats import BFLOAT16
+from f8emu.spec.gemm_call import GemmCall, GroupKind, Shaped, group_parts, mm_call
 from f8emu.torch.chip import name_of
 from f8emu.torch.gemm import emulation, operators
 
-_MULTIPLE = 16  # of N and K of the GEMMs that f8emu multiplies; more is padded with zeros, which changes no bit
 _ALIGNED = 8  # elements of 16 bytes
-_ONE_CHAIN = 1  # grouped and batched GEMMs are never split along K
 
 Original = Callable[..., Tensor]
 
 
 def product(chip: Chip, a: Tensor, b: Tensor, split_k: int, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`a @ b` of bfloat16 matrices, of any size."""
-    if 0 in (*a.shape, b.shape[1]):
-        return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
-    lack_k, lack_n = -a.shape[1] % _MULTIPLE, -b.shape[1] % _MULTIPLE
-    if lack_k or lack_n:
-        padded = product(chip, pad(a, (0, lack_k)), pad(b, (0, lack_n, 0, lack_k)), split_k, out_dtype)
-        return padded[:, : b.shape[1]].contiguous()
-    return operators.run_mm.function(a, b, out_dtype, "emulated", split_k, chip.name)
+    columns = b.shape[1]
+    if 0 in (*a.shape, columns):
+        return a.new_zeros((a.shape[0], columns), dtype=out_dtype)
+    # Zeros change no bit.
+    lack_k, lack_n = -a.shape[1] % chip.size_multiple, -columns % chip.size_multiple
+    a, b = operators.padded(a, 0, lack_k), operators.padded(b, lack_k, lack_n)
+    out = operators.run_mm.function(a, b, out_dtype, "emulated", split_k, chip.name)
+    return out[:, :columns].contiguous()
 
 
 def split_of(chip: Chip, a: Tensor, b: Tensor) -> int:
@@ -56,23 +55,36 @@ def grouped_mm(
         raise OperandError(f"{call}: mat_a and mat_b must be bfloat16 on a Hopper GPU; got {a.dtype} and {b.dtype}")
     if bias is not None or out_dtype not in (None, torch.bfloat16):
         raise OperandError(f"{call}: torch takes no bias and gives bfloat16; got bias {bias} and out_dtype {out_dtype}")
-    if (offs is None) != (a.ndim == b.ndim == 3) or a.shape[-1] != b.shape[-2]:
+    if (offs is None) != (a.ndim == b.ndim == 3):
         raise OperandError(
-            f"{call}: offs must be given unless every group has matrices of its own, and K must be equal; got "
-            f"shapes {list(a.shape)} and {list(b.shape)}"
+            f"{call}: offs must be given unless every group has matrices of its own; got shapes {list(a.shape)} and "
+            f"{list(b.shape)}"
         )
-    if offs is None:
-        return torch.stack([product(chip, x, y, _ONE_CHAIN) for x, y in zip(a, b, strict=True)])
-    ends = offs.tolist()
-    runs = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    if a.ndim == b.ndim:  # K is divided
-        return torch.stack([product(chip, a[:, run], b[run], _ONE_CHAIN) for run in runs])
-    out = a.new_zeros((a.shape[-2], b.shape[-1]))
-    for group, run in enumerate(runs):
-        if a.ndim == 2:
-            out[run] = product(chip, a[run], b[group], _ONE_CHAIN)
-        else:
-            out[:, run] = product(chip, a[group], b[:, run], _ONE_CHAIN)
+    return _products(call, chip, a, b, offs)
+
+
+def _products(call: str, chip: Chip, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    """The GEMM of every group, each one chain: groups and batches are never split along K."""
+    kind, shapes = GroupKind.of(a.ndim, b.ndim), [*a.shape, *b.shape]
+    dims = (*kind.value.a, *kind.value.b)
+    sizes = dict(zip(dims, shapes, strict=True))
+    if [sizes[dim] for dim in dims] != shapes:
+        raise OperandError(
+            f"{call}: a and b must be {list(kind.value.a)} and {list(kind.value.b)}; got {list(a.shape)} and "
+            f"{list(b.shape)}"
+        )
+    ends = None if offs is None else offs.tolist()
+    gemm = GemmCall(
+        call=call,
+        sizes=(sizes["M"], sizes["N"], sizes["K"]),
+        formats=(BFLOAT16, BFLOAT16),
+        groups=sizes["G"] if ends is None else len(ends),
+        group_kind=kind,
+        chip=chip,
+    )
+    out = a.new_zeros(gemm.out_shape)
+    for part in group_parts(gemm, ends):
+        out[part.out] = product(chip, a[part.a], b[part.b], 1)
     return out
 
 
@@ -94,7 +106,7 @@ def bmm(chip: Chip, original: Original, a: Tensor, b: Tensor) -> Tensor:
     """`aten::bmm`: a GEMM for each matrix of the batch."""
     if not is_recorded(a, b):
         return original(a, b)
-    return torch.stack([product(chip, x, y, _ONE_CHAIN) for x, y in zip(a, b, strict=True)])
+    return _products("torch.bmm", chip, a, b, None)
 
 
 def addmm(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.errors import F8Error, OperandError, SpecError, UnsupportedError
@@ -73,8 +74,8 @@ def _require_layouts(call: str, a: Tensor, b: Tensor) -> None:
 def _require_bias(call: str, bias: Tensor | None, columns: int, out_dtype: torch.dtype) -> None:
     if bias is None:
         return
-    wanted = torch.bfloat16 if out_dtype is torch.float32 else out_dtype
-    if bias.numel() != columns or out_dtype is torch.float32 or (out_dtype not in _FLOAT8 and bias.dtype != wanted):
+    is_other = bias.dtype != out_dtype and out_dtype not in _FLOAT8
+    if bias.numel() != columns or out_dtype is torch.float32 or is_other:
         raise OperandError(
             f"{call}: bias must have N = {columns} values of the output's dtype, which must not be float32; got "
             f"{list(bias.shape)} of {bias.dtype} for {out_dtype}"
@@ -137,7 +138,7 @@ def scaled_mm(
             "element each, contiguous [M, 1] and [1, N], or block scales in torch's layouts"
         )
     for x, granularity in ((scales.a, scales.pair[0]), (scales.b.t(), scales.pair[1])):
-        if granularity is Granularity.BLOCKWISE_128X128 and x.shape[0] > 1 and x.shape[1] % 4:
+        if granularity is Granularity.BLOCKWISE_128X128 and x.shape[0] > 1 and x.shape[1] % scale_rules.PADDED_BLOCKS:
             raise UnsupportedError(
                 f"{call}: a GPU reads 128x128 scales of {x.shape[1]} blocks of K as if there were a multiple of 4, and "
                 "so beyond them; call torch.nn.functional.scaled_mm, which takes padded ones"
@@ -238,7 +239,7 @@ def scaled_grouped_mm_v2(
 ) -> Tensor:
     """`aten::_scaled_grouped_mm_v2`, of which a Hopper GPU has rowwise scales alone."""
     call = "torch.nn.functional.scaled_grouped_mm"
-    rowwise = [recipe for recipe, granularity in scale_rules.RECIPES.items() if granularity is Granularity.ROWWISE]
+    rowwise = [ScalingType.RowWise.value]
     if not list(recipe_a) == list(recipe_b) == rowwise or not len(scale_a) == len(scale_b) == 1:
         raise OperandError(
             f"{call}: a Hopper GPU has grouped GEMMs with RowWise scales alone; got recipes {list(recipe_a)} and "

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import BLOCK, Granularity
 
-_BLOCK = 128
-_PADDED = 4  # `scaled_mm` pads the blocks of a 128x128 operand along K to a multiple
+PADDED_BLOCKS = 4  # a GPU reads the blocks of a 128x128 operand along K as a multiple
 _SQUARE, _VECTOR = Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128
 PAIRS = (
     (Granularity.TENSORWISE, Granularity.TENSORWISE),
@@ -56,7 +55,7 @@ def by_recipe(
 
 
 def _blocks(size: int) -> int:
-    return -(-size // _BLOCK)
+    return -(-size // BLOCK)
 
 
 def _lies(scale: Tensor, dim: int, size: int, stride: int) -> bool:
@@ -92,6 +91,6 @@ def _of_recipe(x: Tensor, scale: Tensor, granularity: Granularity) -> Tensor | N
         return None
     if granularity is _VECTOR:
         return scale if _lies(scale, 0, rows, 1) and _lies(scale, 1, _blocks(k), rows) else None
-    padded = -(-_blocks(k) // _PADDED) * _PADDED
+    padded = -(-_blocks(k) // PADDED_BLOCKS) * PADDED_BLOCKS
     is_square = _lies(scale, 0, padded, 1) and _lies(scale, 1, _blocks(rows), padded)
     return scale[: _blocks(k)].t() if is_square else None
