@@ -253,13 +253,8 @@ def chosen(tests: Sequence[tuple[float, str]], budget: float) -> list[str]:
 
 def copy_of_checkout(folder: Path) -> Path:
     """What git tracks, and the native engine."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    names = [name for name in listed.split("\0") if name and (ROOT / name).exists()] or [
-        str(path.relative_to(ROOT))
-        for top in ("f8emu", "reference", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "conftest.py")
-        for path in ([ROOT / top] if (ROOT / top).is_file() else (ROOT / top).rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts
-    ]
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = [name for name in listed.split("\0") if (ROOT / name).is_file()]
     for name in [*names, *(str(path.relative_to(ROOT)) for path in (ROOT / "f8emu/native").glob("*.so"))]:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
