@@ -11,7 +11,7 @@ import numpy as np
 
 from f8emu import interop
 from f8emu.conformance.cases.distributions import dtype_of
-from f8emu.spec import Format
+from f8emu.spec import Format, SpecError
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +111,13 @@ FRAMEWORKS: dict[str, Callable[[str], Framework]] = {
     "jax": jax_arrays,
 }
 """Name -> framework; the argument is the call that an error names."""
+
+
+def framework_of(arrays: str) -> Callable[[str], Framework]:
+    """The framework of that name; raises SpecError for another name."""
+    if arrays not in FRAMEWORKS:
+        raise SpecError(f"arrays must be one of {', '.join(FRAMEWORKS)}; got {arrays!r}")
+    return FRAMEWORKS[arrays]
 
 
 def travelling(framework: Framework, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -189,7 +189,7 @@ def _subject(subject: SubjectResult, errors: int) -> Section:
     if head:
         shown: list[Element] = [Text(points=lines, only="terminal"), *_mismatches(subject, errors)]
         parts.append(Section(title="One output of each case that differs", lead=head, blocks=shown))
-    ran = [Text(points=list(_stage_lines(subject)))]
+    ran = [Text(points=list(stage_lines(subject)))]
     parts.append(Section(title="What ran", lead=f"{subject.name}   engine: {subject.engine}", blocks=ran))
     parts += [_breakdown(breakdown, subject.name) for breakdown in breakdowns(subject.stages)]
     # the worst of every stage before the second worst of one
@@ -252,8 +252,8 @@ def _mismatches(subject: SubjectResult, errors: int) -> Iterator[Table]:
 # 2 What ran
 
 
-def _stage_lines(subject: SubjectResult) -> Iterator[str]:
-    # 1. Equal stages. 2. Others, one by one. 3. What was not offered, and who judged, by reason and judge.
+def stage_lines(subject: SubjectResult) -> Iterator[str]:
+    """The stages that are equal, each other one, what was not offered and why, and who judged."""
     equal = [_counts(stage) for stage in subject.stages if stage.status is Status.EQUAL]
     if equal:
         yield f"  equal: {'; '.join(equal)}"

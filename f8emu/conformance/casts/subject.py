@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from f8emu.conformance.arrays import FRAMEWORKS, Framework
+from f8emu.conformance.arrays import Framework, framework_of
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import NotOffered
 from f8emu.conformance.casts.questions import Question
@@ -17,7 +17,7 @@ from f8emu.conformance.compare import shape_fault, text_of
 from f8emu.conformance.kernels.child import Ask
 from f8emu.conformance.kernels.faults import Guarded
 from f8emu.conformance.kernels.imported import INTERPRETED, function_of, is_interpreted
-from f8emu.conformance.kernels.kernel import Laid
+from f8emu.conformance.kernels.kernel import Kernel, Laid
 from f8emu.conformance.kernels.loaded import load_kernel
 from f8emu.spec import E8M0FNU, Format, Granularity, SpecError
 
@@ -85,8 +85,12 @@ class Function:
 
 def loaded_function(name: str, kind: str, arrays: str) -> tuple[Function, Ask]:
     """The function of that name, and how it is asked a `Question`."""
-    kernel = load_kernel(name)
-    framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {name}")
+    return called_function(name, load_kernel(name), kind, arrays)
+
+
+def called_function(name: str, kernel: Kernel, kind: str, arrays: str) -> tuple[Function, Ask]:
+    """The function of a kernel, under a name, and how it is asked a `Question`."""
+    framework = framework_of(kernel.arrays or arrays)(f"f8emu verify {name}")
     try:
         parameters = inspect.signature(kernel.function).parameters.values() if callable(kernel.function) else ()
         needed = [x for x in parameters if x.default is x.empty and x.kind <= x.POSITIONAL_OR_KEYWORD]

@@ -8,8 +8,8 @@ from pathlib import Path
 from f8emu.conformance.cases.golden import GoldenFile
 from f8emu.conformance.casts.contracts import ANYTHING, CastContract, QuantizerContract, Wanted
 from f8emu.conformance.casts.diagnosis import CastDiagnosis
-from f8emu.conformance.casts.subject import loaded_function
-from f8emu.conformance.kernels.child import begin
+from f8emu.conformance.casts.subject import Function, loaded_function
+from f8emu.conformance.kernels.child import Ask, begin
 from f8emu.conformance.run.check import Case
 from f8emu.conformance.run.result import Progress, Result, StageResult, SubjectResult
 from f8emu.conformance.run.stages import Stage
@@ -54,6 +54,21 @@ def verify_function(
     It runs in its own process, with a limit of `timeout` seconds for each call, or `here`.
     """
     function, ask = begin(loaded_function, name, kind, arrays, timeout=timeout, here=here)()
+    return verify_called(function, ask, wanted, errors=errors, cases=cases, diagnose=diagnose, progress=progress)
+
+
+def verify_called(
+    function: Function,
+    ask: Ask,
+    wanted: Wanted = ANYTHING,
+    *,
+    errors: int = 20,
+    cases: Sequence[str] = (),
+    diagnose: bool = True,
+    progress: Progress | None = None,
+) -> Verified:
+    """Put a function that can be asked to the cases of its kind, as `verify_function` does."""
+    name, kind = function.name, function.kind
     start = time.perf_counter()
     contract = (CastContract if kind == "cast" else QuantizerContract)(function, ask, wanted)
     seconds = time.perf_counter() - start

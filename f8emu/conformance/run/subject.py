@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from f8emu.conformance.arrays import FRAMEWORKS, Framework, jax_arrays, torch_arrays, travelling
+from f8emu.conformance.arrays import Framework, framework_of, jax_arrays, torch_arrays, travelling
 from f8emu.conformance.cases.gemm import GemmCase, Verbs
 from f8emu.conformance.cases.gemm import NotOffered as NotOffered
 from f8emu.conformance.cases.tables import ALIGNED, is_aligned
@@ -147,8 +147,7 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
 
 def begin_subject(name: str, *, arrays: str, timeout: float | None, here: bool) -> Callable[[], Subject]:
     """`load_subject` in two: a kernel is imported in its process already while others work; the call waits for it."""
-    if arrays not in FRAMEWORKS:
-        raise SpecError(f"load_subject: arrays must be one of {', '.join(FRAMEWORKS)}; got {arrays!r}")
+    framework_of(arrays)  # refuses an unknown one here, and not in the kernel's process
     if name in SUBJECTS:
         if timeout is not None:
             raise SpecError(
@@ -187,7 +186,7 @@ def _kernel_by_name(name: str, arrays: str) -> tuple[Subject, Ask]:
 
 def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
     """A declared kernel as a subject in this process."""
-    framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}, unless it has --arrays numpy,")
+    framework = framework_of(kernel.arrays or arrays)(f"f8emu verify {kernel.name}, unless it has --arrays numpy,")
     calls = calls_of(kernel, framework)
     engine = [f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"]
     if is_interpreted(kernel.function):  # known once its module is imported
