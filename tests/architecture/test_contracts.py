@@ -23,6 +23,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/numpy/cast.py", "import f8emu.jax"),
         ("f8emu/doctor.py", "import f8emu.conformance.run.verify"),
         ("f8emu/report/page.py", "import f8emu.audit"),
+        ("f8emu/report/verify.py", "from f8emu.testing import bits"),
         ("f8emu/homeless.py", ""),
     ],
     "torch-floors": [
@@ -81,6 +82,10 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
     "reference-is-for-the-suite": [
         ("f8emu/torch/gemm/scaled_mm.py", "import f8ref.numpy"),
         ("f8emu/cli/verify.py", "from f8ref.jax import cast"),
+    ],
+    "assertions": [
+        ("f8emu/testing/bits.py", "import torch"),
+        ("f8emu/testing/tolerance.py", "from f8ref.numpy import scaled_mm"),
     ],
     "cli": [("f8emu/cli/verify.py", "import torch")],
 }
