@@ -18,6 +18,10 @@ from f8emu.jax.cast import dequantize as dequantize
 from f8emu.jax.cast import quantize as quantize
 from f8emu.jax.compiling import compiler_options as compiler_options
 from f8emu.jax.compiling import jit as jit
+from f8emu.jax.emulated.explanation import ExplainedDot as ExplainedDot
+from f8emu.jax.emulated.explanation import Explanation as Explanation
+from f8emu.jax.emulated.explanation import explain as explain
+from f8emu.jax.emulated.transform import emulate as emulate
 from f8emu.jax.gemm.engine import engine_of as engine_of
 from f8emu.jax.gemm.scaled_mm import mm as mm
 from f8emu.jax.gemm.scaled_mm import scaled_grouped_mm as scaled_grouped_mm

@@ -31,7 +31,7 @@ ACCUMULATIONS = ("fast", "promoted")
 LAYOUTS = ("tn", "nt", "nn", "tt")
 _OPERANDS = (E4M3FN.name, E5M2.name)
 _OUTPUTS = tuple(fmt.name for fmt in HIGH_PRECISION)
-_LONGEST_WHOLE_K = 5120  # of float8 operands [PLAN-2]
+LONGEST_WHOLE_K = 5120  # of float8 operands [PLAN-2]
 _MOST_SPLIT = 131072  # outputs of a float8 GEMM, of which none with so many is split [PLAN-4]
 _ALIGNED = 8  # the number of bfloat16 in 16 bytes
 
@@ -181,7 +181,7 @@ def planned_gemm(
 
 def unsplit_rows(m: int, n: int, k: int) -> int:
     """The rows with which a float8 GEMM [m, k] @ [k, n] is not split [PLAN-2], [PLAN-4]: those of zeros included."""
-    return m if k <= _LONGEST_WHOLE_K else max(m, -(-_MOST_SPLIT // n))
+    return m if k <= LONGEST_WHOLE_K else max(m, -(-_MOST_SPLIT // n))
 
 
 def one_of(key: str, value: object, known: Sequence[str]) -> None:

@@ -300,6 +300,32 @@ def refusals() -> None:
             call()
 
 
+def emulated() -> None:
+    """`f8.emulate` of unmodified dots: XLA's partition, and a `jax.shard_map` with a sum along K."""
+    shapes, dtype = ((64, 256), (256, 96)), jnp.float8_e4m3fn
+    a, b = (jnp.asarray(draw(*shape, seed=seed)).astype(dtype) for seed, shape in enumerate(shapes))
+
+    def of_chip(a: jax.Array, b: jax.Array) -> jax.Array:
+        unit = jnp.ones((), jnp.float32)
+        return f8.scaled_mm(a, b, unit, unit, out_dtype="float32", use_fast_accum=True)
+
+    whole, parts = of_chip(a, b), of_chip(a[:, :128], b[:128]) + of_chip(a[:, 128:], b[128:])
+    mesh = jax.make_mesh((4, 2), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+
+    def product(a: Any, b: Any) -> jax.Array:
+        return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+    def summed(a: Any, b: Any) -> jax.Array:
+        return jax.lax.psum(product(a, b), MODEL)
+
+    for specs in ((P(DATA), P(None, MODEL)), (P(BOTH), P())):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((a, b), specs, strict=True)]
+        assert_same_bits(jax.jit(f8.emulate(product))(*placed), whole)
+    by_hand = jax.shard_map(summed, mesh=mesh, in_specs=(P(DATA, MODEL), P(MODEL)), out_specs=P(DATA))
+    assert_same_bits(jax.jit(f8.emulate(by_hand))(a, b), parts)
+    assert [dot.place for dot in f8.explain(by_hand)(a, b).dots] == ["shard_map"]
+
+
 COLUMN, ROW = (P(DATA), P(None, MODEL), P(DATA, MODEL)), (P(DATA, MODEL), P(MODEL), P(DATA))
 FSDP_COLUMN, FSDP_ROW = (P(DATA), P(DATA, MODEL), P(DATA, MODEL)), (P(DATA, MODEL), P(MODEL, DATA), P(DATA))
 CASES: dict[str, Callable[[], None]] = {
@@ -331,6 +357,7 @@ CASES: dict[str, Callable[[], None]] = {
     "shard_map, local scales": planted_local_scales,
     "shard_map, three steps of delayed": training,
     "refusals": refusals,
+    "emulate": emulated,
 }
 
 

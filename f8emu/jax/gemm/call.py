@@ -34,6 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from f8emu.jax.compiling import is_device_of, is_partitioned, lower_jaxpr
 from f8emu.spec.chip import Chip
 from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.formats import Format
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.spec.scaling import BLOCK, Granularity
 from f8emu.split_k.ask import split_of
@@ -69,6 +70,8 @@ class EngineCall(NamedTuple):
     """Whether a product may be rounded before it is scaled (`hardware.form_of`)."""
     emulated_split_k: int | None = None
     """The number of slices of K in the emulation, of a GEMM for which the hardware's library chooses it."""
+    planned: Format | None = None
+    """The output for which the library chooses S, where the emulation's is another: float32 before an epilogue."""
 
     @property
     def is_blockwise(self) -> bool:
@@ -84,7 +87,8 @@ class EngineCall(NamedTuple):
         gemm = replace(self.gemm, sizes=(a.shape[0], b.shape[-1], a.shape[1]))
         if self.emulated_split_k is not None:
             gemm = replace(gemm, split_k=self.emulated_split_k)
-        split = split_of(_CALLER, gemm, self.layout, at_hand=is_at_hand(gemm.chip, a))
+        planned = replace(gemm, out=self.planned or gemm.out)
+        split = split_of(_CALLER, planned, self.layout, at_hand=is_at_hand(gemm.chip, a))
         return self._replace(gemm=replace(gemm, split_k=split.split_k), emulated_split_k=None)
 
 

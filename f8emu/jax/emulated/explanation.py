@@ -1,0 +1,123 @@
+"""`explain`: of each dot of a function, whether XLA makes it a float8 GEMM on a Hopper GPU, and what joins it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from f8emu.jax.emulated.epilogue import Epilogue
+from f8emu.jax.emulated.matching import DOTS, Matches, merged_dots
+from f8emu.jax.emulated.program import aval_of, name_of
+from f8emu.jax.emulated.rules import FLOAT8, Rule, is_fast
+from f8emu.jax.emulated.transform import Emulation, evaluated, traced
+from f8emu.spec.chips import HOPPER
+
+P = ParamSpec("P")
+_COLUMNS = ("dot", "in", "operands", "float8 GEMM", "joins it", "rules", "note")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedDot:
+    """What one dot of a program is on a Hopper GPU."""
+
+    name: str
+    """The scopes that it was traced in, as JAX names them."""
+    place: str
+    """The loops, branches and `shard_map`s around it."""
+    operands: str
+    """Dtypes and shapes of the operands, codes where they are dequantized, and of the product."""
+    is_promised: bool
+    """Whether `emulate` promises the bits of this GEMM."""
+    accumulation: str | None
+    """"fast" or "promoted"; None: no float8 GEMM."""
+    folded: tuple[str, ...]
+    """What joins the GEMM: scales, bias, residual, activation, the conversion to float8."""
+    rules: tuple[str, ...]
+    """The ids of the rules that decide (NUMERICS 7)."""
+    notes: tuple[str, ...]
+    """Why it is no float8 GEMM, why its bits are not promised, and which option of XLA they need."""
+
+    @property
+    def is_float8(self) -> bool:
+        return self.accumulation is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The dots of a function, those of a loop's body after those around it; `str` is a table."""
+
+    dots: tuple[ExplainedDot, ...]
+
+    def __str__(self) -> str:
+        float8 = [dot for dot in self.dots if dot.is_float8]
+        promised = sum(dot.is_promised for dot in float8)
+        summary = f"{len(float8)} of {len(self.dots)} dots are float8 GEMMs; bits are promised of {promised}"
+        rows = [_COLUMNS, *(_row(i, dot) for i, dot in enumerate(self.dots, 1))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+        lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
+        return "\n".join([summary, *(lines if self.dots else [])])
+
+
+def explain(f: Callable[P, Any]) -> Callable[P, Explanation]:
+    """A function of the arguments of `f` that traces it, runs nothing, and says of each dot what XLA makes of it.
+
+        print(f8emu.jax.explain(step)(params, batch))
+
+    A dot in the body of a loop is one row. What is said holds for a program that XLA compiles with
+    `xla_gpu_enable_triton_gemm=False`; `explain` agrees with the HLO of every program that an H100 recorded
+    (`tests/jax_path/test_emulate.py`).
+    """
+
+    def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:
+        dots: list[ExplainedDot] = []
+        emulation = Emulation(chip=HOPPER, listen=lambda *program: dots.extend(_in_one_program(*program)))
+        program, arrays, _ = traced(f, args, kwargs)
+        jax.eval_shape(lambda *arrays: evaluated(program, arrays, emulation), *arrays)
+        return Explanation(dots=tuple(dots))
+
+    return explained
+
+
+def _row(number: int, dot: ExplainedDot) -> tuple[str, ...]:
+    gemm = "no" if dot.accumulation is None else dot.accumulation + ("" if dot.is_promised else ", not promised")
+    joined, rules = ", ".join(dot.folded) or "-", " ".join(dot.rules) or "-"
+    return (f"{number} {dot.name}".rstrip(), dot.place or "-", dot.operands, gemm, joined, rules, "; ".join(dot.notes))
+
+
+def _in_one_program(place: str, jaxpr: Jaxpr, matches: Matches) -> list[ExplainedDot]:
+    merged = merged_dots(jaxpr)
+    dots = [(eqn, eqn.outvars[0]) for eqn in jaxpr.eqns if eqn.primitive.name in DOTS]
+    return [
+        _explained(eqn, place, matches.reasons[out], matches.epilogues.get(out), out in merged) for eqn, out in dots
+    ]
+
+
+def _explained(
+    eqn: JaxprEqn, place: str, reason: str | None, epilogue: Epilogue | None, is_merged: bool
+) -> ExplainedDot:
+    dtypes = [aval_of(v).dtype for v in eqn.invars[:2]]
+    folded, doubts, rules = (), (), [] if reason else [Rule.GEMM, Rule.ACCUMULATION]
+    if epilogue is not None:
+        dtypes = [epilogue.dot.left.dtype, epilogue.dot.right.dtype]
+        folded, doubts = tuple(epilogue.folded), tuple(epilogue.doubts)
+        rules += [fold.rule for fold in folded] + ([Rule.FACTOR] if epilogue.has_factors else [])
+    elif reason is None:
+        rules.append(Rule.RAGGED)
+    if reason is None and aval_of(eqn.outvars[0]).dtype in FLOAT8:
+        rules.append(Rule.FLOAT8)
+    arrays = [*zip(dtypes, eqn.invars, strict=False), (aval_of(eqn.outvars[0]).dtype, eqn.outvars[0])]
+    left, right, out = (f"{dtype}{list(aval_of(v).shape)}" for dtype, v in arrays)
+    fast = reason is None and is_fast(eqn.params["precision"])
+    note = "needs xla_gpu_dot_merger_threshold_mb=0: XLA would merge it with a dot of the same operand"
+    return ExplainedDot(
+        name=name_of(eqn),
+        place=place,
+        operands=f"{left} x {right} -> {out}",
+        is_promised=reason is None and not doubts,
+        accumulation=None if reason else "fast" if fast else "promoted",
+        folded=tuple(fold.words for fold in folded),
+        rules=tuple(sorted({rule.id for rule in rules})),
+        notes=(*([reason] if reason else []), *(doubt.value for doubt in doubts), *([note] if is_merged else [])),
+    )
