@@ -36,6 +36,7 @@ Input = Annotated[Path, Use.READ]
 InputOrNone = Annotated[Path | None, Use.READ]
 Output = Annotated[Path, Use.WRITE]
 OutputOrNone = Annotated[Path | None, Use.WRITE]
+New = Annotated[Path, Use.MAKE]
 NewOrNone = Annotated[Path | None, Use.MAKE]
 
 

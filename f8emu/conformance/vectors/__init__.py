@@ -1,0 +1,1 @@
+"""Test vectors as files, for simulators and hardware: `f8emu vectors`."""

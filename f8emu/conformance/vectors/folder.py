@@ -1,0 +1,96 @@
+"""A folder of vectors: every table as text and as safetensors, a manifest, and SHA-256 sums of all."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from f8emu import __version__
+from f8emu.conformance.cases.container import encode_container
+from f8emu.conformance.run.result import Progress
+from f8emu.conformance.vectors.gemms import GemmSet, GemmVectors
+from f8emu.conformance.vectors.table import Summary, Table
+from f8emu.conformance.vectors.values import cast_table, decode_table, scale_table
+from f8emu.spec.chip import Chip
+from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import FLOAT8, HIGH_PRECISION
+
+SCHEMA = 1
+Maker = Callable[[], Table]
+
+
+def cast_makers(seed: int, count: int) -> list[Maker]:
+    """Codes decoded, then casts; `count` random float32 inputs for each format."""
+    pairs = product(HIGH_PRECISION, FLOAT8)
+    return [decode_table, *(partial(cast_table, *pair, seed, count) for pair in pairs)]
+
+
+def scale_makers() -> list[Maker]:
+    """Scales of amaxes."""
+    return [scale_table]
+
+
+def gemm_makers(chip: Chip, sets: Sequence[GemmSet], seed: int, count: int) -> list[Maker]:
+    """GEMMs of a chip, `count` of each kind."""
+    vectors = GemmVectors(chip=chip, seed=seed, count=count)
+    return [partial(vectors.table, name) for name in sets]
+
+
+def require_new(path: Path) -> None:
+    """Refuse a path at which something is."""
+    if os.path.lexists(path):
+        raise OperandError(f"vectors: OUT must not exist; got {path}; remove it, or choose another")
+
+
+def write_vectors(
+    path: Path, makers: Sequence[Maker], chip: Chip, seed: int, command: Sequence[str], progress: Progress
+) -> dict[str, Summary]:
+    """Write the folder, whole or not at all, and summarize its files.
+
+    Its bytes depend on the arguments and the version of f8emu alone.
+    """
+    origin = {
+        "chip": chip.name,
+        "evidence": chip.evidence.value,
+        "seed": str(seed),
+        "f8emu": __version__,
+        "computed by": "f8emu.numpy, whose bits are those of f8ref.exact",
+    }
+    files: dict[str, Summary] = {}
+    progress.begin("vectors", chip.name, len(makers))
+    with _new_folder(path) as folder:
+        for make in makers:
+            table = make()
+            (folder / f"{table.name}.txt").write_text(table.text(origin), encoding="ascii")
+            (folder / f"{table.name}.safetensors").write_bytes(_container(table, origin))
+            files[f"{table.name}.txt"] = table.summary()
+            progress.advance()
+        manifest = {"schema": SCHEMA, "command": list(command), **origin, "seed": seed}
+        manifest["files"] = {name: summary._asdict() for name, summary in files.items()}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="ascii")
+        sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(folder.iterdir())]
+        (folder / "SHA256SUMS").write_text("".join(sums), encoding="ascii")
+    return files
+
+
+def _container(table: Table, origin: Mapping[str, str]) -> bytes:
+    tensors, parameters, rules = table.tensors()
+    lists = {"parameters of batches": json.dumps(parameters), "rules by index": json.dumps(rules)}
+    return encode_container(tensors, {**table.described(origin), **lists})
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    # Named once everything is in it.
+    beside = path.with_name(f".f8emu-{os.getpid()}-{path.name}")
+    beside.mkdir()
+    try:
+        yield beside
+        beside.rename(path)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
