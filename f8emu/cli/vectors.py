@@ -61,7 +61,7 @@ def _write(
     # 1. Everything is refused before anything is computed.
     sets = sets_for(profile, gemm_sets)
     folder.require_new(out)
-    makers = [folder.cast_makers(seed, casts), folder.scale_makers(), folder.gemm_makers(profile, sets, seed, gemms)]
+    makers = folder.makers(profile, sets, seed, casts, gemms)
     # 2. The command of the manifest is the one that gives these bytes.
     command = ["f8emu", "vectors", "OUT", "--chip", chip, "--seed", seed, "--casts-per-pair", casts]
     command += ["--gemms-per-kind", gemms, *(word for name in gemm_sets for word in ("--gemm-set", name))]

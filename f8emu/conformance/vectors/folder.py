@@ -24,21 +24,14 @@ SCHEMA = 1
 Maker = Callable[[], Table]
 
 
-def cast_makers(seed: int, count: int) -> list[Maker]:
-    """Codes decoded, then casts; `count` random float32 inputs for each format."""
+def makers(
+    chip: Chip, sets: Sequence[GemmSet], seed: int, casts: int, gemms: int
+) -> tuple[list[Maker], list[Maker], list[Maker]]:
+    """What makes the tables of casts, of scales, and of GEMMs."""
+    vectors = GemmVectors(chip=chip, seed=seed, count=gemms)
     pairs = product(HIGH_PRECISION, FLOAT8)
-    return [decode_table, *(partial(cast_table, *pair, seed, count) for pair in pairs)]
-
-
-def scale_makers() -> list[Maker]:
-    """Scales of amaxes."""
-    return [scale_table]
-
-
-def gemm_makers(chip: Chip, sets: Sequence[GemmSet], seed: int, count: int) -> list[Maker]:
-    """GEMMs of a chip, `count` of each kind."""
-    vectors = GemmVectors(chip=chip, seed=seed, count=count)
-    return [partial(vectors.table, name) for name in sets]
+    of_casts = [decode_table, *(partial(cast_table, *pair, seed, casts) for pair in pairs)]
+    return of_casts, [scale_table], [partial(vectors.table, name) for name in sets]
 
 
 def require_new(path: Path) -> None:
@@ -48,7 +41,7 @@ def require_new(path: Path) -> None:
 
 
 def write_vectors(
-    path: Path, makers: Sequence[Maker], chip: Chip, seed: int, command: Sequence[str], progress: Progress
+    path: Path, asked: Sequence[Maker], chip: Chip, seed: int, command: Sequence[str], progress: Progress
 ) -> dict[str, Summary]:
     """Write the folder, whole or not at all, and summarize its files.
 
@@ -60,11 +53,12 @@ def write_vectors(
         "seed": str(seed),
         "f8emu": __version__,
         "computed by": "f8emu.numpy, whose bits are those of f8ref.exact",
+        "described in": "docs/guides/vectors.md and reference/NUMERICS.md of f8emu",
     }
     files: dict[str, Summary] = {}
-    progress.begin("vectors", chip.name, len(makers))
+    progress.begin("vectors", chip.name, len(asked))
     with _new_folder(path) as folder:
-        for make in makers:
+        for make in asked:
             table = make()
             (folder / f"{table.name}.txt").write_text(table.text(origin), encoding="ascii")
             (folder / f"{table.name}.safetensors").write_bytes(_container(table, origin))

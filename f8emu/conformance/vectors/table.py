@@ -73,15 +73,9 @@ class Table:
 
     def described(self, origin: Mapping[str, str]) -> dict[str, str]:
         """The header of the file, and the metadata of the tensors; `origin` is that of all files."""
-        content = self.summary()
-        counts = {"cases": str(content.cases), "outputs": str(content.outputs)}
-        return {
-            **self.header,
-            "columns": " ".join(content.columns),
-            **origin,
-            "rules": " ".join(content.rules),
-            **counts,
-        }
+        content = self.summary()._asdict().items()
+        words = {key: " ".join(value) if isinstance(value, list) else str(value) for key, value in content}
+        return {**words, **self.header, **origin}
 
     def text(self, origin: Mapping[str, str]) -> str:
         """The file: comments that describe it, then its cases."""
