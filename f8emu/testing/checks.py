@@ -39,8 +39,9 @@ def check_gemm(
     """Assert that a float8 GEMM kernel has the bits of a Hopper GPU: `f8emu verify` as an assertion.
 
     The kernel runs in this process. What it refuses with NotImplementedError is not offered; a check that compared
-    nothing fails. By default it is put to the recorded GEMMs, which takes a second or two on a CPU. They hold ordinary
-    and special values, but few sizes and layouts: those are among the 3,000 of `thorough`, which takes a minute.
+    nothing fails. By default it is put to the recorded GEMMs, which takes a second or two on a CPU. They show a rule
+    that is wrong. What goes wrong at some sizes, layouts, addresses or later calls, or in the sign of a zero, is among
+    the 3,000 GEMMs of `thorough`, which takes a minute.
 
     Args:
         kernel: a function that is called as `torch._scaled_mm` is (`f8emu verify --contract`), or a `Kernel`, the

@@ -72,7 +72,7 @@ BLOCKS = Kernel(
 
 def test_right_kernels_pass() -> None:
     GEMM(right)
-    GEMM(BLOCKS)
+    GEMM(BLOCKS)  # of which two GEMMs were recorded
 
 
 @pytest.mark.parametrize(
