@@ -80,7 +80,7 @@ def test_a_plain_call_lasts_until_it_is_undone() -> None:
     a, b = draw(32, 24), columns(draw(24, 48))  # K is no multiple of 16: a GPU refuses it
     f8.emulate(force=True)
     gc.collect()
-    with pytest.raises(RuntimeError, match="K and N must be multiples of 16"):
+    with pytest.raises(RuntimeError, match="to be divisible by 16"):
         scaled(a, b)
     for emulation in list(switch._ACTIVE):  # pyright: ignore[reportPrivateUsage]
         emulation.undo()
@@ -169,7 +169,7 @@ def test_sizes():
     try:
         scaled_mm(24)
     except RuntimeError as error:
-        assert "K and N must be multiples of 16" in str(error)
+        assert "to be divisible by 16" in str(error)
     else:
         raise AssertionError("torch's own operator takes K = 24")
     if len(sys.argv) != 2 or sys.argv[1] != "child":

@@ -49,11 +49,13 @@ def _require_operands(call: str, a: Tensor, b: Tensor) -> None:
     """What torch refuses of the matrices, whatever their scales."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise OperandError(f"{call}: mat1 must be [M, K] and mat2 [K, N]; got {list(a.shape)} and {list(b.shape)}")
-    if a.shape[1] % _MULTIPLE or b.shape[1] % _MULTIPLE:
-        raise OperandError(
-            f"{call}: K and N must be multiples of {_MULTIPLE}; got K = {a.shape[1]}, N = {b.shape[1]}; pad the "
-            "operands with zeros"
-        )
+    # torch's words, which other projects' tests match.
+    for name, x, dimension in (("trailing dimension of mat1", a, a.shape[1]), ("last dimension of mat2", b, b.shape[1])):
+        if dimension % _MULTIPLE:
+            raise OperandError(
+                f"{call}: Expected {name} to be divisible by {_MULTIPLE} but got {name.split()[-1]} shape: "
+                f"({x.shape[0]}x{x.shape[1]}); pad K and N with zeros"
+            )
     if not {a.dtype, b.dtype} <= _FLOAT8:
         raise OperandError(f"{call}: mat1 and mat2 must be float8; got {a.dtype} and {b.dtype}")
     if a.dtype is b.dtype is torch.float8_e5m2:
