@@ -152,18 +152,24 @@ def test_the_reader_finds_planted_bugs(written: Path, tmp_path: Path) -> None:
 # The definition
 
 
-def results_of(file: File, line: dict[str, str]) -> dict[str, int]:
-    """The results of a line of casts or scales by f8ref.exact."""
+def results_of(file: File, line: dict[str, str]) -> tuple[dict[str, int], str]:
+    """The results of a line of casts or scales by f8ref.exact, and the rules that it needs."""
     if file.header["kind"] == "decode":
-        format = format_by_name(line["format"])
-        return {"value": exact.encode(exact.decode(int(line["code"], 16), format), FLOAT32)}
+        number = exact.decode(int(line["code"], 16), format_by_name(line["format"]))
+        is_special = number.is_nan or number.is_infinite
+        return {"value": exact.encode(number, FLOAT32)}, "SPEC-1" if is_special else "OP-1"
     if file.header["kind"] == "cast":
-        source, target = map(format_by_name, file.header["cast"].split(" to "))
-        return {policy.value: exact.cast(int(line["input"], 16), source, target, policy) for policy in Overflow}
+        (source, target), code = map(format_by_name, file.header["cast"].split(" to ")), int(line["input"], 16)
+        codes = {policy.value: exact.cast(code, source, target, policy) for policy in Overflow}
+        rules = "CAST-1,CAST-2,CAST-3" if codes["saturate"] != codes["nonfinite"] else "CAST-1"
+        return codes, "CAST-4" if exact.decode(code, source).is_nan else rules
     (floor,) = struct.unpack(">d", bytes.fromhex(line["amax_floor"]))
     rule, target = ScaleRule(power_of_two=line["power_of_two"] == "1", amax_floor=floor), format_by_name(line["format"])
     assert int(line["max"], 16) == exact.encode(exact.decode(target.max_code, target), FLOAT32)
-    return exact.scale_from_amax(int(line["amax"], 16), target, rule, margin=int(line["margin"]))._asdict()
+    code = int(line["amax"], 16)
+    amax, rules = exact.decode(code, FLOAT32), ["SCALE-1", *(["SCALE-2"] if rule.power_of_two else [])]
+    rules += ["SCALE-3"] if amax.is_nan or amax.is_infinite or amax.magnitude < floor else []
+    return exact.scale_from_amax(code, target, rule, margin=int(line["margin"]))._asdict(), ",".join(rules)
 
 
 def output_of(line: dict[str, str], m: int, n: int, chip: Chip) -> int:
@@ -209,10 +215,44 @@ def words(text: str, format: Format) -> list[int]:
 def test_the_definition_gives_sampled_casts_and_scales(written: Path) -> None:
     for path in sorted(written.glob("*.txt")):
         if not path.name.startswith("gemms-"):
-            file = read(path, every=1 if path.name == "decode.txt" else 331)
+            file = read(path, every=1 if path.name == "decode.txt" else -331)  # the last is NaN
             for line in file.lines:
-                for column, code in results_of(file, line).items():
-                    assert int(line[column], 16) == code, (column, line)
+                results, rules = results_of(file, line)
+                assert {name: int(line[name], 16) for name in results} == results and line["rules"] == rules, line
+
+
+# Chip -> the rules of its own for float8 GEMMs, for bfloat16 ones, and for instructions with a float16 accumulator
+OWN_RULES = {
+    "Hopper": ("", "BF16-1", "CHIP-1 CHIP-2 CHIP-3 CHIP-4"),
+    "H100": ("", "BF16-1", "CHIP-1 CHIP-2 CHIP-3 CHIP-4"),
+    "Ada": ("", "CHIP-5", "CHIP-4"),
+    "Blackwell mma.sync": ("CHIP-1 CHIP-2 CHIP-3", "BF16-1", "CHIP-1 CHIP-2 CHIP-3 CHIP-4"),
+    "Blackwell tcgen05": ("CHIP-7", "BF16-1", "CHIP-4 CHIP-7"),
+    "CDNA3": ("CHIP-6", "CHIP-6", "CHIP-6"),
+}
+STEP = {"OP-1", "OP-2", "ACC-1", "ACC-2", "ACC-3", "ACC-4", "ACC-5"}
+EPILOGUES = {"tensorwise": "EPI-1", "rowwise": "EPI-2", "grouped": "EPI-6", "blockwise": "EPI-5"}
+
+
+def rules_of(line: dict[str, str], chip: str) -> set[str]:
+    """The rules of a GEMM, from its other columns."""
+    a, b = (format_by_name(line[f"{side}_format"]) for side in "ab")
+    is_half = line["c"] != "-" and line["out_format"] == "float16"
+    rules = set(OWN_RULES[chip][1 if a.bits == 16 else 2 if is_half else 0].split())
+    replaced = {"CHIP-4": {"ACC-5"}, "CHIP-6": STEP - {"OP-1", "OP-2", "ACC-1"}}
+    rules |= STEP - set[str]().union(*(replaced.get(rule, set()) for rule in rules))
+    rules |= {"CHAIN-1"} if line["promote_k"] == "0" else set() if "CHIP-3" in rules else {"CHAIN-2"}
+    if int(line["slice_k"]) < int(line["K"]):
+        rules |= {"BF16-2" if a.bits == 16 else "CHAIN-3"}
+    if line["c"] == "-":
+        rules |= {"EPI-4"} | ({"EPI-3"} if line["bias"] != "-" else set())
+        rules |= {EPILOGUES[kind] for kind in EPILOGUES if line["scaling"].startswith(kind)}
+    operands = [
+        exact.decode(code, format)
+        for side, format in zip("ab", (a, b), strict=True)
+        for code in words(line[side], format)
+    ]
+    return rules | ({"SPEC-1"} if any(x.is_nan or x.is_infinite for x in operands) else set())
 
 
 @pytest.mark.parametrize("name", CHIPS)
@@ -224,6 +264,7 @@ def test_the_definition_gives_the_gemms_of_every_chip(name: str, tmp_path: Path)
             m, n = (number * 7 % int(line[size]) for size in "MN")
             expected = words(line["expected"], format_by_name(line["out_format"]))
             assert expected[m * int(line["N"]) + n] == output_of(line, m, n, CHIPS[name]), line
+            assert set(line["rules"].split(",")) == rules_of(line, name), line
 
 
 # Files
@@ -257,7 +298,7 @@ def test_the_manifest_and_the_headers_say_what_there_is(written: Path) -> None:
         assert header["columns"].split() == described["columns"] and header["rules"].split() == described["rules"]
         assert header["outputs"] == str(described["outputs"]) and set(described["rules"]) <= ids
         assert {"chip": "H100", "seed": "0", "f8emu": "0", "evidence": "recorded"}.items() <= header.items()
-        if not name.startswith("casts-float32"):
+        if not name.startswith("casts-"):
             used = set(re.findall(r" (\S+)$", "\n".join(text.splitlines()[len(header) :]), re.MULTILINE))
             assert {rule for rules in used for rule in rules.split(",")} == set(described["rules"])
 
@@ -306,8 +347,8 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     assert status == 2 and errors.startswith("vectors: OUT must not exist; got ")
     status, _, errors = invoke("vectors", tmp_path / "no" / "out", "--scales")
     assert status == 2 and "give a path in a directory that exists" in errors
-    monkeypatch.setattr(folder, "scale_table", raising(KeyboardInterrupt()))
-    status, _, _ = invoke("vectors", tmp_path / "out", "--casts", "--casts-per-pair", 0, "--scales")
+    monkeypatch.setattr(folder.GemmVectors, "table", raising(KeyboardInterrupt()))
+    status, _, _ = invoke("vectors", tmp_path / "out", "--scales", "--gemms")
     assert status == 130
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 

@@ -12,7 +12,11 @@ from f8emu.split_k.gemm import BLOCKWISE_GEMMS
 # How scales enter -> the rule
 _EPILOGUES = {"tensorwise": "EPI-1", "rowwise": "EPI-2", "grouped": "EPI-6", **dict.fromkeys(BLOCKWISE_GEMMS, "EPI-5")}
 # Models that have a rule beside those that their fields show
-_STATED = {HOPPER.bfloat16: "BF16-1", ADA.bfloat16: "CHIP-5", BLACKWELL_TCGEN05.float8: "CHIP-7"}
+_STATED = {
+    HOPPER.bfloat16: "BF16-1",
+    ADA.bfloat16: "CHIP-5",
+    **{instruction.model: "CHIP-7" for instruction in BLACKWELL_TCGEN05.instructions[:2]},
+}
 
 
 def rules_of_gemm(model: AccumulationModel, scaling: str, *, has_bias: bool, is_split: bool) -> list[str]:
