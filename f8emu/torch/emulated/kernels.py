@@ -50,7 +50,10 @@ def _require_operands(call: str, a: Tensor, b: Tensor) -> None:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise OperandError(f"{call}: mat1 must be [M, K] and mat2 [K, N]; got {list(a.shape)} and {list(b.shape)}")
     # torch's words, which other projects' tests match.
-    for name, x, dimension in (("trailing dimension of mat1", a, a.shape[1]), ("last dimension of mat2", b, b.shape[1])):
+    for name, x, dimension in (
+        ("trailing dimension of mat1", a, a.shape[1]),
+        ("last dimension of mat2", b, b.shape[1]),
+    ):
         if dimension % _MULTIPLE:
             raise OperandError(
                 f"{call}: Expected {name} to be divisible by {_MULTIPLE} but got {name.split()[-1]} shape: "
