@@ -4,7 +4,8 @@
     python -m benchmarks.emulator --device cuda --json OUT         f8ref.jax on a GPU, TF32 off
 
 A time is the shortest of several, the subjects taking turns, so that what else the machine does weighs on all alike.
-`f8emu.torch` is the public call; `f8emu.native` and a width are the engine alone, out of the same threads.
+`f8emu.torch` is the public call, `emulate` is `torch._scaled_mm` under `f8emu.torch.emulate`, `torch` is torch's own
+operator, which has other bits. `f8emu.native` and a width are the engine alone, out of the same threads.
 """
 
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import f8emu.torch
 from benchmarks.runner import Bench, Entry, draw_entries, option, turns_of
@@ -43,6 +45,7 @@ def subjects(size: int, use_fast_accum: bool, device: torch.device) -> dict[str,
         "f8emu.torch": lambda: f8emu.torch.scaled_mm(a_8, b_8, scale, scale, **options),
     }
     if device.type == "cpu":
+        calls["emulate"] = scaled_mm_of_torch(a_8, b_8, use_fast_accum)
         tensorwise = (Granularity.TENSORWISE, Granularity.TENSORWISE)
         shared: dict[str, Any] = {"granularities": tensorwise, "use_fast_accum": use_fast_accum}
         called = GemmCall(call="scaled_mm", sizes=(size, size, size), formats=(E4M3FN, E4M3FN), **shared)
@@ -56,6 +59,13 @@ def subjects(size: int, use_fast_accum: bool, device: torch.device) -> dict[str,
 
         calls |= {f"f8emu.native {width}": lambda width=width: run(width) for width in library.widths()}
     return calls
+
+
+def scaled_mm_of_torch(a: Tensor, b: Tensor, use_fast_accum: bool) -> Step:
+    """torch's operator, whoever computes it."""
+    unit = torch.ones(())
+    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": use_fast_accum}
+    return lambda: torch._scaled_mm(a, b, unit, unit, **options)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def shortest(calls: dict[str, Step], rounds: int, wait: Callable[[], None]) -> dict[str, float]:
@@ -76,7 +86,11 @@ def shortest(calls: dict[str, Step], rounds: int, wait: Callable[[], None]) -> d
 
 def measure(size: int, use_fast_accum: bool, device: torch.device, rounds: int) -> list[Entry]:
     """An emulated GEMM of `size` x `size` x `size` for each way to the emulator, beside `torch.mm`."""
-    times = shortest(subjects(size, use_fast_accum, device), rounds, lambda: synchronize(device))
+    calls = subjects(size, use_fast_accum, device)
+    own = {"torch": calls["emulate"]} if "emulate" in calls else {}
+    times = shortest(own, 1, lambda: None)
+    with f8emu.torch.emulate(force=True):
+        times |= shortest(calls, rounds, lambda: synchronize(device))
     baseline = times.pop(BASELINE)
     return [
         {

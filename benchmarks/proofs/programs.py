@@ -6,7 +6,6 @@
 
 - torchao, eager and compiled: two layers under a recipe take steps with AdamW under activation checkpointing. The CPU
   begins each step with the weights of the GPU; outputs, gradients and the weights after the optimizer are compared.
-  `compiled as eager` sets `torch._inductor.config.emulate_precision_casts`.
 - torchao serving: a model quantized by `quantize_`, per tensor and per row.
 - experts: a mixture in bfloat16 through `torch.nn.functional.grouped_mm`, forward and backward.
 - torchtitan: its Trainer takes steps of a Llama on the GPU. Each float8 layer's call is repeated by a copy of the layer
@@ -14,7 +13,9 @@
 
 `f8emu.torch.emulate(force=True)` emulates CPU tensors alone; those on the GPU are multiplied by its tensor cores.
 
-Exit status 1 if an element differs where none should: everywhere but in compiled code that keeps float32.
+Exit status 1 if an output or gradient differs where none should. Those of tensorwise, compiled, may: a layer's bias, ReLU
+and the amax of the next layer's input are one fusion, which keeps float32; on a GPU it is cut into kernels that hand the
+amax on in bfloat16, on a CPU it is not. The optimizer is not emulated.
 """
 
 import copy
@@ -44,7 +45,8 @@ GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 DEVICES = GPU, CPU
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-MODES = ("eager", "compiled", "compiled as eager")
+MODES = ("eager", "compiled")
+OPTIMIZER = "weight after AdamW"
 SHAPES = ((64, 128, 256), (272, 512, 1024), (1024, 4096, 512))  # tokens, K, hidden
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -94,9 +96,6 @@ class Pair(nn.Module):
 
 def torchao_trains(recipe: str, mode: str) -> Comparison:
     """Steps of torchao's layers on both devices."""
-    import torch._inductor.config as inductor
-
-    inductor.emulate_precision_casts = mode == "compiled as eager"
     comparison = Comparison()
     for seed, (tokens, k, hidden) in enumerate(SHAPES if mode == "eager" else SHAPES[1:2]):
         torch.manual_seed(seed)
@@ -120,7 +119,7 @@ def torchao_trains(recipe: str, mode: str) -> Comparison:
                 optimizer.step()
                 optimizer.zero_grad()
             for pair in parameters:
-                comparison.add("weight after AdamW", *pair)
+                comparison.add(OPTIMIZER, *pair)
     return comparison
 
 
@@ -194,7 +193,7 @@ class Repeated:
         self.comparison.add("output", output, repeated)
         self.waiting[layer] = copied, x, repeated
 
-    def backward(self, layer: nn.Module, grad_input: tuple[Tensor, ...], grad_output: tuple[Tensor, ...]) -> None:
+    def backward(self, layer: nn.Module, grad_input: Any, grad_output: Any) -> None:
         copied, x, repeated = self.waiting.pop(layer)
         repeated.backward(grad_output[0].to(CPU))
         self.comparison.add("grad_input", grad_input[0], x.grad)
@@ -257,8 +256,7 @@ PROGRAMS: dict[str, Callable[[], Comparison]] = {
     "experts in bfloat16": experts_train,
     **{f"torchtitan {r}": partial(torchtitan_trains, r) for r in RECIPES},
 }
-MAY_DIFFER = frozenset(f"torchao {recipe}, compiled" for recipe in RECIPES)
-"""Inductor keeps float32 between fused operations, not in the same places on a CPU as on a GPU."""
+MAY_DIFFER = "torchao tensorwise, compiled"
 
 BENCH = Bench(
     "benchmarks.proofs.programs",
@@ -306,6 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as site, ThreadPoolExecutor(arguments.jobs) as pool:
         if arguments.wheels is not None:
             install(arguments.wheels, Path(site))
+            run.report["wheels"] = sorted(wheel.name for wheel in arguments.wheels.glob("*.whl"))
             os.environ["PYTHONPATH"] = os.pathsep.join((site, os.environ.get("PYTHONPATH", "")))
         entries = list(pool.map(lambda name: run_apart(name, arguments.limit), arguments.programs))
     rows = [
@@ -316,7 +315,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "log" in entry:
             say(f"{entry['program']}: {entry.pop('log')}")
     run.record(programs=entries)
-    return int(any(e.get("differ", 1) and e["program"] not in MAY_DIFFER for e in entries))
+    return int(any(is_wrong(entry) for entry in entries))
+
+
+def is_wrong(entry: Mapping[str, Any]) -> bool:
+    """A failure, or a difference that nothing explains."""
+    differ = sum(part for kind, (part, _) in entry.get("kinds", {}).items() if kind != OPTIMIZER)
+    return "failed" in entry or (differ > 0 and entry["program"] != MAY_DIFFER)
 
 
 def kinds_of(entry: Mapping[str, Any]) -> str:

@@ -255,6 +255,30 @@ def served_by_vllm() -> str:
     return f"{table(columns, rows)}\n\n{source('served_by_vllm-h100', ('vllm', 'torch'))}"
 
 
+def programs() -> str:
+    """Programs of other projects on a GPU and on its CPU under `f8emu.torch.emulate`."""
+    rows = []
+    for program in record("programs-h100")["programs"]:
+        kinds = {kind: (differ, elements) for kind, (differ, elements) in program["kinds"].items()}
+        after = kinds.pop("weight after AdamW", None)
+        differ, elements = (sum(column) for column in zip(*kinds.values(), strict=True))
+        where = ", ".join(f"{kind} {count(part)}" for kind, (part, _) in kinds.items() if part) or NO_FIGURE
+        rows.append(
+            [program["program"], count(elements), count(differ), where, count(after[0]) if after else NO_FIGURE]
+        )
+    columns = ["program", "outputs and gradients", "differ", "where", "weights that AdamW rounds otherwise"]
+    return f"{table(columns, rows)}\n\n{source('programs-h100', ('torch', 'torchao', 'torchtitan'))}"
+
+
+def suites() -> str:
+    """Tests of other projects on a CPU under the plugin of pytest."""
+    held = record("suites-torchao")
+    rows = [[f"`{e['file']}`", *(str(e[key]) for key in ("passed", "failed", "skipped"))] for e in held["files"]]
+    reasons = "\n".join(f"- {e['tests']} {e['outcome']}: `{e['reason']}`" for e in held["not_passed"])
+    shown = table([f"torchao {held['version']}", "passed", "failed", "skipped"], rows)
+    return f"{shown}\n\n{reasons}\n\n{source('suites-torchao', ('torch', 'torchao'))}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "matmul": matmul,
     "matmul-plot": matmul_plot,
@@ -274,4 +298,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "dialects": dialects,
     "served-by-vllm": served_by_vllm,
     "deepgemm": deepgemm,
+    "programs": programs,
+    "suites": suites,
 }

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
@@ -94,6 +96,35 @@ def test_code_that_is_compiled_inside_gives_torch_s_own_bits_after_it() -> None:
         compiled = torch.compile(scaled)
         assert torch.equal(compiled(a, b), of_chip(a, b))
     assert torch.equal(compiled(a, b), before)
+
+
+def test_an_exported_program_has_the_bits_of_whoever_computes() -> None:
+    class Product(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return scaled(a, b)
+
+    a, b = draw(64, 4096), columns(draw(4096, 48))
+    before = scaled(a, b)
+    with f8.emulate(force=True):
+        inside = torch.export.export(Product(), (a, b)).module()
+        assert torch.equal(inside(a, b), of_chip(a, b))
+    outside = torch.export.export(Product(), (a, b)).module()
+    assert torch.equal(inside(a, b), before)
+    with f8.emulate(force=True):
+        assert torch.equal(outside(a, b), of_chip(a, b))
+
+
+@pytest.mark.usefixtures("emulated", "one_rank")
+def test_distributed_tensors_are_multiplied_in_their_parts() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    a, b = draw(64, 4096), columns(draw(4096, 48))
+    x, y = draw(64, 4096, dtype=torch.bfloat16), draw(4096, 48, dtype=torch.bfloat16)
+    rows = distribute_tensor(x, mesh, [Shard(0)])
+    product: Any = rows @ distribute_tensor(y, mesh, [Replicate()])
+    assert torch.equal(product.to_local(), f8.mm(x, y, chip="H100"))
+    codes = [DTensor.from_local(t, mesh, [Replicate()]) for t in (a, b, torch.ones(()), torch.ones(()))]
+    product = torch._scaled_mm(*codes, out_dtype=torch.bfloat16)  # pyright: ignore[reportPrivateImportUsage]
+    assert torch.equal(product.to_local(), of_chip(a, b))
 
 
 @pytest.mark.usefixtures("emulated")
