@@ -13,8 +13,8 @@
 
 `f8emu.torch.emulate(force=True)` emulates CPU tensors alone; those on the GPU are multiplied by its tensor cores.
 
-Exit status 1 if an output or gradient differs where none should. Those of tensorwise, compiled, may: a layer's bias, ReLU
-and the amax of the next layer's input are one fusion, which keeps float32; on a GPU it is cut into kernels that hand the
+Exit status 1 if an output or gradient differs where none should. Those of tensorwise, compiled, may: a bias, ReLU and
+the amax of the next layer's input are one fusion, which keeps float32; on a GPU it is cut into kernels that hand the
 amax on in bfloat16, on a CPU it is not. The optimizer is not emulated.
 """
 
