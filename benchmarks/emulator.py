@@ -87,8 +87,8 @@ def shortest(calls: dict[str, Step], rounds: int, wait: Callable[[], None]) -> d
 def measure(size: int, use_fast_accum: bool, device: torch.device, rounds: int) -> list[Entry]:
     """An emulated GEMM of `size` x `size` x `size` for each way to the emulator, beside `torch.mm`."""
     calls = subjects(size, use_fast_accum, device)
-    own = {"torch": calls["emulate"]} if "emulate" in calls else {}
-    times = shortest(own, 1, lambda: None)
+    of_torch = {"torch": calls["emulate"]} if "emulate" in calls else {}
+    times = shortest(of_torch, 1, lambda: None)
     with f8emu.torch.emulate(force=True):
         times |= shortest(calls, rounds, lambda: synchronize(device))
     baseline = times.pop(BASELINE)
