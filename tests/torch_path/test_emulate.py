@@ -184,6 +184,25 @@ def test_fake_and_meta_tensors_have_shapes() -> None:
         assert scaled(a, b).shape == (32, 48)
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*split")
+def test_a_gpu_gives_the_bits_of_another_chip_and_then_its_own() -> None:
+    a, b = draw(64, 512).cuda(), columns(draw(512, 48)).cuda()
+    unit = torch.ones((), device="cuda")
+
+    def product() -> Tensor:
+        return torch._scaled_mm(a, b, unit, unit, out_dtype=torch.bfloat16)  # pyright: ignore[reportPrivateImportUsage]
+
+    before = product()
+    with f8.emulate("Ada"):
+        ada = product()
+    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "engine": "emulated", "chip": "Ada"}
+    assert ada.is_cuda and torch.equal(ada, f8.scaled_mm(a, b, unit, unit, **options))
+    assert not torch.equal(ada, before) and torch.equal(product(), before)
+    with f8.emulate("H100", force=True):
+        assert torch.equal(scaled(a.cpu(), b.cpu()), of_chip(a.cpu(), b.cpu()))
+
+
 def test_an_unknown_chip_is_refused() -> None:
     with pytest.raises(SpecError, match="chip must be one of"):
         f8.emulate("H1000")
