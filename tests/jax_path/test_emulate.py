@@ -127,21 +127,21 @@ def test_explain_agrees_with_compiled_hlo() -> None:
 def test_every_rule_decides_recorded_programs() -> None:
     deciding = Counter(rule for name in PROGRAMS for rule in {r for row in explained(name).dots for r in row.rules})
     assert deciding == {
-        Rule.GEMM.id: 109,
-        Rule.ACCUMULATION.id: 109,
-        Rule.SCALE.id: 56,
-        Rule.FACTOR.id: 57,
-        Rule.BIAS.id: 7,
-        Rule.RESIDUAL.id: 2,
-        Rule.ACTIVATION.id: 4,
-        Rule.FLOAT8.id: 7,
-        Rule.RAGGED.id: 1,
+        Rule.GEMM.value: 109,
+        Rule.ACCUMULATION.value: 109,
+        Rule.SCALE.value: 56,
+        Rule.FACTOR.value: 57,
+        Rule.BIAS.value: 7,
+        Rule.RESIDUAL.value: 2,
+        Rule.ACTIVATION.value: 4,
+        Rule.FLOAT8.value: 7,
+        Rule.RAGGED.value: 1,
     }
 
 
 def test_numerics_states_every_rule() -> None:
     numerics = (Path(__file__).parents[2] / "reference" / "NUMERICS.md").read_text()
-    assert [rule.id for rule in Rule] == re.findall(r"^\[(XLA-\d)\]", numerics, re.MULTILINE)
+    assert [rule.value for rule in Rule] == re.findall(r"^\[(XLA-\d)\]", numerics, re.MULTILINE)
 
 
 def test_an_explanation_reads_as_a_table() -> None:

@@ -9,10 +9,11 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from f8emu.jax.emulated.operands import Factor, Operand, factor_of
 from f8emu.jax.emulated.program import Atom, Graph, aval_of
-from f8emu.jax.emulated.rules import FLOAT8, ROUNDED, Doubt, Fold, Sizes
+from f8emu.jax.emulated.rules import ACTIVATIONS, FLOAT8, ROUNDED, SCALES, Doubt, Fold, Sizes
 
 _GELU = ("integer_pow", "mul", "add", "mul", "tanh", "add", "mul", "mul")
-_GELU_CONSTANTS = (0.044715, (2 / np.pi) ** 0.5, 1.0, 0.5)
+_GELU_CONSTANTS = {1: 0.044715, 3: (2 / np.pi) ** 0.5, 5: 1.0, 6: 0.5}
+"""By the places of the equations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,10 @@ class Dot:
     def out(self) -> Var:
         return self.eqn.outvars[0]
 
+    @property
+    def scales(self) -> tuple[Factor | None, Factor | None]:
+        return self.left.scale, self.right.scale
+
 
 @dataclass(slots=True, kw_only=True)
 class Epilogue:
@@ -39,26 +44,17 @@ class Epilogue:
     """The results of equations that scale: by which factor."""
     steps: set[Var] = field(default_factory=set)
     """The results of all equations that are taken."""
+    gelus: dict[Var, Var] = field(default_factory=dict)
+    """The results of activations: of what."""
     folded: list[Fold] = field(default_factory=list)
     doubts: list[Doubt] = field(default_factory=list)
 
-    gelus: dict[Var, Var] = field(default_factory=dict)
-    """The results of activations: of what."""
-
     def operands(self, eqn: JaxprEqn) -> list[Atom]:
         """What a step takes: everything, or of one that scales or activates what it is applied to."""
-        out = eqn.outvars[0]
+        out, results = eqn.outvars[0], (self.dot.out, *self.steps)
         if out in self.gelus:
             return [self.gelus[out]]
-        return [v for v in eqn.invars if out not in self.factors or self.has(v)]
-
-    @property
-    def has_factors(self) -> bool:
-        return bool(self.factors or self.dot.left.scale or self.dot.right.scale)
-
-    def has(self, v: Atom) -> bool:
-        """Whether `v` is a result of the dot or of a step."""
-        return isinstance(v, Var) and (v in self.steps or v is self.dot.out)
+        return [v for v in eqn.invars if out not in self.factors or v in results]
 
     def take(self, *eqns: JaxprEqn, fold: Fold | None = None) -> Var:
         """Take equations, of which the last gives the result."""
@@ -79,7 +75,7 @@ class _Walk:
         self.dtype: np.dtype = aval_of(dot.out).dtype
         self.epilogue = Epilogue(dot=dot)
         self._doubt(Doubt.SPLIT, dot.sizes.may_be_split)
-        for scale, fold in ((dot.left.scale, Fold.LEFT_SCALE), (dot.right.scale, Fold.RIGHT_SCALE)):
+        for scale, fold in zip(dot.scales, (Fold.LEFT_SCALE, Fold.RIGHT_SCALE), strict=True):
             if scale is not None:
                 self.epilogue.folded.append(fold)
                 self._doubt(Doubt.RECIPROCAL, scale.is_reciprocal)
@@ -119,7 +115,7 @@ class _Walk:
                 return self._scale(eqn)
             case "add" | "add_any":
                 return self._sum(eqn)
-            case "max" if self.graph.literal(self._other(eqn)) == 0 and not self._has(Fold.RELU, Fold.GELU):
+            case "max" if self.graph.literal(self._other(eqn)) == 0 and not self._has(*ACTIVATIONS):
                 return self.epilogue.take(eqn, fold=Fold.RELU)
         return None
 
@@ -135,7 +131,7 @@ class _Walk:
         factor = factor_of(self.graph, eqn, self.value)
         if factor is None or self._has(Fold.RESIDUAL) or self.dot.sizes.is_padded:
             return None
-        if factor.is_constant and self._has(Fold.BIAS, Fold.RELU, Fold.GELU):
+        if factor.is_constant and self._has(Fold.BIAS, *ACTIVATIONS):
             self._doubt(Doubt.LATE_CONSTANT)
             return None
         fold = Fold.CONSTANT if factor.is_constant else Fold.SCALE
@@ -157,7 +153,7 @@ class _Walk:
         if (other_sum := self.taken.get(eqn.outvars[0])) is not None:
             other_sum.doubts.append(Doubt.TWO_GEMMS)
             return None
-        if self._has(Fold.RELU, Fold.GELU, Fold.RESIDUAL):
+        if self._has(*ACTIVATIONS, Fold.RESIDUAL):
             return None
         if (row := self.graph.row(other, shape[-1])) is not None:
             # A float32 bias joins if it was bfloat16 before.
@@ -168,19 +164,18 @@ class _Walk:
         is_matrix = aval_of(other).shape == shape and self.graph.maker(other, "broadcast_in_dim") is None
         if not is_matrix or isinstance(other, Literal) or self.dtype in FLOAT8:
             return None
-        is_scaled = self._has(Fold.SCALE, Fold.CONSTANT, Fold.LEFT_SCALE, Fold.RIGHT_SCALE)
-        self._doubt(Doubt.TWO_ROUNDINGS, self.dtype == jnp.float32 and is_scaled)
+        self._doubt(Doubt.TWO_ROUNDINGS, self.dtype == jnp.float32 and self._has(*SCALES))
         return self.epilogue.take(eqn, fold=Fold.RESIDUAL)
 
     def _gelu(self) -> Var | None:
         """[XLA-7] x * (0.5 * (1 + tanh(c * (x + d * x**3)))), each value but x used once."""
         x = self.value
         cubes = [eqn for eqn in self.graph.users(x) if eqn is not None and eqn.params.get("y") == 3]
-        chain = self._follow(cubes[0], *_GELU) if len(cubes) == 1 and not self._has(Fold.RELU, Fold.GELU) else None
+        chain = self._follow(cubes[0], *_GELU) if len(cubes) == 1 and not self._has(*ACTIVATIONS) else None
         if chain is None or x not in chain[2].invars or x not in chain[7].invars:
             return None
-        for eqn, constant in zip((chain[1], *chain[3:4], *chain[5:7]), _GELU_CONSTANTS, strict=True):
-            numbers = [number for v in eqn.invars if (number := self.graph.literal(v)) is not None]
+        for place, constant in _GELU_CONSTANTS.items():
+            numbers = [number for v in chain[place].invars if (number := self.graph.literal(v)) is not None]
             if not numbers or abs(numbers[0] / constant - 1) > 2**-6:
                 return None
         self._doubt(Doubt.GELU)
@@ -193,15 +188,13 @@ class _Walk:
         amax = [chain for eqn in users if (chain := self._follow(eqn, "abs", "reduce_max")) is not None]
         if self.dot.sizes.is_padded or self._has(Fold.RESIDUAL) or len(users) != 1 + len(amax):
             return None
-        for first in users:
-            scaled = self._follow(first, "mul") or self._follow(first, "div") or []
-            start = self.graph.only_user(scaled[0].outvars[0]) if scaled else first
-            clipped = self._clip(start)
-            factor = factor_of(self.graph, scaled[0], self.value) if scaled else None
-            if clipped is None or (scaled and factor is None):
+        for first in filter(None, users):
+            factor = factor_of(self.graph, first, self.value)
+            clipped = self._clip(first if factor is None else self.graph.only_user(first.outvars[0]))
+            if clipped is None:
                 continue
             if factor is not None:
-                self._take_scaled(scaled[0], factor)
+                self._take_scaled(first, factor)
             if amax:
                 self.epilogue.take(*amax[0], fold=Fold.AMAX)
             return self.epilogue.take(*clipped, fold=Fold.FLOAT8)

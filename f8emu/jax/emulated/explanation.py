@@ -1,20 +1,22 @@
 """`explain`: of each dot of a function, whether XLA makes it a float8 GEMM on a Hopper GPU, and what joins it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+import numpy as np
+from jax.extend.core import Jaxpr
 
 from f8emu.jax.emulated.epilogue import Epilogue
 from f8emu.jax.emulated.matching import DOTS, Matches, merged_dots
 from f8emu.jax.emulated.program import aval_of, name_of
-from f8emu.jax.emulated.rules import FLOAT8, Rule, is_fast
+from f8emu.jax.emulated.rules import FLOAT8, RULE_OF, Rule, is_fast
 from f8emu.jax.emulated.transform import Emulation, evaluated, traced
 from f8emu.spec.chips import HOPPER
 
 P = ParamSpec("P")
+_MERGED = "needs xla_gpu_dot_merger_threshold_mb=0: XLA would merge it with a dot of the same operand"
 _COLUMNS = ("dot", "in", "operands", "float8 GEMM", "joins it", "rules", "note")
 
 
@@ -72,7 +74,7 @@ def explain(f: Callable[P, Any]) -> Callable[P, Explanation]:
 
     def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:
         dots: list[ExplainedDot] = []
-        emulation = Emulation(chip=HOPPER, listen=lambda *program: dots.extend(_in_one_program(*program)))
+        emulation = Emulation(chip=HOPPER, listen=lambda *program: dots.extend(_explained(*program)))
         program, arrays, _ = traced(f, args, kwargs)
         jax.eval_shape(lambda *arrays: evaluated(program, arrays, emulation), *arrays)
         return Explanation(dots=tuple(dots))
@@ -86,38 +88,39 @@ def _row(number: int, dot: ExplainedDot) -> tuple[str, ...]:
     return (f"{number} {dot.name}".rstrip(), dot.place or "-", dot.operands, gemm, joined, rules, "; ".join(dot.notes))
 
 
-def _in_one_program(place: str, jaxpr: Jaxpr, matches: Matches) -> list[ExplainedDot]:
+def _explained(place: str, jaxpr: Jaxpr, matches: Matches) -> Iterator[ExplainedDot]:
+    """The dots of one flat program."""
     merged = merged_dots(jaxpr)
-    dots = [(eqn, eqn.outvars[0]) for eqn in jaxpr.eqns if eqn.primitive.name in DOTS]
-    return [
-        _explained(eqn, place, matches.reasons[out], matches.epilogues.get(out), out in merged) for eqn, out in dots
-    ]
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in DOTS:
+            continue
+        out = eqn.outvars[0]
+        reason, epilogue = matches.reasons[out], matches.epilogues.get(out)
+        dtypes = [aval_of(v).dtype for v in (*eqn.invars[:2], out)]
+        if epilogue is not None:
+            dtypes[:2] = epilogue.dot.left.dtype, epilogue.dot.right.dtype
+        shapes = [list(aval_of(v).shape) for v in (*eqn.invars[:2], out)]
+        left, right, product = (f"{dtype}{shape}" for dtype, shape in zip(dtypes, shapes, strict=True))
+        doubts = [] if epilogue is None else [doubt.value for doubt in epilogue.doubts]
+        is_gemm, notes = reason is None, [*filter(None, [reason]), *doubts, *([_MERGED] if out in merged else [])]
+        yield ExplainedDot(
+            name=name_of(eqn),
+            place=place,
+            operands=f"{left} x {right} -> {product}",
+            is_promised=is_gemm and not doubts,
+            accumulation=("fast" if is_fast(eqn.params["precision"]) else "promoted") if is_gemm else None,
+            folded=() if epilogue is None else tuple(fold.value for fold in epilogue.folded),
+            rules=_rules(epilogue, dtypes[2]) if is_gemm else (),
+            notes=tuple(notes),
+        )
 
 
-def _explained(
-    eqn: JaxprEqn, place: str, reason: str | None, epilogue: Epilogue | None, is_merged: bool
-) -> ExplainedDot:
-    dtypes = [aval_of(v).dtype for v in eqn.invars[:2]]
-    folded, doubts, rules = (), (), [] if reason else [Rule.GEMM, Rule.ACCUMULATION]
-    if epilogue is not None:
-        dtypes = [epilogue.dot.left.dtype, epilogue.dot.right.dtype]
-        folded, doubts = tuple(epilogue.folded), tuple(epilogue.doubts)
-        rules += [fold.rule for fold in folded] + ([Rule.FACTOR] if epilogue.has_factors else [])
-    elif reason is None:
-        rules.append(Rule.RAGGED)
-    if reason is None and aval_of(eqn.outvars[0]).dtype in FLOAT8:
-        rules.append(Rule.FLOAT8)
-    arrays = [*zip(dtypes, eqn.invars, strict=False), (aval_of(eqn.outvars[0]).dtype, eqn.outvars[0])]
-    left, right, out = (f"{dtype}{list(aval_of(v).shape)}" for dtype, v in arrays)
-    fast = reason is None and is_fast(eqn.params["precision"])
-    note = "needs xla_gpu_dot_merger_threshold_mb=0: XLA would merge it with a dot of the same operand"
-    return ExplainedDot(
-        name=name_of(eqn),
-        place=place,
-        operands=f"{left} x {right} -> {out}",
-        is_promised=reason is None and not doubts,
-        accumulation=None if reason else "fast" if fast else "promoted",
-        folded=tuple(fold.words for fold in folded),
-        rules=tuple(sorted({rule.id for rule in rules})),
-        notes=(*([reason] if reason else []), *(doubt.value for doubt in doubts), *([note] if is_merged else [])),
-    )
+def _rules(epilogue: Epilogue | None, out: np.dtype) -> tuple[str, ...]:
+    """The ids of the rules that decide a float8 GEMM."""
+    rules = {Rule.GEMM, Rule.ACCUMULATION, *([Rule.FLOAT8] if out in FLOAT8 else [])}
+    if epilogue is None:
+        rules.add(Rule.RAGGED)
+    else:
+        rules.update(RULE_OF[fold] for fold in epilogue.folded)
+        rules.update([Rule.FACTOR] if epilogue.factors or any(epilogue.dot.scales) else [])
+    return tuple(sorted(rule.value for rule in rules))

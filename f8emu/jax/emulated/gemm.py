@@ -1,6 +1,7 @@
 """A dot of float8 codes as GEMMs of a chip, and its epilogue in float32."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from f8emu.jax.cast import cast
 from f8emu.jax.emulated.program import aval_of
-from f8emu.jax.emulated.rules import FLOAT8, Sizes, is_fast
+from f8emu.jax.emulated.rules import FLOAT8, is_fast
 from f8emu.jax.gemm import engine
 from f8emu.jax.gemm.call import SUM, EngineCall
 from f8emu.spec.chip import Chip
@@ -27,17 +28,6 @@ def free_of(x: Any, contracting: tuple[int, ...], batch: tuple[int, ...]) -> lis
     return [i for i in range(x.ndim) if i not in (*contracting, *batch)]
 
 
-def sizes_of(a: Any, b: Any, dims: Dims) -> Sizes:
-    """The extents of a dot."""
-    (contracting, contracting_b), (batch, batch_b) = dims
-
-    def extent(x: Any, axes: Any) -> int:
-        return int(np.prod([x.shape[i] for i in axes], dtype=np.int64))
-
-    m, n = extent(a, free_of(a, contracting, batch)), extent(b, free_of(b, contracting_b, batch_b))
-    return Sizes(batch=extent(a, batch), m=m, n=n, k=extent(a, contracting))
-
-
 def dot(
     a: jax.Array, b: jax.Array, dims: Dims, *, out: np.dtype, planned: np.dtype, fast: bool, chip: Chip, scales: Any
 ) -> jax.Array:
@@ -46,18 +36,19 @@ def dot(
     `planned`: the output of the GPU's GEMM, on which S depends.
     """
     (contracting, contracting_b), (batch, batch_b) = dims
-    sizes, rows, columns = sizes_of(a, b, dims), free_of(a, contracting, batch), free_of(b, contracting_b, batch_b)
-    left = lax.transpose(a, (*batch, *rows, *contracting)).reshape(sizes.batch, sizes.m, sizes.k)
-    right = lax.transpose(b, (*batch_b, *contracting_b, *columns)).reshape(sizes.batch, sizes.k, sizes.n)
+    rows, columns = free_of(a, contracting, batch), free_of(b, contracting_b, batch_b)
     shape = tuple(a.shape[i] for i in (*batch, *rows)) + tuple(b.shape[i] for i in columns)
-    if 0 in (sizes.batch, sizes.m, sizes.n, sizes.k):
+    if 0 in (*a.shape, *b.shape):
         return jnp.zeros(shape, out)
+    k = math.prod(a.shape[i] for i in contracting)
+    left = lax.transpose(a, (*batch, *rows, *contracting)).reshape(-1, math.prod(a.shape[i] for i in rows), k)
+    right = lax.transpose(b, (*batch_b, *contracting_b, *columns)).reshape(left.shape[0], k, -1)
     shaped = [Shaped(x.shape[1:], x.dtype.name) for x in (left, right)] + [Shaped((1, 1), "float32")] * 2
     call = scaled_mm_call(*shaped, out_dtype=FORMATS[out.name], use_fast_accum=fast, chip=chip)
     as_planned = BFLOAT16 if planned in FLOAT8 else FORMATS[planned.name]
     multiply = functools.partial(engine.multiply, EngineCall(call, engine.EMULATED, sharded_k=SUM, planned=as_planned))
     units = [jnp.ones((1, 1), jnp.float32) if x is None else x.reshape(1, 1) for x in scales]
-    if sizes.batch == 1:
+    if left.shape[0] == 1:
         return multiply((left[0], right[0], *units)).reshape(shape)
     return lax.map(lambda pair: multiply((*pair, *units)), (left, right)).reshape(shape)
 

@@ -1,15 +1,16 @@
 """The float8 GEMMs of a flat program: what each dot is on a Hopper GPU, and what XLA takes into it."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from f8emu.jax.emulated.epilogue import Dot, Epilogue, epilogue_of
-from f8emu.jax.emulated.gemm import free_of, sizes_of
+from f8emu.jax.emulated.gemm import free_of
 from f8emu.jax.emulated.operands import operand_of
 from f8emu.jax.emulated.program import Graph, aval_of
-from f8emu.jax.emulated.rules import FLOAT8, is_fast, why_no_gemm
+from f8emu.jax.emulated.rules import FLOAT8, Sizes, is_fast, why_no_gemm
 
 DOTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul")
 
@@ -58,10 +59,11 @@ def _dot(graph: Graph, eqn: JaxprEqn) -> Dot | str | None:
         return f"operands in {names[0]} and {names[1]}"
     dims = eqn.params["dimension_numbers"]
     (contracting, contracting_b), (batch, batch_b) = dims
-    free = len(free_of(a, contracting, batch)), len(free_of(b, contracting_b, batch_b))
-    reason = why_no_gemm((left.dtype, right.dtype), aval_of(eqn.outvars[0]).dtype, free)
+    rows, columns = free_of(a, contracting, batch), free_of(b, contracting_b, batch_b)
+    reason = why_no_gemm((left.dtype, right.dtype), aval_of(eqn.outvars[0]).dtype, (len(rows), len(columns)))
+    m, n, k = (math.prod(x.shape[i] for i in axes) for x, axes in ((a, rows), (b, columns), (a, contracting)))
     fast = is_fast(eqn.params["precision"])
-    return reason or Dot(eqn=eqn, left=left, right=right, sizes=sizes_of(a, b, dims), is_fast=fast)
+    return reason or Dot(eqn=eqn, left=left, right=right, sizes=Sizes(m=m, n=n, k=k), is_fast=fast)
 
 
 def merged_dots(jaxpr: Jaxpr) -> set[Var]:

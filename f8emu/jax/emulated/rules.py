@@ -21,40 +21,43 @@ MULTIPLE = 16
 
 
 class Rule(Enum):
-    """A rule's id, and what it decides."""
+    """The ids of the rules."""
 
-    GEMM = "XLA-1", "which dots are float8 GEMMs"
-    ACCUMULATION = "XLA-2", "fast or promoted accumulation"
-    SCALE = "XLA-3", "which scales join the GEMM"
-    FACTOR = "XLA-4", "how a scale is rounded before it joins"
-    BIAS = "XLA-5", "which biases join the epilogue"
-    RESIDUAL = "XLA-6", "which sums with a matrix join the epilogue"
-    ACTIVATION = "XLA-7", "ReLU and GELU in the epilogue"
-    FLOAT8 = "XLA-8", "float8 outputs and their amax"
-    RAGGED = "XLA-9", "ragged dots"
-
-    def __init__(self, id: str, decides: str) -> None:
-        self.id = id
-        self.decides = decides
+    GEMM = "XLA-1"  # which dots are float8 GEMMs
+    ACCUMULATION = "XLA-2"  # fast or promoted
+    SCALE = "XLA-3"  # which scales join the GEMM
+    FACTOR = "XLA-4"  # how a scale is rounded before it joins
+    BIAS = "XLA-5"  # which biases join the epilogue
+    RESIDUAL = "XLA-6"  # which sums with a matrix join it
+    ACTIVATION = "XLA-7"  # ReLU and GELU
+    FLOAT8 = "XLA-8"  # float8 outputs and their amax
+    RAGGED = "XLA-9"  # ragged dots
 
 
 class Fold(Enum):
-    """What XLA takes into a GEMM, with the rule that says so."""
+    """What XLA takes into a GEMM, in the words of a report."""
 
-    LEFT_SCALE = "scale of left", Rule.SCALE
-    RIGHT_SCALE = "scale of right", Rule.SCALE
-    SCALE = "scale", Rule.SCALE
-    CONSTANT = "constant", Rule.SCALE
-    BIAS = "bias", Rule.BIAS
-    RESIDUAL = "residual", Rule.RESIDUAL
-    RELU = "relu", Rule.ACTIVATION
-    GELU = "gelu", Rule.ACTIVATION
-    FLOAT8 = "float8 output", Rule.FLOAT8
-    AMAX = "amax", Rule.FLOAT8
+    LEFT_SCALE = "scale of left"
+    RIGHT_SCALE = "scale of right"
+    SCALE = "scale"
+    CONSTANT = "constant"
+    BIAS = "bias"
+    RESIDUAL = "residual"
+    RELU = "relu"
+    GELU = "gelu"
+    FLOAT8 = "float8 output"
+    AMAX = "amax"
 
-    def __init__(self, words: str, rule: Rule) -> None:
-        self.words = words
-        self.rule = rule
+
+SCALES = (Fold.LEFT_SCALE, Fold.RIGHT_SCALE, Fold.SCALE, Fold.CONSTANT)
+ACTIVATIONS = (Fold.RELU, Fold.GELU)
+RULE_OF = {
+    **dict.fromkeys(SCALES, Rule.SCALE),
+    **dict.fromkeys(ACTIVATIONS, Rule.ACTIVATION),
+    **dict.fromkeys((Fold.FLOAT8, Fold.AMAX), Rule.FLOAT8),
+    Fold.BIAS: Rule.BIAS,
+    Fold.RESIDUAL: Rule.RESIDUAL,
+}
 
 
 class Doubt(Enum):
@@ -82,7 +85,6 @@ def is_fast(precision: object) -> bool:
 class Sizes:
     """The extents of a dot."""
 
-    batch: int
     m: int
     n: int
     k: int

@@ -143,7 +143,7 @@ def _product(jaxpr: Jaxpr, epilogue: Epilogue, read: Read, chip: Chip) -> jax.Ar
     dot, planned = epilogue.dot, aval_of(epilogue.dot.out).dtype
     out = jnp.dtype(jnp.float32) if epilogue.steps or planned in gemm.FLOAT8 else planned
     left, right = (operand.read(jaxpr, read) for operand in (dot.left, dot.right))
-    scales = [None if x.scale is None else x.scale.read(read) for x in (dot.left, dot.right)]
+    scales = [None if scale is None else scale.read(read) for scale in dot.scales]
     dims = dot.eqn.params["dimension_numbers"]
     return gemm.dot(left, right, dims, out=out, planned=planned, fast=dot.is_fast, chip=chip, scales=scales)
 
