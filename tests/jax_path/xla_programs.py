@@ -207,32 +207,25 @@ def _casts() -> Iterator[tuple[str, Program]]:
     yield "gelu", (lambda x: jax.nn.gelu(x), (x.astype(BF),))
 
 
-def layer_gemms(dtype: Any, x: Any, w: Any, g: Any, sx: Any, sw: Any, sg: Any) -> Any:
-    """The GEMMs of flax's Fp8DirectDotGeneralOp, of codes: forward, and the gradients of input and weight."""
-
-    def scaled(y: Any, s: Any) -> Any:
-        return y * jnp.broadcast_to(s.astype(dtype), y.shape)
-
-    grad_weight = lax.transpose(dot(dtype, HIGHEST, ((0,), (0,)))(g, x), (1, 0))
-    grad_input = dot(dtype, HIGHEST, ((1,), (1,)))(g, w)
-    return scaled(dot(dtype, DEFAULT)(x, w), sx * sw), scaled(grad_input, sw * sg), scaled(grad_weight, sx * sg)
-
-
-LAYER_SCALES = tuple(np.array([x], np.float32) for x in (0.0071, 0.0009, 1e-6))
-
-
 def _layers() -> Iterator[tuple[str, Program]]:
-    def layer(dtype: Any, x: Any, w: Any, g: Any, *scales: Any) -> Any:
+    """The casts and GEMMs of flax's Fp8DirectDotGeneralOp: forward, and the gradients of input and weight."""
+
+    def layer(dtype: Any, x: Any, w: Any, g: Any, sx: Any, sw: Any, sg: Any) -> Any:
         def rounded(v: Any, s: Any, to: Any, top: float) -> Any:
             return jnp.clip(v / jnp.broadcast_to(s.astype(dtype), v.shape), -dtype(top), dtype(top)).astype(to)
 
-        tops = (E4, 448), (E4, 448), (E5, 57344)
-        arrays = [rounded(v, s, *top) for v, s, top in zip((x, w, g), scales, tops, strict=True)]
-        return *arrays, *layer_gemms(dtype, *arrays, *scales)
+        def scaled(y: Any, s: Any) -> Any:
+            return y * jnp.broadcast_to(s.astype(dtype), y.shape)
 
+        x, w, g = rounded(x, sx, E4, 448), rounded(w, sw, E4, 448), rounded(g, sg, E5, 57344)
+        output, grad_input = dot(dtype, DEFAULT)(x, w), dot(dtype, HIGHEST, ((1,), (1,)))(g, w)
+        grad_weight = lax.transpose(dot(dtype, HIGHEST, ((0,), (0,)))(g, x), (1, 0))
+        return x, w, g, scaled(output, sx * sw), scaled(grad_input, sw * sg), scaled(grad_weight, sx * sg)
+
+    scales = [np.array([x], np.float32) for x in (0.0071, 0.0009, 1e-6)]
     for dtype in (F32, BF):
         arrays = real((64, 256), dtype, 17), real((256, 96), dtype, 18, 0.1), real((64, 96), dtype, 19, 0.01)
-        yield f"layer/{name(dtype)}", (lambda *v, dtype=dtype: layer(dtype, *v), (*arrays, *LAYER_SCALES))
+        yield f"layer/{name(dtype)}", (lambda *v, dtype=dtype: layer(dtype, *v), (*arrays, *scales))
 
 
 def _others() -> Iterator[tuple[str, Program]]:

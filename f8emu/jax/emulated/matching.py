@@ -8,7 +8,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from f8emu.jax.emulated.epilogue import Dot, Epilogue, epilogue_of
 from f8emu.jax.emulated.gemm import free_of
-from f8emu.jax.emulated.operands import operand_of
+from f8emu.jax.emulated.operands import Quotient, operand_of, quotient_of
 from f8emu.jax.emulated.program import Graph, aval_of
 from f8emu.jax.emulated.rules import FLOAT8, Sizes, is_fast, why_no_gemm
 
@@ -23,6 +23,8 @@ class Matches:
     """Of every result of a float8 GEMM's dot and its epilogue."""
     reasons: dict[Var, str | None] = field(default_factory=dict)
     """Of every dot: why it is no float8 GEMM, or None."""
+    quotients: dict[Var, Quotient] = field(default_factory=dict)
+    """Of conversions to float8 that are no GEMM's: what is converted."""
 
 
 def matches_of(jaxpr: Jaxpr) -> Matches:
@@ -37,6 +39,10 @@ def matches_of(jaxpr: Jaxpr) -> Matches:
             epilogue = epilogue_of(graph, dot, matches.epilogues)
             for v in (dot.out, *epilogue.steps):
                 matches.epilogues.setdefault(v, epilogue)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "convert_element_type" and aval_of(eqn.outvars[0]).dtype in FLOAT8:
+            if eqn.outvars[0] not in matches.epilogues and (quotient := quotient_of(graph, eqn)) is not None:
+                matches.quotients[eqn.outvars[0]] = quotient
     return matches
 
 

@@ -124,3 +124,38 @@ def _moved(jaxpr: Jaxpr, eqn: JaxprEqn, x: jax.Array, read: Read) -> Any:
             return lax.select_n(jnp.asarray(read(eqn.invars[0])), jnp.broadcast_to(zero, x.shape), x)
         case _:  # of codes in the place of the values
             return run(jaxpr, eqn, lambda v: x if v is eqn.invars[0] else read(v))[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quotient:
+    """A bfloat16 array that is divided by a scalar, clipped and converted to float8."""
+
+    dividend: Atom
+    divisor: Factor
+    clips: tuple[JaxprEqn, ...]
+
+    def read(self, read: Read) -> jax.Array:
+        """[XLA-8] What is converted: float32, where the program rounds to bfloat16."""
+        x = jnp.asarray(read(self.dividend)).astype(jnp.float32) / self.divisor.read(read)
+        for eqn in self.clips:
+            limits = [None if aval_of(v).shape else jnp.asarray(read(v)).astype(jnp.float32) for v in eqn.invars]
+            x = eqn.primitive.bind(*(x if limit is None else limit for limit in limits), **eqn.params)
+        return x
+
+
+def quotient_of(graph: Graph, convert: JaxprEqn) -> Quotient | None:
+    """[XLA-8] The quotient that an equation converts to float8; None: XLA rounds what it converts."""
+    (v,), clips = convert.invars, list[JaxprEqn]()
+    while (eqn := graph.maker(v, "max", "min", "clamp")) is not None and graph.only_user(eqn.outvars[0]) is not None:
+        arrays = [operand for operand in eqn.invars if aval_of(operand).shape]
+        if len(arrays) != 1:
+            return None
+        (v,) = arrays
+        clips.insert(0, eqn)
+    division = graph.maker(v, "div")
+    if not clips or division is None or aval_of(v).dtype != jnp.bfloat16:
+        return None
+    factor = factor_of(graph, division, division.invars[0])
+    if factor is None or graph.only_user(division.outvars[0]) is None:
+        return None
+    return Quotient(dividend=division.invars[0], divisor=replace(factor, is_divided=False), clips=tuple(clips))

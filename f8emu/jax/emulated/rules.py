@@ -30,7 +30,7 @@ class Rule(Enum):
     BIAS = "XLA-5"  # which biases join the epilogue
     RESIDUAL = "XLA-6"  # which sums with a matrix join it
     ACTIVATION = "XLA-7"  # ReLU and GELU
-    FLOAT8 = "XLA-8"  # float8 outputs and their amax
+    FLOAT8 = "XLA-8"  # conversions to float8: of outputs, beside an amax, and of quotients
     RAGGED = "XLA-9"  # ragged dots
 
 
