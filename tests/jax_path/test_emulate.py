@@ -17,7 +17,7 @@ from flax.linen import fp8_ops
 from jax import lax
 
 import f8emu.jax as f8
-from f8emu.jax.emulated import epilogue, gemm, matching, operands
+from f8emu.jax.emulated import epilogue, gemm, matching, operands, transform
 from f8emu.jax.emulated.rules import Rule, Sizes
 from f8emu.spec.errors import SpecError, UnsupportedError
 from tests.jax_path import xla_programs
@@ -265,6 +265,40 @@ def test_trees_static_arguments_and_keys() -> None:
     outputs = f8.emulate(step)({"a": A, "b": B}, jax.random.key(1), mode="train")
     assert outputs["none"] is None and outputs["scaled"] is False
     assert_same_bits(outputs["bits"], jax.random.bits(jax.random.key(1)))
+
+
+def test_codes_are_moved_in_the_place_of_values() -> None:
+    keep = np.arange(xla_programs.K) % 3 > 0
+
+    def moved(a: Any, b: Any) -> jax.Array:
+        values = jnp.where(keep, a.astype(BF) * BF(0.5), 0)[:, :-8]
+        return jnp.dot(jnp.pad(values, ((0, 0), (8, 0))), b.astype(BF), preferred_element_type=F32)
+
+    codes = jnp.pad(jnp.where(keep, A, jnp.zeros((), E4))[:, :-8], ((0, 0), (8, 0)))
+    assert_same_bits(f8.emulate(moved)(A, B), f8.emulate(plain)(codes, B) * 0.5)
+    assert f8.emulate(plain)(A[:0], B).shape == (0, xla_programs.N)
+
+
+def test_a_gpu_that_is_the_chip_runs_the_program_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transform, "is_at_hand", lambda _: True)
+    assert_same_bits(f8.emulate(plain)(A, B), plain(A, B))
+    assert (bits(f8.emulate(plain, force=True)(A, B)) != bits(plain(A, B))).any()
+
+
+def test_why_a_dot_is_no_float8_gemm() -> None:
+    def notes(f: Callable[..., Any], *arrays: Any) -> str:
+        (row,) = f8.explain(f)(*arrays).dots
+        assert not row.is_float8 and not row.is_promised and row.rules == ()
+        return row.notes[0]
+
+    groups, experts = np.array([20, 44], np.int32), jnp.stack([B, B])
+    assert notes(plain, A.astype(BF), B) == "operands in bfloat16 and float8_e4m3fn"
+    assert notes(lax.ragged_dot, A.astype(BF), experts, groups) == "operands in bfloat16 and float8_e4m3fn"
+    assert "E5M2 x E5M2" in notes(plain, A.astype(E5), B.astype(E5))
+    assert "a vector" in notes(plain, A, B[:, 0])
+    assert "cuBLASLt has none" in notes(dot(E5), A, B)
+    program, arrays = PROGRAMS["scaled_matmul/float32"]
+    assert notes(program, *arrays).startswith("block scales")
 
 
 def test_refusals() -> None:

@@ -12,7 +12,7 @@ from f8emu.jax.emulated.operands import Quotient, operand_of, quotient_of
 from f8emu.jax.emulated.program import Graph, aval_of
 from f8emu.jax.emulated.rules import FLOAT8, Sizes, is_fast, why_no_gemm
 
-DOTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul")
+DOTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
 
 
 @dataclass(slots=True)
