@@ -137,6 +137,9 @@ class _Walk:
         fold = Fold.CONSTANT if factor.is_constant else Fold.SCALE
         if self._has(fold, Fold.BIAS, Fold.GELU) or (fold is Fold.SCALE and self._has(Fold.LEFT_SCALE)):
             return None
+        if self.graph.repetitions(eqn, self._other(eqn)) > 1:
+            self._doubt(Doubt.SHARED)
+            return None
         user = self.graph.only_user(eqn.outvars[0])
         if self.dtype in ROUNDED and user is not None and user.primitive.name == "transpose":
             self._doubt(Doubt.TRANSPOSED)

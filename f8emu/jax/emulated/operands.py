@@ -55,9 +55,7 @@ def factor_of(graph: Graph, eqn: JaxprEqn, operand: Atom) -> Factor | None:
         return None
     # A conversion to the dtype of the array stands directly before the one to float32, and XLA leaves it out. One
     # element that is not yet a scalar is reshaped between the two, which keeps the rounding.
-    unrounded = value
-    while (convert := graph.maker(unrounded, "convert_element_type")) is not None:
-        (unrounded,) = convert.invars
+    unrounded = graph.unconverted(value)
     is_float = is_scalar(value) and jnp.issubdtype(aval_of(unrounded).dtype, jnp.floating)
     if isinstance(unrounded, Literal) or (is_float and not (is_divided and dtype == jnp.float16)):
         value = unrounded

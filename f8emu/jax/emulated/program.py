@@ -1,6 +1,7 @@
 """A traced program as XLA reads it: calls opened, what nobody uses left out, and who makes and uses each value."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,6 +91,7 @@ class Graph:
         for v in jaxpr.outvars:
             if isinstance(v, Var):
                 self._users.setdefault(v, {})[0] = None
+        self._repeated = Counter(self._repetition(eqn, v) for eqn in jaxpr.eqns for v in eqn.invars)
 
     def maker(self, v: Atom, *names: str) -> JaxprEqn | None:
         """The equation that gives `v`, if it has one of these names; any, if none is given."""
@@ -116,12 +118,27 @@ class Graph:
             v = eqn.invars[0]
         return v
 
-    def literal(self, v: Atom) -> float | None:
-        """The number that `v` repeats, if the program has it as a constant."""
-        v = self.spread(v) or v
+    def unconverted(self, v: Atom) -> Atom:
+        """The value of which `v` is a conversion, or of which that is one, and so on."""
         while (eqn := self.maker(v, "convert_element_type")) is not None:
             v = eqn.invars[0]
+        return v
+
+    def literal(self, v: Atom) -> float | None:
+        """The number that `v` repeats, if the program has it as a constant."""
+        v = self.unconverted(self.spread(v) or v)
         return float(v.val) if isinstance(v, Literal) else None
+
+    def repetitions(self, eqn: JaxprEqn, v: Atom) -> int:
+        """How many equations take what the operand `v` of `eqn` repeats, in the shape and dtype of its result."""
+        return self._repeated[self._repetition(eqn, v)]
+
+    def _repetition(self, eqn: JaxprEqn, v: Atom) -> Any:
+        repeated, number = self.spread(v), self.literal(v)
+        shape = getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
+        if repeated is None or not shape or eqn.primitive.name in (*_SHAPES, "convert_element_type"):
+            return None
+        return self.unconverted(repeated) if number is None else number, shape, aval_of(eqn.outvars[0]).dtype
 
     def row(self, v: Atom, n: int) -> Atom | None:
         """The vector [n] that every row of `v` repeats; None: there is none."""
