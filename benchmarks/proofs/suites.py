@@ -111,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command += [word for test in arguments.deselect for word in ("--deselect", test)]
         environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         subprocess.run([*command, *arguments.tests], cwd=folder, env=environment, timeout=arguments.limit, check=False)
+        if not report.is_file():
+            raise SystemExit("benchmarks.proofs.suites: pytest ended without a report")
         tests = outcomes(report)
         for script in arguments.scripts:
             tests[script] = (script, *run_script(script, folder, arguments.limit))
