@@ -104,6 +104,7 @@ def test_what_surrounds_gemms_differs_where_a_gpu_divides() -> None:
 def test_what_differs_is_not_promised() -> None:
     for name in NOT_EQUAL:
         assert not any(row.is_promised for row in explained(name).dots), name
+    assert differing("deq/divide") == 2
 
 
 # explain
