@@ -17,15 +17,16 @@ def add_to(app: "typer.Typer") -> None:
     """Add the command."""
     import typer
 
-    @app.command(epilog=STATUSES, context_settings={"ignore_unknown_options": True})
+    @app.command(epilog=STATUSES, context_settings={"allow_interspersed_args": False})
     def run(
-        program: Annotated[list[str], typer.Argument(help="After --: the program and its arguments.")],
+        program: Annotated[list[str], typer.Argument(help="The program and its arguments.")],
         chip: Annotated[str, typer.Option(help="The chip: a name of f8emu.spec.CHIPS.")] = "H100",
         bf16: Annotated[bool, typer.Option("--bf16", help="Also mm, addmm and bmm in bfloat16.")] = False,
     ) -> None:
         """Run a program whose torch GEMMs in float8 have the bits of a chip.
 
-        For example f8emu run -- python train.py, or f8emu run -- python -m pytest. Its child processes have them too.
+        For example f8emu run -- python train.py, or f8emu run -- python -m pytest. Its child processes have them too,
+        but for a Python that ignores PYTHONPATH, as python -I does.
         On a machine whose GPU is the chip, nothing changes. The exit status is the program's.
         """
         raise typer.Exit(guarded(execute, program, chip, bf16))

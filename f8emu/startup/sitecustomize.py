@@ -34,7 +34,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch, once."""
+    """Finds torch as the other finders do, however often a program asks before it imports torch."""
 
     def __init__(self, options: str) -> None:
         self.options = options
@@ -42,11 +42,12 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
-        if spec is not None:
-            spec.loader = _Loader(spec.loader, self.options)
-        return spec
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                spec.loader = _Loader(spec.loader, self.options)
+                return spec
+        return None
 
 
 def _start() -> None:

@@ -1,5 +1,6 @@
 """torch's own operators under `f8emu.torch.emulate`: an H100's bits and refusals, and torch's own after it."""
 
+import contextlib
 import copy
 import gc
 import json
@@ -7,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,43 @@ def test_the_operators_are_torch_s_own_again_in_any_order() -> None:
     second.undo()
     assert torch.equal(scaled(a, b), before[0]) and torch.equal(x @ y, before[1])
     assert not torch.equal(before[0], hopper)  # otherwise nothing above was seen
+
+
+def test_every_call_is_torch_s_own_after_it() -> None:
+    before = {name: operator_calls.observed(call, "cpu") for name, call in CALLS.items()}
+    with f8.emulate(bf16=True, force=True):
+        pass
+    assert {name: operator_calls.observed(call, "cpu") for name, call in CALLS.items()} == before
+
+
+def test_threads_enter_and_leave_while_others_compute() -> None:
+    a, b = draw(32, 64), columns(draw(64, 48))
+    allowed = [scaled(a, b), of_chip(a, b)]
+
+    def work(turns: int) -> bool:
+        outputs: list[Tensor] = []
+        for turn in range(turns):
+            with f8.emulate(bf16=turn % 2 == 0, force=True) if turn % 3 else contextlib.nullcontext():
+                outputs.append(scaled(a, b))
+        return all(any(torch.equal(output, y) for y in allowed) for output in outputs)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, [60] * 6))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_what_torch_refuses_of_bfloat16_is_refused_by_torch() -> None:
+    x, y = draw(32, 64, dtype=torch.bfloat16), draw(64, 48, dtype=torch.bfloat16)
+    for call in (
+        lambda: torch.addmm(x.new_ones(2, 48), x[:1], y),
+        lambda: torch.addmm(x.new_ones(1, 32, 48), x, y),
+        lambda: torch.bmm(x, y),
+        lambda: x @ y[:32],
+        lambda: torch.mm(x, y, out=torch.empty(32, 48)),
+        lambda: torch.mm(x.float(), y.float(), out=torch.empty(32, 48, dtype=torch.float64)),
+    ):
+        with pytest.raises(RuntimeError):
+            call()
 
 
 def test_a_plain_call_lasts_until_it_is_undone() -> None:
@@ -211,7 +250,9 @@ def test_an_unknown_chip_is_refused() -> None:
 # Programs and suites that do not know f8emu
 
 PROGRAM = """
-import subprocess, sys, torch
+import importlib.util, subprocess, sys
+assert importlib.util.find_spec("torch")  # as transformers does
+import torch
 def scaled_mm(k):
     a = torch.ones(16, k).to(torch.float8_e4m3fn)
     return torch._scaled_mm(a, a.t(), torch.ones(()), torch.ones(()), out_dtype=torch.bfloat16)
@@ -233,7 +274,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("command", "status"),
     [
-        ([sys.executable, "-m", "f8emu", "run", "--chip", "H100", "--", sys.executable], 1),  # the child exits with 7
+        ([sys.executable, "-m", "f8emu", "run", "--chip", "H100", sys.executable], 1),  # the child exits with 7
         ([sys.executable, "-m", "f8emu", "run", "--chip", "H1000", "--", sys.executable], 2),
         ([sys.executable, "-m", "f8emu", "run", "--", "no_such_program"], 2),
     ],

@@ -1,7 +1,7 @@
 """Kernels of torch's bfloat16 GEMMs, `aten::mm` and its like, that compute the bits of a chip [BF16-1], [BF16-2].
 
 What has no recorded rule goes to the kernel that torch had before: other dtypes, and matrices whose rows do not begin
-at multiples of 16 bytes, for which the library has kernels with other rules.
+at multiples of 16 bytes, for which the library has kernels with other rules. So does what torch refuses.
 """
 
 from collections.abc import Callable
@@ -88,32 +88,40 @@ def _products(call: str, chip: Chip, a: Tensor, b: Tensor, offs: Tensor | None) 
     return out
 
 
-def is_recorded(a: Tensor, b: Tensor) -> bool:
+def is_recorded(a: Tensor, b: Tensor, dimensions: int) -> bool:
     """Whether the rules of a GEMM of these matrices are recorded: bfloat16, every row at 16 bytes."""
     return (
         a.dtype is b.dtype is torch.bfloat16
+        and a.ndim == b.ndim == dimensions
+        and (*a.shape[:-2], a.shape[-1]) == b.shape[:-1]
         and b.shape[-1] % _ALIGNED == 0
+        and all(x.storage_offset() % _ALIGNED == 0 for x in (a, b))
         and all(1 in x.stride()[-2:] and sum(x.stride()[-2:]) % _ALIGNED == 1 for x in (a, b))
     )
 
 
 def mm(chip: Chip, original: Original, a: Tensor, b: Tensor) -> Tensor:
     """`aten::mm`."""
-    return product(chip, a, b, split_of(chip, a, b)) if is_recorded(a, b) else original(a, b)
+    return product(chip, a, b, split_of(chip, a, b)) if is_recorded(a, b, 2) else original(a, b)
 
 
 def bmm(chip: Chip, original: Original, a: Tensor, b: Tensor) -> Tensor:
     """`aten::bmm`: a GEMM for each matrix of the batch."""
-    if not is_recorded(a, b):
+    if not is_recorded(a, b, 3):
         return original(a, b)
     return _products("torch.bmm", chip, a, b, None)
+
+
+def _is_expandable(x: Tensor, shape: tuple[int, int]) -> bool:
+    return all(size in (1, wanted) for size, wanted in zip(x.shape[::-1], shape[::-1], strict=False))
 
 
 def addmm(
     chip: Chip, original: Original, addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     """`aten::addmm`: adds a bias [N] to the accumulator, a matrix too if K is split, else to the rounded product."""
-    if not is_recorded(a, b) or addend.dtype is not torch.bfloat16 or (beta, alpha) != (1, 1):
+    is_plain = addend.dtype is torch.bfloat16 and (beta, alpha) == (1, 1) and addend.ndim in (1, 2)
+    if not (is_plain and is_recorded(a, b, 2) and _is_expandable(addend, (a.shape[0], b.shape[1]))):
         return original(addend, a, b, beta=beta, alpha=alpha)
     split_k = split_of(chip, a, b)
     if addend.ndim == 2 and split_k == 1:

@@ -1,13 +1,14 @@
 """The switch: torch's own operators give the bits of a chip, on devices that are not it.
 
 Every kernel of `f8emu.torch.emulated` is registered for its operator in torch's dispatcher, below autograd, compilers
-and subclasses, which therefore need not know. Code that was compiled calls the dispatcher too.
+and subclasses, which therefore need not know. Code that was compiled calls the dispatcher too, but for Inductor's
+`cpp_wrapper` and AOTInductor, which call the library's functions.
 """
 
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
+from itertools import product
 from types import TracebackType
 from typing import Any
 
@@ -30,30 +31,30 @@ _FLOAT8: dict[str, Callable[..., Tensor]] = {
 """Operators that compute nothing useful without a GPU: replaced whole."""
 _BFLOAT16: dict[str, Callable[..., Tensor]] = {"mm": bfloat16.mm, "bmm": bfloat16.bmm, "addmm": bfloat16.addmm}
 """Operators of all dtypes: the kernel gets torch's own as well."""
-_ACTIVE: set["Emulation"] = set()  # torch drops the kernels of a library that nobody holds
-_LOCK = threading.Lock()  # of torch's registry, which has none for `catch_warnings`
+_ACTIVE: list["Emulation"] = []
+"""The last that covers an operator computes it."""
+_REGISTERED: set[tuple[str, str]] = set()
+"""Operators and dispatch keys whose kernel is ours for good: torch frees a kernel under the threads that run it."""
+_LIBRARY = Library("aten", "IMPL")
+_LOCK = threading.Lock()
 
 
 class Emulation:
     """torch's operators emulated; `undo`, or leaving it as a context, gives torch its own kernels back."""
 
-    def __init__(self, library: Library | None) -> None:
-        self._library = library
-        if library is not None:
-            _ACTIVE.add(self)
+    def __init__(self, chip: Chip, keys: tuple[str, ...], bf16: bool) -> None:
+        self.chip, self.keys, self.bf16 = chip, keys, bf16
 
     @property
     def is_active(self) -> bool:
         """False after `undo`, and on a machine whose GPU is the chip, where nothing is emulated."""
-        return self._library is not None
+        return self in _ACTIVE
 
     def undo(self) -> None:
         """Give torch its own kernels back; a second call does nothing."""
-        library, self._library = self._library, None
-        _ACTIVE.discard(self)
-        if library is not None:
-            with _LOCK:
-                library._destroy()  # pyright: ignore[reportPrivateUsage]
+        with _LOCK:
+            if self in _ACTIVE:
+                _ACTIVE.remove(self)
 
     def __enter__(self) -> "Emulation":
         return self
@@ -90,35 +91,65 @@ def emulate(chip: Chip | str = H100, *, bf16: bool = False, force: bool = False)
     has_gpu = torch.cuda.is_available()
     is_chip = has_gpu and is_device_of(chip, torch.device("cuda", torch.cuda.current_device()))
     if is_chip and not force:
-        return Emulation(None)
-    library = Library("aten", "IMPL")
+        return Emulation(chip, (), bf16)
+    emulation = Emulation(chip, ("CPU", "CUDA") if has_gpu and not is_chip else ("CPU",), bf16)
     with _LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for key in ("CPU", "CUDA") if has_gpu and not is_chip else ("CPU",):
-            for name, kernel in _FLOAT8.items():
-                _register(library, name, key, partial(kernel, chip))
-            for name, kernel in _BFLOAT16.items() if bf16 else ():
-                _register(library, name, key, partial(kernel, chip, _original(name, key)))
-    return Emulation(library)
+        for key, name in product(emulation.keys, (*_FLOAT8, *(_BFLOAT16 if bf16 else ()))):
+            _register(name, key)
+        _ACTIVE.append(emulation)
+    return emulation
+
+
+def _register(name: str, key: str) -> None:
+    """Make the operator, and where torch has one its variant that writes into `out`, ask who computes it."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or (name, key) in _REGISTERED:
+        return
+    _REGISTERED.add((name, key))
+    own = _original(name, key)
+
+    def compute(*args: Any, **kwargs: Any) -> Tensor:
+        emulation = _current(name, key)
+        if emulation is None:
+            return own(*args, **kwargs)
+        if name in _FLOAT8:
+            return _FLOAT8[name](emulation.chip, *args, **kwargs)
+        return _BFLOAT16[name](emulation.chip, own, *args, **kwargs)
+
+    _LIBRARY.impl(name, compute, key, allow_override=True)
+    if "out" not in packet.overloads():
+        return
+    own_out = _original(f"{name}.out", key)
+
+    def write(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        if _current(name, key) is None:
+            return own_out(*args, out=out, **kwargs)
+        result = compute(*args, **kwargs)
+        if result.dtype != out.dtype:
+            raise RuntimeError(f"torch.{name}: expected out to have dtype {result.dtype}, but got {out.dtype}")
+        return out.resize_(result.shape).copy_(result)
+
+    _LIBRARY.impl(f"{name}.out", write, key, allow_override=True)
+
+
+def _current(name: str, key: str) -> Emulation | None:
+    """Who emulates an operator for a device now."""
+    for emulation in _ACTIVE[::-1]:
+        if key in emulation.keys and (name in _FLOAT8 or emulation.bf16):
+            return emulation
+    return None
 
 
 def _original(name: str, key: str) -> Callable[..., Tensor]:
-    """The kernel that torch has, also after it is replaced."""
-    kernel = torch.library.get_kernel(f"aten::{name}", key)
+    """The kernel that torch has; one that says so where it has none."""
+    try:
+        kernel = torch.library.get_kernel(f"aten::{name}", key)
+    except RuntimeError:
+
+        def refuse(*_: Any, **__: Any) -> Tensor:
+            raise NotImplementedError(f"torch has no aten::{name} for {key}")
+
+        return refuse
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return lambda *args, **kwargs: kernel.call_boxed(keys, *args, **kwargs)
-
-
-def _register(library: Library, name: str, key: str, kernel: Callable[..., Tensor]) -> None:
-    """The kernel, and where torch has one the variant that writes into `out`."""
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return
-
-    def write(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
-        result = kernel(*args, **kwargs)
-        return out.resize_(result.shape).copy_(result)
-
-    library.impl(name, kernel, key, allow_override=True)
-    if "out" in packet.overloads():
-        library.impl(f"{name}.out", write, key, allow_override=True)
