@@ -15,6 +15,9 @@ import qwix
 from flax import linen
 from flax.linen import fp8_ops
 from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import linear_call
+from jax.experimental import pallas
 
 import f8emu.jax as f8
 from f8emu.jax.emulated import epilogue, gemm, matching, operands, transform
@@ -219,6 +222,14 @@ def with_rule(a: Any, b: Any) -> jax.Array:
 with_rule.defvjp(lambda a, b: (plain(a, b), ()), lambda _, g: (g, g))
 
 
+@custom_vmap
+def with_batching(a: Any, b: Any) -> jax.Array:
+    return plain(a, b)
+
+
+with_batching.def_vmap(lambda size, batched, a, b: (a, b))
+
+
 def in_a_gradient(a: Any, b: Any) -> jax.Array:
     """The product is the gradient of a linear function of `x`."""
     return jax.grad(lambda x: (x * plain(a, b)).sum())(jnp.ones((xla_programs.M, xla_programs.N)))
@@ -234,6 +245,11 @@ WAYS: dict[str, Callable[[Any, Any], jax.Array]] = {
     "of a cond": jax.jit(f8.emulate(branched)),
     "of a checkpoint": f8.emulate(jax.checkpoint(plain)),
     "of a custom_vjp": f8.emulate(with_rule),
+    "of a custom_vmap": f8.emulate(with_batching),
+    "of a linear_call": f8.emulate(lambda a, b: linear_call(lambda b, a: plain(a, b), lambda _, g: g, b, a)),
+    "of a linear solve": f8.emulate(
+        lambda a, b: lax.custom_linear_solve(lambda x: x, plain(A, B), lambda _, y: y * 0 + plain(a, b))
+    ),
     "of a gradient": jax.jit(f8.emulate(in_a_gradient)),
     "with donation": lambda a, b: jax.jit(f8.emulate(lambda s, a, b: s + plain(a, b)), donate_argnums=0)(
         jnp.zeros((xla_programs.M, xla_programs.N)), a, b
@@ -280,6 +296,18 @@ def test_codes_are_moved_in_the_place_of_values() -> None:
     assert f8.emulate(plain)(A[:0], B).shape == (0, xla_programs.N)
 
 
+@pytest.mark.parametrize("fill", [1.0, jnp.cos])
+def test_what_is_padded_with_other_values_is_no_float8_operand(fill: Any) -> None:
+    def padded(a: Any, b: Any, x: Any) -> jax.Array:
+        value = fill(x) if callable(fill) else fill
+        rows = jnp.pad(a.astype(F32) * 2, ((0, 0), (0, 16)), constant_values=value)
+        columns = jnp.pad(b.astype(F32), ((0, 16), (0, 0)), constant_values=value)
+        return plain(rows, columns)
+
+    assert_same_bits(f8.emulate(padded)(A, B, SA), padded(A, B, SA))
+    assert f8.explain(padded)(A, B, SA).dots[0].notes == ("operands in float32 and float32",)
+
+
 def test_a_gpu_that_is_the_chip_runs_the_program_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transform, "is_at_hand", lambda _: True)
     assert_same_bits(f8.emulate(plain)(A, B), plain(A, B))
@@ -307,6 +335,24 @@ def test_refusals() -> None:
         jax.grad(f8.emulate(lambda s: plain((A.astype(F32) * s).astype(E4), B).sum()))(1.0)
     with pytest.raises(SpecError, match="chip"):
         f8.emulate(plain, chip="H1000")
+
+
+def test_a_dot_in_a_primitive_that_is_not_opened_is_refused_by_name() -> None:
+    def kernel(a: Any, b: Any, out: Any) -> None:
+        out[...] = lax.fori_loop(0, 2, lambda _, x: x + plain(a[...], b[...]), out[...])
+
+    shape = jax.ShapeDtypeStruct((xla_programs.M, xla_programs.N), F32)
+    for transformed in (f8.emulate, f8.explain):
+        with pytest.raises(UnsupportedError, match="got a dot in the primitive pallas_call"):
+            transformed(jax.jit(pallas.pallas_call(kernel, shape, interpret=True)))(A, B)
+    solved: Any = f8.emulate(jnp.linalg.solve)(jnp.eye(3), jnp.ones(3))
+    np.testing.assert_array_equal(solved, 1)
+
+
+def test_what_is_no_array_is_returned_as_it_is() -> None:
+    outputs = f8.emulate(lambda a: (3, 2.5, True, "name", jnp.int32(4), a))(A)
+    assert outputs[:4] == (3, 2.5, True, "name") and [type(x) for x in outputs[:2]] == [int, float]
+    assert all(isinstance(x, jax.Array) for x in outputs[4:]) and jax.jit(f8.emulate(lambda a: 3))(A) == 3
 
 
 DOUBTS = {

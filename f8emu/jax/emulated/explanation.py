@@ -9,8 +9,8 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from f8emu.jax.emulated.epilogue import Epilogue
-from f8emu.jax.emulated.matching import DOTS, Matches, merged_dots
-from f8emu.jax.emulated.program import aval_of, name_of
+from f8emu.jax.emulated.matching import Matches, merged_dots
+from f8emu.jax.emulated.program import DOTS, aval_of, name_of
 from f8emu.jax.emulated.rules import FLOAT8, RULE_OF, Rule, is_fast
 from f8emu.jax.emulated.transform import Emulation, evaluated, traced
 from f8emu.spec.chips import HOPPER
@@ -70,6 +70,9 @@ def explain(f: Callable[P, Any]) -> Callable[P, Explanation]:
     A dot in the body of a loop is one row. What is said holds for a program that XLA compiles with
     `xla_gpu_enable_triton_gemm=False`; `explain` agrees with the HLO of every program that an H100 recorded
     (`tests/jax_path/test_emulate.py`).
+
+    Raises:
+        UnsupportedError: a dot in a primitive that `emulate` does not open.
     """
 
     def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:

@@ -9,10 +9,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from f8emu.jax.emulated.epilogue import Dot, Epilogue, epilogue_of
 from f8emu.jax.emulated.gemm import free_of
 from f8emu.jax.emulated.operands import Quotient, operand_of, quotient_of
-from f8emu.jax.emulated.program import Graph, aval_of
+from f8emu.jax.emulated.program import DOTS, Graph, aval_of
 from f8emu.jax.emulated.rules import FLOAT8, Sizes, is_fast, why_no_gemm
-
-DOTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
 
 
 @dataclass(slots=True)

@@ -97,8 +97,10 @@ def operand_of(graph: Graph, v: Atom) -> Operand | None:
         return None
     if eqn.primitive.name in _MOVES:
         is_select = eqn.primitive.name == "select_n"
-        if is_select and (len(eqn.invars) != 3 or graph.literal(eqn.invars[1]) != 0):
+        if is_select and len(eqn.invars) != 3:
             return None
+        if (is_select or eqn.primitive.name == "pad") and graph.literal(eqn.invars[1]) != 0:
+            return None  # XLA moves what fills with zeros alone
         before = operand_of(graph, eqn.invars[2 if is_select else 0])
         return None if before is None else replace(before, moves=(*before.moves, eqn))
     for side in eqn.invars:

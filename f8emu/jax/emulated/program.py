@@ -2,11 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from f8emu.spec.errors import UnsupportedError
 
 Atom = Var | Literal
 Read = Callable[[Atom], Any]
@@ -15,8 +17,13 @@ Read = Callable[[Atom], Any]
 _OPENED = {
     **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint", "composite"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_lin"), "call_jaxpr"),
+    "custom_vmap_call": "call",
+    "linear_call": "callee",
 }
 """The primitives that XLA inlines, and the parameter with their program."""
+_WITH_BODIES = ("scan", "while", "cond", "shard_map")
+"""The primitives whose programs are emulated, each by itself."""
+DOTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
 _SHAPES = ("broadcast_in_dim", "reshape", "squeeze")
 
 
@@ -52,13 +59,37 @@ def evaluate(program: ClosedJaxpr, args: Sequence[Any], step: Callable[[JaxprEqn
 
 def _evaluate_opened(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     def step(eqn: JaxprEqn, read: Read) -> Sequence[Any]:
-        parameter = _OPENED.get(eqn.primitive.name)
-        if parameter is None:
+        name, operands = eqn.primitive.name, [read(v) for v in eqn.invars]
+        if name == "custom_linear_solve":  # XLA inlines its solver, and runs none of its other programs
+            lengths = eqn.params["const_lengths"]
+            start = lengths.matvec + lengths.vecmat
+            operands = operands[start : start + lengths.solve] + operands[sum(lengths) :]
+            body = eqn.params["jaxprs"].solve
+        elif name in _OPENED:
+            body = closed(eqn.params[_OPENED[name]])
+        elif name not in _WITH_BODIES and any(map(_has_dot, _bodies(eqn))):
+            raise UnsupportedError(
+                "emulate and explain: dots must stand in functions, loops and branches that XLA compiles as they are; "
+                f"got a dot in the primitive {name}; apply them to the functions around it"
+            )
+        else:
             return run(program.jaxpr, eqn, read)
         with jax.named_scope(name_of(eqn)):
-            return _evaluate_opened(closed(eqn.params[parameter]), [read(v) for v in eqn.invars])
+            return _evaluate_opened(body, operands)
 
     return evaluate(program, args, step)
+
+
+def _bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The programs among the parameters of an equation."""
+    for parameter in eqn.params.values():
+        for body in parameter if isinstance(parameter, tuple) else (parameter,):
+            if isinstance(body, ClosedJaxpr | Jaxpr):
+                yield closed(body).jaxpr
+
+
+def _has_dot(jaxpr: Jaxpr) -> bool:
+    return any(eqn.primitive.name in DOTS or any(map(_has_dot, _bodies(eqn))) for eqn in jaxpr.eqns)
 
 
 def run(jaxpr: Jaxpr, eqn: JaxprEqn, read: Read) -> Sequence[Any]:

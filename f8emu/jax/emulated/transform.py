@@ -27,6 +27,8 @@ from f8emu.spec.chips import HOPPER, chip_by_name
 P = ParamSpec("P")
 R = TypeVar("R")
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_COMPUTED = object()
+"""Stands for an array among the results of a function; what is no array is returned as it is."""
 _REFUSAL = (
     "emulate: float8 GEMMs have no gradient, and XLA makes others of those of a backward pass; got a derivative of an "
     "emulated function; emulate the derivative: f8emu.jax.emulate(jax.grad(f))"
@@ -54,7 +56,7 @@ def emulate(f: Callable[P, R], *, chip: Chip | str = HOPPER, force: bool = False
 
     Raises:
         SpecError: an unknown chip.
-        UnsupportedError: a derivative of the result.
+        UnsupportedError: a derivative of the result; a dot in a primitive that is not opened, such as a Pallas kernel.
     """
     profile = chip_by_name("emulate", chip)
 
@@ -62,28 +64,33 @@ def emulate(f: Callable[P, R], *, chip: Chip | str = HOPPER, force: bool = False
     def emulated(*args: P.args, **kwargs: P.kwargs) -> R:
         if is_at_hand(profile) and not force:
             return f(*args, **kwargs)
-        program, arrays, tree = traced(f, args, kwargs)
+        program, arrays, results = traced(f, args, kwargs)
         arrays = differentiable_no_more(arrays, _REFUSAL)
-        return jax.tree.unflatten(tree, evaluated(program, arrays, Emulation(chip=profile)))
+        computed = iter(evaluated(program, arrays, Emulation(chip=profile)))
+        return jax.tree.map(lambda x: jnp.asarray(next(computed)) if x is _COMPUTED else x, results)
 
     return emulated
 
 
 def traced(f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ClosedJaxpr, list[Any], Any]:
-    """The program of a call, its arguments that are arrays, and the tree of its results."""
+    """The program of a call, its arguments that are arrays, and its results, `_COMPUTED` where the program's are."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+    results: Any = None
 
-    def of_arrays(*arrays: Any) -> Any:
+    def of_arrays(*arrays: Any) -> list[Any]:
+        nonlocal results
         filled = [*leaves]
         for i, array in zip(places, arrays, strict=True):
             filled[i] = array
         args, kwargs = jax.tree.unflatten(tree, filled)
-        return f(*args, **kwargs)
+        outputs = f(*args, **kwargs)
+        results = jax.tree.map(lambda x: _COMPUTED if isinstance(x, jax.Array) else x, outputs)
+        return [x for x in jax.tree.leaves(outputs) if isinstance(x, jax.Array)]
 
     arrays = [leaves[i] for i in places]
-    program, results = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-    return program, arrays, jax.tree.structure(results)
+    program = jax.make_jaxpr(of_arrays)(*arrays)
+    return program, arrays, results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
