@@ -343,8 +343,10 @@ def test_a_dot_in_a_primitive_that_is_not_opened_is_refused_by_name() -> None:
 
     shape = jax.ShapeDtypeStruct((xla_programs.M, xla_programs.N), F32)
     for transformed in (f8.emulate, f8.explain):
-        with pytest.raises(UnsupportedError, match="got a dot in the primitive pallas_call"):
+        with pytest.raises(UnsupportedError, match="got one in the primitive pallas_call"):
             transformed(jax.jit(pallas.pallas_call(kernel, shape, interpret=True)))(A, B)
+    in_float32 = f8.emulate(pallas.pallas_call(kernel, shape, interpret=True))(A.astype(F32), B.astype(F32))
+    assert in_float32.dtype == F32
     solved: Any = f8.emulate(jnp.linalg.solve)(jnp.eye(3), jnp.ones(3))
     np.testing.assert_array_equal(solved, 1)
 

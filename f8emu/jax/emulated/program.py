@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from f8emu.jax.emulated.rules import FLOAT8
 from f8emu.spec.errors import UnsupportedError
 
 Atom = Var | Literal
@@ -67,10 +68,10 @@ def _evaluate_opened(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             body = eqn.params["jaxprs"].solve
         elif name in _OPENED:
             body = closed(eqn.params[_OPENED[name]])
-        elif name not in _WITH_BODIES and any(map(_has_dot, _bodies(eqn))):
+        elif name not in _WITH_BODIES and any(map(_multiplies_float8, _bodies(eqn))):
             raise UnsupportedError(
-                "emulate and explain: dots must stand in functions, loops and branches that XLA compiles as they are; "
-                f"got a dot in the primitive {name}; apply them to the functions around it"
+                "emulate and explain: float8 dots must stand in functions, loops and branches that XLA compiles as "
+                f"they are; got one in the primitive {name}; apply them to the functions around it"
             )
         else:
             return run(program.jaxpr, eqn, read)
@@ -86,6 +87,11 @@ def _bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
         for body in parameter if isinstance(parameter, tuple) else (parameter,):
             if isinstance(body, ClosedJaxpr | Jaxpr):
                 yield closed(body).jaxpr
+
+
+def _multiplies_float8(jaxpr: Jaxpr) -> bool:
+    avals = (aval_of(v) for v in (*jaxpr.invars, *(out for eqn in jaxpr.eqns for out in eqn.outvars)))
+    return _has_dot(jaxpr) and any(getattr(aval, "dtype", None) in FLOAT8 for aval in avals)
 
 
 def _has_dot(jaxpr: Jaxpr) -> bool:
