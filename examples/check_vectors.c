@@ -8,23 +8,22 @@
 
 typedef struct { const char *name; int digits, fraction_bits, bias; uint32_t sign, largest; } format;
 static const format formats[] = {{"float8_e4m3fn", 2, 3, 7, 0x80, 0x7e}, {"float8_e5m2", 2, 2, 15, 0x80, 0x7b},
-                                 {"float16", 4, 10, 15, 0x8000, 0x7bff}, {"bfloat16", 4, 7, 127, 0x8000, 0x7f7f},
-                                 {"float32", 8, 23, 127, 0x80000000, 0x7f7fffff}, {"", 0, 0, 0, 0, 0}};
+    {"float16", 4, 10, 15, 0x8000, 0x7bff}, {"bfloat16", 4, 7, 127, 0x8000, 0x7f7f},
+    {"float32", 8, 23, 127, 0x80000000, 0x7f7fffff}, {"", 0, 0, 0, 0, 0}}, *const float32 = &formats[4];
 typedef struct { uint32_t code; int exponent; double value; } number;
 enum { M, N, K, STEP, ALIGNED, RESULT, PROMOTE, SLICE, SCALING, OF_A, OF_B, OF_D, A, B, SCALE_A, SCALE_B, BIAS, C, D };
-static char line[1 << 20], *field[32]; /* a line, and its columns */
-static int size[SCALING];              /* the columns before SCALING */
+static char line[9 << 17], *field[32], *last, from[16], into[16]; /* a line, its columns; the formats of a cast */
+static int size[SCALING], malformed;                              /* the columns before SCALING; a fault of the line */
 
 static const format *format_of(const char *name) {
-    const format *f = formats;
-    while (*f->name && strcmp(f->name, name)) f++;
-    return f;
+    for (const format *f = formats;; f++)
+        if (!*f->name || !strcmp(f->name, name)) return f;
 }
 
 static number decoded(const char *hex, const format *f, int index) { /* [OP-1] */
-    char word[9] = {0};
-    uint32_t code = (uint32_t)strtoul(memcpy(word, hex + index * f->digits, (size_t)f->digits), NULL, 16);
-    uint32_t magnitude = code & (f->sign - 1), raw = magnitude >> f->fraction_bits;
+    const char *word = memcpy((char[9]){0}, hex + index * f->digits, (size_t)f->digits);
+    malformed |= !*word || strspn(word, "0123456789abcdef") != (size_t)f->digits;
+    uint32_t code = strtoul(word, NULL, 16), magnitude = code & (f->sign - 1), raw = magnitude >> f->fraction_bits;
     int exponent = (raw ? (int)raw : 1) - f->bias;
     double value = ldexp(magnitude - (raw ? (raw - 1) << f->fraction_bits : 0), exponent - f->fraction_bits);
     if (magnitude > f->largest) value = magnitude > f->largest + 1 || magnitude == f->sign - 1 ? NAN : INFINITY;
@@ -61,7 +60,6 @@ static float step(int m, int n, int first, int end, float accumulator) {
 }
 
 static float output(int m, int n, const format *out) {
-    const format *float32 = format_of("float32");
     float total = 0, partial = 0, accumulator = *field[C] == '-' ? 0 : (float)decoded(field[C], out, 0).value;
     for (int first = 0, end; first < size[K]; first = end) {
         end = first + size[STEP] < size[K] ? first + size[STEP] : size[K]; /* [ACC-1] */
@@ -70,6 +68,7 @@ static float output(int m, int n, const format *out) {
         if (promotes || ends_slice) partial += accumulator, accumulator = 0; /* [CHAIN-2] */
         if (ends_slice) total += partial, partial = 0;                       /* [CHAIN-3] */
     }
+    if (*field[SCALING] == 'n') return total;
     float a = (float)decoded(field[SCALE_A], float32, *field[SCALING] == 't' ? 0 : m).value;
     float b = (float)decoded(field[SCALE_B], float32, *field[SCALING] == 't' ? 0 : n).value;
     if (*field[SCALING] == 't') total *= a * b, total += 0; /* tensorwise [EPI-1] */
@@ -79,22 +78,23 @@ static float output(int m, int n, const format *out) {
 }
 
 int main(void) {
-    char source[16], target[16];
-    int casts = 0, outputs = 0, skipped = 0, equal = 1;
-    for (int number = 1, columns = 0; fgets(line, sizeof line, stdin); number++, columns = 0) {
-        if (sscanf(line, "# cast: %15s to %15s", source, target) > 0 || *line == '#') continue;
-        for (char *word = strtok(line, " \n"); word; word = strtok(NULL, " \n")) field[columns++] = word;
-        for (int i = 0; i < SCALING && i < columns; i++) size[i] = atoi(field[i]);
-        int is_cast = !strncmp(field[columns - 1], "CAST", 4);
-        const format *to = format_of(is_cast ? target : columns > D ? field[OF_D] : "");
-        if (!*to->name || strstr(field[columns - 1], "CHIP") || strstr(field[columns - 1], "EPI-5")) skipped++;
-        else if (is_cast) {
-            float x = (float)decoded(field[0], format_of(source), 0).value;
-            for (int i = 0; i < 2; i++, casts++) equal &= encoded(x, to, i == 0) == decoded(field[i + 1], to, 0).code;
-        } else
-            for (int i = 0; i < size[M] * size[N]; i++, outputs++)
-                equal &= encoded(output(i / size[N], i % size[N], to), to, 0) == decoded(field[D], to, i).code;
-        if (!equal) return printf("line %d: another result\n", number), 1;
+    int casts = 0, outputs = 0, skipped = 0, expected = 0, equal = 1;
+    for (int number = 1, columns = 0; fgets(line, 1 << 20, stdin); number++, columns = 0) {
+        sscanf(line, "# cast: %15s to %15s", from, into);
+        for (char *w = strtok(line, " "); w && columns < 32; w = strtok(NULL, " ")) field[columns++] = last = w;
+        if (*line == '#' && columns > 1 && !strcmp(field[1], "columns:")) expected = columns - 2;
+        if (*line == '#') continue;
+        malformed = columns < 4 || columns != expected || !strchr(last, '\n');
+        for (int i = 0; i < SCALING && columns > D && !malformed; i++)
+            malformed = (size[i] = atoi(field[i])) < (i != PROMOTE) || size[i] > (i == STEP ? 64 : 9999);
+        const format *to = format_of(malformed ? "" : columns > D ? field[OF_D] : strncmp(last, "CAST", 4) ? "" : into);
+        if (!*to->name || strstr(last, "CHIP") || strstr(last, "EPI-5")) skipped++;
+        else if (columns > D) for (int i = 0; !malformed && i < size[M] * size[N]; i++, outputs++)
+            equal &= encoded(output(i / size[N], i % size[N], to), to, 0) == decoded(field[D], to, i).code;
+        else for (int i = 0; i < 2; i++, casts++)
+            equal &= encoded(decoded(field[0], format_of(from), 0).value, to, !i) == decoded(field[i + 1], to, 0).code;
+        if (malformed || !equal) return printf("line %d: %s\n", number, malformed ? "malformed" : "another result"), 1;
     }
+    if (!casts && !outputs) return printf("nothing was checked; %d lines need other rules\n", skipped), 1;
     return printf("equal: %d casts, %d outputs of GEMMs; %d lines need other rules\n", casts, outputs, skipped) < 0;
 }

@@ -88,7 +88,10 @@ def show(scalar: np.ndarray | np.generic) -> str:
     scalar = np.asarray(scalar)
     if scalar.dtype.kind in "biu":
         return str(scalar[()])
-    return f"{hexadecimal(scalar)} ({scalar.astype(np.float32)[()]:.9g})"
+    if scalar.dtype == np.float64:
+        return f"{hexadecimal(scalar)} ({float(scalar)!r})"
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        return f"{hexadecimal(scalar)} ({scalar.astype(np.float32)[()]:.9g})"
 
 
 def hexadecimal(scalar: np.ndarray | np.generic) -> str:
@@ -152,17 +155,26 @@ def distances(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, n
     `d = (place(observed) - place(expected)) * sign(expected)`, where `place` counts the values of the format from zero,
     so that neighbours are 1 apart. Integers and flags: `observed - expected`, as it is.
 
-    Shapes: any; both results have it: int64, and bool that is True where NaN or an infinity is on one side alone.
+    Shapes: any; both results have it: int64, Python's integers if 64 bits do not hold one; and bool that is True where
+    NaN or an infinity is on one side alone.
     """
     observed, expected = np.asarray(observed), np.asarray(expected)
     if expected.dtype.kind in "biu":
-        return observed.astype(np.int64) - expected.astype(np.int64), np.zeros(expected.shape, np.bool_)
+        return _minus(observed, expected), np.zeros(expected.shape, np.bool_)
     # Codes of one sign are in the order of magnitudes, so that indices of codes are indices of values.
     place = _places(expected)
     signs = np.where(place < 0, -1, 1)
     with np.errstate(invalid="ignore"):  # of signalling NaN
         apart = ~(np.isfinite(observed) & np.isfinite(expected)) & different(observed, expected)
-    return np.where(apart, 0, (_places(observed) - place) * signs), apart
+    return np.where(apart, 0, _minus(_places(observed) * signs, place * signs)), apart
+
+
+def _minus(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    # int64, or Python's integers where a difference may be beyond them.
+    if (np.abs(x.astype(np.float64) - y.astype(np.float64)) >= 2.0**62).any():
+        return np.array(x.astype(object) - y.astype(object), object)
+    with np.errstate(over="ignore"):  # of unsigned numbers, whose difference wraps back
+        return np.subtract(x.astype(np.int64), y.astype(np.int64))
 
 
 def _places(array: np.ndarray) -> np.ndarray:
@@ -178,7 +190,7 @@ def bins(distance: np.ndarray) -> np.ndarray:
     """Bins of distances: 0, 1, 2, 3 to 4, 5 to 8, .. are 0, 1, 2, 3, 4, ..; with the sign of the distance."""
     magnitude = np.abs(distance).astype(np.float64)
     exponents = np.ceil(np.log2(np.maximum(magnitude, 1))).astype(np.int64) + 1
-    return np.sign(distance) * np.minimum(np.where(magnitude == 0, 0, exponents), LAST_BIN)
+    return np.sign(distance).astype(np.int64) * np.minimum(np.where(magnitude == 0, 0, exponents), LAST_BIN)
 
 
 def bin_label(index: int) -> str:

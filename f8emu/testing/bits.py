@@ -9,6 +9,7 @@ from f8emu import interop
 from f8emu.conformance.compare import Mismatch, distances, mismatches, shape_fault, ulp_histogram
 from f8emu.interop.frameworks import library_of
 from f8emu.spec.errors import OperandError
+from f8emu.testing.arguments import count
 
 
 def assert_bits_equal(actual: Any, expected: Any, *, shown: int = 5) -> None:
@@ -26,9 +27,11 @@ def assert_bits_equal(actual: Any, expected: Any, *, shown: int = 5) -> None:
     Raises:
         AssertionError: another dtype or shape, or bits that differ. The message says how many differ and how far, and
             shows the first of them: place, codes in hex, values, and the distance in ulps.
-        OperandError: not an array, or one without memory that can be read.
+        OperandError: not an array, one without memory that can be read, or one of complex numbers.
+        SpecError: `shown` is no integer of at least 0.
     """
     __tracebackhide__ = True
+    count("assert_bits_equal", "shown", shown)
     observed, right = _as_numpy("actual", actual), _as_numpy("expected", expected)
     if fault := shape_fault(observed, right):
         raise AssertionError(fault)
@@ -47,7 +50,13 @@ def _as_numpy(name: str, x: Any) -> np.ndarray:
             f"assert_bits_equal: {name} must be an array of torch, JAX or numpy; got {type(x).__name__}; compare the "
             "arrays of a container one by one"
         )
-    return np.asarray(interop.to_numpy(x, copy=None))
+    array = np.asarray(interop.to_numpy(x, copy=None))
+    if array.dtype.kind == "c":  # `to_numpy` refuses all others
+        raise OperandError(
+            f"assert_bits_equal: {name} must have a float, integer or bool dtype; got {array.dtype}; compare the real "
+            "and imaginary parts one by one"
+        )
+    return array
 
 
 def _line(mismatch: Mismatch, observed: np.ndarray, right: np.ndarray) -> str:

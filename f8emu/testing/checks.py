@@ -21,6 +21,7 @@ from f8emu.report.verify import mismatch_lines, stage_lines, verdict
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import Format, Overflow, float8_format
 from f8emu.spec.scaling import Granularity, granularity_by_name
+from f8emu.testing.arguments import count, names
 
 _QUICK = ("golden",)
 _THOROUGH = ("golden", "gemms", "live")
@@ -31,8 +32,8 @@ def check_gemm(
     *,
     arrays: str = "torch",
     thorough: bool = False,
-    stages: Sequence[str] = (),
-    cases: Sequence[str] = (),
+    stages: Sequence[str] | str = (),
+    cases: Sequence[str] | str = (),
     errors: int = 3,
     diagnose: bool = True,
 ) -> None:
@@ -48,17 +49,19 @@ def check_gemm(
             declaration of one that is called otherwise.
         arrays: the framework whose arrays the kernel takes: torch (on the GPU if there is one), numpy or jax.
         thorough: whether the generated GEMMs run too, and on a GPU the large ones.
-        stages: the stages to run in place of these: golden, gemms, live.
+        stages: the stages to run in place of these: golden, gemms, live; a string is one.
         cases: the names of cases to run alone, as a report has them, with `*` for any text; without a diagnosis.
         errors: how many differing cases the message shows, one output of each.
         diagnose: whether the message says what a wrong kernel computes instead, which takes seconds.
 
     Raises:
         AssertionError: a bit differs, the kernel fails, or nothing was compared.
-        SpecError: unknown arrays, stages or cases.
+        SpecError: unknown arrays, stages or cases, or `errors` that is no integer of at least 0.
         MissingExtraError: torch or jax is needed and not installed.
     """
     __tracebackhide__ = True
+    count("check_gemm", "errors", errors)
+    stages, cases = names("check_gemm", "stages", stages), names("check_gemm", "cases", cases)
     declared = kernel if isinstance(kernel, Kernel) else scaled_mm_kernel(_name_of(kernel), kernel)
     subject, golden = kernel_subject(declared, arrays), shipped_golden()
     named = stages_by_name(stages or (_THOROUGH if thorough or cases else _QUICK))
@@ -75,8 +78,8 @@ def check_cast(
     *,
     arrays: str = "torch",
     format: Format | str | None = None,
-    overflow: Overflow | None = None,
-    cases: Sequence[str] = (),
+    overflow: Overflow | str | None = None,
+    cases: Sequence[str] | str = (),
     errors: int = 3,
     diagnose: bool = True,
 ) -> None:
@@ -87,11 +90,11 @@ def check_cast(
 
     Raises:
         AssertionError: a code differs, the function fails or is no cast, or nothing was compared.
-        SpecError: unknown arrays, or a format that is not float8.
+        SpecError: unknown arrays, cases or `overflow`, a format that is not float8, or `errors` below 0.
         MissingExtraError: torch or jax is needed and not installed.
     """
     __tracebackhide__ = True
-    wanted = Wanted(None if format is None else float8_format("check_cast", format), overflow)
+    wanted = Wanted(None if format is None else float8_format("check_cast", format), _overflow(overflow))
     _check_function(function, "cast", wanted, arrays, cases, errors, diagnose)
 
 
@@ -101,7 +104,7 @@ def check_quantizer(
     arrays: str = "torch",
     format: Format | str | None = None,
     granularity: Granularity | str | None = None,
-    cases: Sequence[str] = (),
+    cases: Sequence[str] | str = (),
     errors: int = 3,
     diagnose: bool = True,
 ) -> None:
@@ -121,18 +124,28 @@ def check_quantizer(
     _check_function(function, "quantize", wanted, arrays, cases, errors, diagnose)
 
 
+def _overflow(overflow: Overflow | str | None) -> Overflow | None:
+    try:
+        return None if overflow is None else Overflow(overflow)
+    except ValueError:
+        known = ", ".join(policy.value for policy in Overflow)
+        raise SpecError(f"check_cast: overflow must be one of {known}; got {overflow!r}") from None
+
+
 def _check_function(
     function: Callable[..., Any],
     kind: str,
     wanted: Wanted,
     arrays: str,
-    cases: Sequence[str],
+    cases: Sequence[str] | str,
     errors: int,
     diagnose: bool,
 ) -> None:
     __tracebackhide__ = True
-    name = _name_of(function)
-    known, ask = called_function(name, scaled_mm_kernel(name, function), kind, arrays)
+    call = "check_cast" if kind == "cast" else "check_quantizer"
+    count(call, "errors", errors)
+    name, cases = _name_of(function), names(call, "cases", cases)
+    known, ask = called_function(name, scaled_mm_kernel(name, function), kind, arrays, is_command=False)
     try:
         verified = verify_called(known, ask, wanted, errors=errors, cases=cases, diagnose=diagnose)
     except SpecError as failure:  # of the first call

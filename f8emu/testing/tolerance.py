@@ -1,6 +1,6 @@
 """How far a float8 GEMM may be from the exact one: a bound for each output, by the rules of NUMERICS 2 to 4."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -8,12 +8,21 @@ from f8emu import interop
 from f8emu.numpy.cast import FormatLike, output_format
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, OPERAND_FORMATS, chip_by_name
-from f8emu.spec.formats import FLOAT32
+from f8emu.spec.formats import FLOAT32, Format
 from f8emu.spec.gemm_call import GemmCall, Shaped, scaled_mm_call
 from f8emu.spec.scaling import BLOCK, Granularity, granularity_by_name
 from f8emu.split_k.ask import split_of
 from f8emu.testing.accumulator import Operand, chain, nothing, promoted, slices
 from f8emu.testing.near import Array, Near, exactly, total
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _out(call: str, out_dtype: "FormatLike | torch.dtype") -> Format:
+    # By its name where it is torch's, which is not imported here.
+    named: Any = str(out_dtype) if str(out_dtype).startswith("torch.") else out_dtype
+    return output_format(call, named.removeprefix("torch.") if isinstance(named, str) else named)
 
 
 class _Gemm(NamedTuple):
@@ -34,7 +43,7 @@ def gemm_tolerance(
     scale_b: Any,
     *,
     bias: Any = None,
-    out_dtype: FormatLike = "bfloat16",
+    out_dtype: "FormatLike | torch.dtype" = "bfloat16",
     use_fast_accum: bool = False,
     granularity_a: Granularity | str | None = None,
     granularity_b: Granularity | str | None = None,
@@ -81,7 +90,7 @@ def gemm_tolerance(
         *(Shaped(x.shape, x.dtype.name) for x in arrays),
         granularity_a=granularity_a,
         granularity_b=granularity_b,
-        out_dtype=output_format("gemm_tolerance", out_dtype),
+        out_dtype=_out("gemm_tolerance", out_dtype),
         use_fast_accum=use_fast_accum,
         split_k=split_k,
         chip=profile,
@@ -109,7 +118,7 @@ def gemm_tolerance_from_maxima(
     scale_a: float = 1.0,
     scale_b: float = 1.0,
     bias: float = 0.0,
-    out_dtype: FormatLike = "bfloat16",
+    out_dtype: "FormatLike | torch.dtype" = "bfloat16",
     use_fast_accum: bool = False,
     granularity_a: Granularity | str = Granularity.TENSORWISE,
     granularity_b: Granularity | str = Granularity.TENSORWISE,
@@ -131,7 +140,7 @@ def gemm_tolerance_from_maxima(
         sizes=(1, 1, k),
         formats=HOPPER.format_pairs[0],
         granularities=(granularity_by_name(name, granularity_a), granularity_by_name(name, granularity_b)),
-        out=output_format(name, out_dtype),
+        out=_out(name, out_dtype),
         use_fast_accum=use_fast_accum,
         chip=chip_by_name(name, HOPPER if chip is None else chip),
     )

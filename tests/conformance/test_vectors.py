@@ -92,8 +92,27 @@ def test_the_reader_agrees_with_a_million_casts_and_thousands_of_outputs(written
         *lines, last = (written / f"{changed}.txt").read_text().splitlines()
         *words, result, rules = last.split(" ")
         words += [f"{int(result, 16) ^ 1:0{len(result)}x}", rules]
-        text = "\n".join([*lines, " ".join(words)]).encode()
+        text = "\n".join([*lines, " ".join(words), ""]).encode()
         assert checked(reader, text) == (1, f"line {len(lines) + 1}: another result\n")
+
+
+@needs_compiler
+def test_the_reader_fails_where_it_checked_nothing_or_a_line_is_malformed(written: Path, tmp_path: Path) -> None:
+    reader = compiled(READER.read_text(), tmp_path, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover")
+    texts = (written / "gemms-rowwise.txt").read_text().splitlines(keepends=True)
+    comments = "".join(text for text in texts if text.startswith("#"))
+    number = comments.count("\n") + 1
+    line = texts[number - 1]
+    columns = line.split(" ")
+    assert checked(reader, (comments + line).encode())[0] == 0
+    assert checked(reader, b"") == (1, "nothing was checked; 0 lines need other rules\n")
+    status, text = checked(reader, (written / "decode.txt").read_bytes())
+    assert status == 1 and text.startswith("nothing was checked; ")
+    assert checked(reader, b"no vectors\n") == (1, "line 1: malformed\n")
+    changes = {0: "0", 2: "99999", 3: "65", 7: "x", 12: columns[12][:-2], 13: "zz" + columns[13][2:], 18: "-"}
+    changed = [" ".join([*columns[:i], word, *columns[i + 1 :]]) for i, word in changes.items()]
+    for malformed in [line[:-1], line[:-9], line.partition(" ")[2], "\n", *changed]:
+        assert checked(reader, (comments + malformed).encode()) == (1, f"line {number}: malformed\n"), malformed
 
 
 # Rule and bug -> the file that shows it, and what stands in the place of a piece of the reader

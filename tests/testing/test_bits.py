@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from f8emu import interop
-from f8emu.spec import F8Error
+from f8emu.spec import F8Error, OperandError, SpecError
 from f8emu.testing import assert_bits_equal
 
 BFLOAT16, E4M3, E5M2 = (np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"))
@@ -93,3 +93,34 @@ def test_what_is_no_array_is_refused() -> None:
     assert_bits_equal(torch.ones(3, requires_grad=True), x)
     assert_bits_equal(np.float32(1), torch.ones(()))
     assert_bits_equal(np.ones((0, 3), np.float32), torch.ones(0, 3))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "datetime64[s]", "longdouble", "object", "i2,f4"])
+def test_other_dtypes_than_floats_integers_and_bools_are_refused(dtype: str) -> None:
+    x = np.zeros(2, dtype)
+    remedy = "compare the real and imaginary parts" if dtype.startswith("complex") else "convert it"
+    with pytest.raises(OperandError, match=f"; got .*{remedy}"):
+        assert_bits_equal(x, x)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("actual", "expected", "text"),
+    [
+        (np.float64(-1e300), np.float64(1), f"(-1e+300), expected 0x3ff0000000000000 (1.0), -{0xBE27E43C8800759C:,}"),
+        (np.float64(1), np.float64(1 + 2**-52), "(1.0), expected 0x3ff0000000000001 (1.0000000000000002), -1 ulp"),
+        (np.int64(2**63 - 1), np.int64(-(2**63)), f"{2**63 - 1}, expected {-(2**63)}, +{2**64 - 1:,} ulps"),
+        (np.uint64(0), np.uint64(2**64 - 1), f"0, expected {2**64 - 1}, -{2**64 - 1:,} ulps"),
+        (np.uint64(2**63), np.uint64(2**63 - 1), "+1 ulp"),
+        (np.uint32(0x7F800001).view(np.float32), np.float32(1), "0x7f800001 (nan), expected 0x3f800000 (1)"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_64_bits_are_shown_and_subtracted_whole(actual: Any, expected: Any, text: str, shape: tuple[int, ...]) -> None:
+    assert text in message_of(np.full(shape, actual), np.full(shape, expected))
+
+
+@pytest.mark.parametrize("shown", [-1, "a", 1.5])
+def test_shown_is_a_count(shown: Any) -> None:
+    with pytest.raises(SpecError, match="assert_bits_equal: shown must be an integer of at least 0; got "):
+        assert_bits_equal(np.ones(1), np.zeros(1), shown=shown)

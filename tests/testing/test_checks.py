@@ -155,6 +155,23 @@ def test_torch_s_own_kernel_passes_under_the_emulation_alone() -> None:
     assert "2 cases differ" in message_of(some, kernel)
 
 
+@pytest.mark.parametrize(
+    ("check", "options", "text"),
+    [
+        (GEMM, {"errors": -1}, "check_gemm: errors must be an integer of at least 0; got -1"),
+        (CAST, {"errors": "a"}, "check_cast: errors must be an integer of at least 0; got 'a'"),
+        (GEMM, {"stages": 3}, "check_gemm: stages must be names, or one; got 3"),
+        (GEMM, {"stages": "gold"}, "unknown stage 'gold'"),
+        (QUANTIZER, {"cases": [1]}, r"check_quantizer: cases must be names, or one; got \[1\]"),
+        (GEMM, {"stages": "golden", "cases": "nothing"}, "^verify: no case is called 'nothing'"),
+        (CAST, {"overflow": "nope"}, "check_cast: overflow must be one of saturate, nonfinite; got 'nope'"),
+    ],
+)
+def test_arguments_are_checked(check: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        check(right, **options)
+
+
 # Casts and quantizers
 
 
@@ -185,6 +202,7 @@ def test_right_casts_and_quantizers_pass() -> None:
     CAST(nonfinite)
     CAST(lambda x: cast(x).view(np.uint8), format="float8_e4m3fn")
     CAST(cast, overflow=Overflow.SATURATE, cases=["every bfloat16"])
+    CAST(cast, overflow="saturate", cases="every bfloat16")
     QUANTIZER(quantize, granularity="rowwise")
 
 
@@ -193,7 +211,8 @@ def test_right_casts_and_quantizers_pass() -> None:
     [
         (CAST, cast_by_float16, ["NOT EQUAL: ", "it rounds twice, through float16", "x=0x3a800001"]),
         (partial(CAST, overflow=Overflow.SATURATE), nonfinite, ["NOT EQUAL: ", "cases differ"]),
-        (CAST, lambda x: x, ["expected; got float32"]),
+        (partial(CAST, overflow="saturate"), nonfinite, ["NOT EQUAL: ", "cases differ"]),
+        (CAST, lambda x: x, ["bytes whose format format= names, are expected; got float32", "arrays='torch' or "]),
         (CAST, lambda x: 1 / 0, ["failed: ZeroDivisionError: division by zero"]),
         (QUANTIZER, quantize_by_quotient, ["NOT EQUAL: ", "quantized matrices"]),
         (QUANTIZER, cast, ["gave ndarray, expected codes and scales"]),

@@ -6,6 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import f8emu.numpy as hopper
 from f8emu import interop
@@ -253,3 +254,11 @@ def test_arrays_of_any_framework_are_taken() -> None:
     assert isinstance(of_torch[0], torch.Tensor)
     assert np.array_equal(gemm_tolerance(of_torch[0], of_torch[1].t(), *of_torch[2:]), expected)
     assert np.array_equal(gemm_tolerance(*map(jnp.asarray, (a, b, *scales))), expected)
+
+
+def test_the_output_s_dtype_may_be_torch_s() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        named = gemm_tolerance_from_maxima(64, 1, 1, out_dtype=str(dtype).removeprefix("torch."))
+        assert gemm_tolerance_from_maxima(64, 1, 1, out_dtype=dtype) == named
+    with pytest.raises(SpecError, match="out_dtype must be one of"):
+        gemm_tolerance_from_maxima(64, 1, 1, out_dtype=torch.int8)

@@ -37,8 +37,9 @@ def _first_call(
     # The format, and what is returned for ordinary numbers.
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     scale = np.full((), 0.5, np.float32) if function.takes_scale else None
-    begin = f"f8emu verify {function.name}: codes of a float8 dtype, or bytes whose format --format names, are expected"
-    others = " or ".join(f"--arrays {name}" for name in FRAMEWORKS if name != function.arrays)
+    named = function.option("format")
+    begin = f"{function.call}: codes of a float8 dtype, or bytes whose format {named} names, are expected"
+    others = " or ".join(function.option("arrays", name) for name in FRAMEWORKS if name != function.arrays)
     remedy = f"f8emu verify --contract --kind {function.kind} says what it is given; {others} gives other arrays"
     try:
         returned = ask(Question(id="first call", lying=x, scale=scale), True)
@@ -49,7 +50,7 @@ def _first_call(
     known = {target.name: target for target in FLOAT8}
     target = wanted.format if name in ("uint8", "int8") else known.get(name)
     if target is None or wanted.format not in (None, target):
-        requested = "" if wanted.format is None else f", and --format is {wanted.format}"
+        requested = "" if wanted.format is None else f", and {named} is {wanted.format}"
         raise SpecError(f"{begin}; got {name}{requested}; {remedy}")
     return target, returned
 
@@ -136,7 +137,7 @@ class QuantizerContract(Contract):
     def __init__(self, function: Function, ask: Ask, wanted: Wanted) -> None:
         shape = 256, 384
         self._target, (_, scale) = _first_call(function, ask, shape, wanted)
-        self._granularity = wanted.granularity or granularity_of(function.name, scale, shape)
+        self._granularity = wanted.granularity or granularity_of(function, scale, shape)
         self._block = self._granularity.block
         self.questions = list(quantize_questions(self._granularity, self._target))
         self.answers = _asked(ask, self.questions, self._parts)

@@ -81,6 +81,19 @@ class Function:
     arrays: str
     """The framework of its arrays."""
     takes_scale: bool
+    is_command: bool = True
+    """False: its user calls Python, and knows arguments for options."""
+
+    @property
+    def call(self) -> str:
+        """The begin of a message about it."""
+        return f"f8emu verify {self.name}" if self.is_command else self.name
+
+    def option(self, name: str, value: str = "") -> str:
+        """An option as its user writes it: `--arrays numpy`, or `arrays='numpy'`."""
+        if self.is_command:
+            return f"--{name} {value}".rstrip()
+        return f"{name}={value!r}" if value else f"{name}="
 
 
 def loaded_function(name: str, kind: str, arrays: str) -> tuple[Function, Ask]:
@@ -88,7 +101,9 @@ def loaded_function(name: str, kind: str, arrays: str) -> tuple[Function, Ask]:
     return called_function(name, load_kernel(name), kind, arrays)
 
 
-def called_function(name: str, kernel: Kernel, kind: str, arrays: str) -> tuple[Function, Ask]:
+def called_function(
+    name: str, kernel: Kernel, kind: str, arrays: str, *, is_command: bool = True
+) -> tuple[Function, Ask]:
     """The function of a kernel, under a name, and how it is asked a `Question`."""
     framework = framework_of(kernel.arrays or arrays)(f"f8emu verify {name}")
     try:
@@ -106,7 +121,9 @@ def called_function(name: str, kernel: Kernel, kind: str, arrays: str) -> tuple[
     call = function_of(kernel, framework)
     engine += f", {INTERPRETED}" if is_interpreted(kernel.function) else ""
     takes_scale = len(needed) == 2
-    known = Function(name=name, kind=kind, engine=engine, arrays=framework.name, takes_scale=takes_scale)
+    known = Function(
+        name=name, kind=kind, engine=engine, arrays=framework.name, takes_scale=takes_scale, is_command=is_command
+    )
     return known, partial(_ask, call, framework, ("codes",) if kind == "cast" else ("codes", "scales"))
 
 
@@ -159,7 +176,7 @@ def _fitted(array: np.ndarray, like: np.ndarray) -> np.ndarray:
     return array
 
 
-def granularity_of(name: str, scale: np.ndarray, shape: tuple[int, int]) -> Granularity:
+def granularity_of(function: Function, scale: np.ndarray, shape: tuple[int, int]) -> Granularity:
     """The granularity of the scales of a matrix of this shape, in which every granularity has another grid."""
     grids = {granularity: granularity.scale_shape(*shape) for granularity in Granularity}
     for granularity, grid in grids.items():
@@ -168,6 +185,6 @@ def granularity_of(name: str, scale: np.ndarray, shape: tuple[int, int]) -> Gran
             return granularity
     known = ", ".join(f"{list(grid)} of {granularity.value}" for granularity, grid in grids.items())
     raise SpecError(
-        f"f8emu verify {name}: scales of a matrix {list(shape)} must be {known}; got {list(scale.shape)}; "
-        "reshape them, or name one with --granularity"
+        f"{function.call}: scales of a matrix {list(shape)} must be {known}; got {list(scale.shape)}; "
+        f"reshape them, or name one with {function.option('granularity')}"
     )

@@ -186,7 +186,7 @@ def _kernel_by_name(name: str, arrays: str) -> tuple[Subject, Ask]:
 
 def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
     """A declared kernel as a subject in this process."""
-    framework = framework_of(kernel.arrays or arrays)(f"f8emu verify {kernel.name}, unless it has --arrays numpy,")
+    framework = framework_of(kernel.arrays or arrays)(f"{kernel.name}, unless its arrays are numpy's,")
     calls = calls_of(kernel, framework)
     engine = [f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"]
     if is_interpreted(kernel.function):  # known once its module is imported

@@ -64,7 +64,7 @@ def stages_with(
         near = [name for name in names if pattern in name] or get_close_matches(pattern, names, 1, 0.3)
         nearest = f"; the nearest is {near[0]!r}" if near else ""
         raise SpecError(
-            f"verify --case: no case is called {pattern!r}{nearest}; take the name from a report, with * for any text"
+            f"verify: no case is called {pattern!r}{nearest}; take the name from a report, with * for any text"
         )
     return matching
 
