@@ -71,7 +71,8 @@ def test_code_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for block in blocks(page):
         if block.title:
             (tmp_path / block.title).write_text(block.code)
-            sys.modules.pop(Path(block.title).stem, None)
+            if block.title.endswith(".py"):
+                sys.modules.pop(Path(block.title).stem, None)
         elif block.language == "python":
             run_python(block, page, vars(module), monkeypatch)
         else:

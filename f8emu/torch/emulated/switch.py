@@ -107,24 +107,24 @@ def _register(name: str, key: str) -> None:
     if packet is None or (name, key) in _REGISTERED:
         return
     _REGISTERED.add((name, key))
-    own = _original(name, key)
+    original = _original(name, key)
 
     def compute(*args: Any, **kwargs: Any) -> Tensor:
         emulation = _current(name, key)
         if emulation is None:
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         if name in _FLOAT8:
             return _FLOAT8[name](emulation.chip, *args, **kwargs)
-        return _BFLOAT16[name](emulation.chip, own, *args, **kwargs)
+        return _BFLOAT16[name](emulation.chip, original, *args, **kwargs)
 
     _LIBRARY.impl(name, compute, key, allow_override=True)
     if "out" not in packet.overloads():
         return
-    own_out = _original(f"{name}.out", key)
+    original_out = _original(f"{name}.out", key)
 
     def write(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         if _current(name, key) is None:
-            return own_out(*args, out=out, **kwargs)
+            return original_out(*args, out=out, **kwargs)
         result = compute(*args, **kwargs)
         if result.dtype != out.dtype:
             raise RuntimeError(f"torch.{name}: expected out to have dtype {result.dtype}, but got {out.dtype}")
