@@ -54,6 +54,7 @@ HELD = {
     "split_k_rule-h100": "Scores of the fitted plan of an H100 on shapes set aside from the fit",
     "split_k_rule-h200": "Scores of the fitted plan on shapes set aside from the fit",
     "suites-torchao": "torchao's float8 tests on a CPU under the plugin of pytest",
+    "suites-torchtitan": "torchtitan's tests of quantization and LoRA, likewise",
     "tensor_parallel-h200x2": "A Llama of 1 B parameters under tensor and sequence parallelism",
     "torchtitan-all-gather-h200x2": "torchtitan, 16 layers of Llama-3 8B on two GPUs, float8 all-gather",
     "torchtitan-all-gather-h200x4": "torchtitan, Llama-3 8B on four GPUs, float8 all-gather, with a step's kernels",

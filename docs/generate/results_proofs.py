@@ -272,11 +272,15 @@ def programs() -> str:
 
 def suites() -> str:
     """Tests of other projects on a CPU under the plugin of pytest."""
-    held = record("suites-torchao")
-    rows = [[f"`{e['file']}`", *(str(e[key]) for key in ("passed", "failed", "skipped"))] for e in held["files"]]
-    reasons = "\n".join(f"- {e['tests']} {e['outcome']}: `{e['reason']}`" for e in held["not_passed"])
-    shown = table([f"torchao {held['version']}", "passed", "failed", "skipped"], rows)
-    return f"{shown}\n\n{reasons}\n\n{source('suites-torchao', ('torch', 'torchao'))}"
+    parts: list[str] = []
+    for name in ("suites-torchao", "suites-torchtitan"):
+        held = record(name)
+        rows = [[f"`{e['file']}`", *(str(e[key]) for key in ("passed", "failed", "skipped"))] for e in held["files"]]
+        parts.append(table([f"{held['project']} {held['version']}", "passed", "failed", "skipped"], rows))
+        if held["not_passed"]:
+            parts.append("\n".join(f"- {e['tests']} {e['outcome']}: `{e['reason']}`" for e in held["not_passed"]))
+        parts.append(source(name, ("torch", "torchao")))
+    return "\n\n".join(parts)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
