@@ -125,9 +125,9 @@ def equal_to_torchao(shapes: Sequence[tuple[int, int, int]], device: torch.devic
         layers = [converted(f"{library}/tensorwise", copy.deepcopy(model)) for library in ("f8emu", "torchao")]
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.float32):
             ours, theirs = (_results(layer, x, grad_output) for layer in layers)
-        differing = {part: _differing(a, b) for part, a, b in zip(PARTS, ours, theirs, strict=False)}
+        numbers = {part: differing(a, b) for part, a, b in zip(PARTS, ours, theirs, strict=False)}
         entry = {"tokens": tokens, "k": k, "n": n, "bias": has_bias, "parameters": str(dtype).removeprefix("torch.")}
-        entries.append(entry | {"numbers_differing": differing})
+        entries.append(entry | {"numbers_differing": numbers})
     return entries
 
 
@@ -135,9 +135,10 @@ def _drawn(rows: int, cols: int, device: torch.device) -> Tensor:
     return torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
 
 
-def _differing(a: Tensor, b: Tensor) -> int:
-    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return int((a.view(bits) != b.view(bits)).sum())
+def differing(a: Tensor, b: Tensor) -> int:
+    """Elements whose bits differ, of tensors of one dtype on one device."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return int((a.contiguous().view(bits) != b.contiguous().view(bits)).sum())
 
 
 def _results(model: nn.Module, x: Tensor, grad_output: Tensor) -> list[Tensor]:

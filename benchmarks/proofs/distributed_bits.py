@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8emu.torch as f8
+from benchmarks.measure import differing
 from benchmarks.ranks import DividedError, Ranks, join
 from benchmarks.runner import DEVICE, Bench, Entry, attempt, draw_entries, option, say
 from f8emu.spec.formats import E4M3FN
@@ -320,9 +321,7 @@ def compared(observed: Trace, expected: Trace) -> Counts:
     counts = {part: (0, 0) for part in PARTS}
     for (part, a), (other, b) in zip(observed, expected, strict=True):
         assert part == other and a.shape == b.shape and a.dtype == b.dtype, f"{part} {a.shape}, {other} {b.shape}"
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-        wrong = int((a.contiguous().view(bits) != b.contiguous().view(bits)).sum())
-        counts[part] = (counts[part][0] + wrong, counts[part][1] + a.numel())
+        counts[part] = (counts[part][0] + differing(a, b), counts[part][1] + a.numel())
     return counts
 
 

@@ -38,6 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
+from benchmarks.measure import differing
 from benchmarks.runner import Bench, draw, option, say
 from benchmarks.torchtitan.__main__ import install
 
@@ -48,13 +49,6 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 MODES = ("eager", "compiled")
 OPTIMIZER = "weight after AdamW"
 SHAPES = ((64, 128, 256), (272, 512, 1024), (1024, 4096, 512))  # tokens, K, hidden
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def differing(a: Tensor, b: Tensor) -> int:
-    """Elements whose bits differ."""
-    bits = BITS[a.element_size()]
-    return int((a.detach().cpu().contiguous().view(bits) != b.detach().cpu().contiguous().view(bits)).sum())
 
 
 class Comparison:
@@ -66,7 +60,7 @@ class Comparison:
     def add(self, kind: str, gpu: Tensor | None, cpu: Tensor | None) -> None:
         assert gpu is not None and cpu is not None, f"{kind} was computed"
         self.elements[kind] += gpu.numel()
-        self.differing[kind] += differing(gpu, cpu)
+        self.differing[kind] += differing(gpu.detach().cpu(), cpu.detach())
 
     @property
     def entry(self) -> dict[str, Any]:
