@@ -72,7 +72,7 @@ def explain(f: Callable[P, Any]) -> Callable[P, Explanation]:
     (`tests/jax_path/test_emulate.py`).
 
     Raises:
-        UnsupportedError: a dot in a primitive that `emulate` does not open.
+        UnsupportedError: a float8 dot in a primitive that `emulate` does not open.
     """
 
     def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:

@@ -89,13 +89,19 @@ def _bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield closed(body).jaxpr
 
 
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a program, and of the programs in them."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in _bodies(eqn):
+            yield from _equations(body)
+
+
 def _multiplies_float8(jaxpr: Jaxpr) -> bool:
-    avals = (aval_of(v) for v in (*jaxpr.invars, *(out for eqn in jaxpr.eqns for out in eqn.outvars)))
-    return _has_dot(jaxpr) and any(getattr(aval, "dtype", None) in FLOAT8 for aval in avals)
-
-
-def _has_dot(jaxpr: Jaxpr) -> bool:
-    return any(eqn.primitive.name in DOTS or any(map(_has_dot, _bodies(eqn))) for eqn in jaxpr.eqns)
+    equations = list(_equations(jaxpr))
+    avals = (aval_of(v) for eqn in equations for v in (*eqn.invars, *eqn.outvars))
+    has_dot = any(eqn.primitive.name in DOTS for eqn in equations)
+    return has_dot and any(getattr(aval, "dtype", None) in FLOAT8 for aval in avals)
 
 
 def run(jaxpr: Jaxpr, eqn: JaxprEqn, read: Read) -> Sequence[Any]:

@@ -56,7 +56,7 @@ def emulate(f: Callable[P, R], *, chip: Chip | str = HOPPER, force: bool = False
 
     Raises:
         SpecError: an unknown chip.
-        UnsupportedError: a derivative of the result; a dot in a primitive that is not opened, such as a Pallas kernel.
+        UnsupportedError: a derivative of the result; a float8 dot in a primitive that is not opened, as in Pallas.
     """
     profile = chip_by_name("emulate", chip)
 
