@@ -14,6 +14,7 @@ from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.gemm_call import GemmCall, GroupKind, Shaped, group_parts, mm_call
 from f8emu.torch.chip import name_of
+from f8emu.torch.emulated.kernels import require_offs
 from f8emu.torch.gemm import emulation, operators
 
 _ALIGNED = 8  # elements of 16 bytes
@@ -55,11 +56,7 @@ def grouped_mm(
         raise OperandError(f"{call}: mat_a and mat_b must be bfloat16 on a Hopper GPU; got {a.dtype} and {b.dtype}")
     if bias is not None or out_dtype not in (None, torch.bfloat16):
         raise OperandError(f"{call}: torch takes no bias and gives bfloat16; got bias {bias} and out_dtype {out_dtype}")
-    if (offs is None) != (a.ndim == b.ndim == 3):
-        raise OperandError(
-            f"{call}: offs must be given unless every group has matrices of its own; got shapes {list(a.shape)} and "
-            f"{list(b.shape)}"
-        )
+    require_offs(call, a, b, offs)
     return _products(call, chip, a, b, offs)
 
 

@@ -87,6 +87,15 @@ def _require_bias(call: str, bias: Tensor | None, columns: int, out_dtype: torch
         )
 
 
+def require_offs(call: str, a: Tensor, b: Tensor, offs: Tensor | None) -> None:
+    """Groups are divided by `offs`, unless each has matrices of its own."""
+    if (offs is None) != (a.ndim == b.ndim == 3):
+        raise OperandError(
+            f"{call}: offs must be given unless every group has matrices of its own, both of 3 dimensions; got "
+            f"{list(a.shape)} and {list(b.shape)} {'without' if offs is None else 'with'} offs"
+        )
+
+
 def _scaled(
     call: str,
     chip: Chip,
@@ -209,11 +218,7 @@ def scaled_grouped_mm(
     call = "torch._scaled_grouped_mm"
     if bias is not None or scale_result is not None or out_dtype not in (None, torch.bfloat16):
         raise OperandError(f"{call}: torch takes no bias and no scale_result, and gives bfloat16; leave them out")
-    if (offs is None) != (a.ndim == b.ndim == 3):
-        raise OperandError(
-            f"{call}: offs must be given unless every group has matrices of its own, both of 3 dimensions; got "
-            f"{list(a.shape)} and {list(b.shape)} {'without' if offs is None else 'with'} offs"
-        )
+    require_offs(call, a, b, offs)
     if a.shape[-1] % _MULTIPLE or b.shape[-1] % _MULTIPLE:
         raise Refused(f"{call}: K and N must be multiples of {_MULTIPLE}; got {list(a.shape)} and {list(b.shape)}")
     groups = offs.shape[0] if offs is not None and a.ndim == b.ndim == 2 else 1

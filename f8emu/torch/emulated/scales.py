@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from f8emu.spec.scaling import BLOCK, Granularity
+from f8emu.spec.scaling import Granularity
 
 PADDED_BLOCKS = 4  # a GPU reads the blocks of a 128x128 operand along K as a multiple
 _SQUARE, _VECTOR = Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128
@@ -54,17 +54,13 @@ def by_recipe(
     return None if left is None or right is None else Scales(left, right.t(), recipes)
 
 
-def _blocks(size: int) -> int:
-    return -(-size // BLOCK)
-
-
 def _lies(scale: Tensor, dim: int, size: int, stride: int) -> bool:
     return scale.shape[dim] == size and (size <= 1 or scale.stride(dim) == stride)
 
 
 def _fits(x: Tensor, scale: Tensor, granularity: Granularity) -> bool:
     """Whether `scale` is that of an operand [rows, K] for `torch._scaled_mm`."""
-    rows, k = x.shape
+    rows, blocks = granularity.scale_shape(*x.shape)
     if scale.dtype is not torch.float32:
         return False
     if granularity is Granularity.TENSORWISE:
@@ -74,13 +70,13 @@ def _fits(x: Tensor, scale: Tensor, granularity: Granularity) -> bool:
     if granularity is Granularity.ROWWISE:
         return scale.shape == (rows, 1) and scale.is_contiguous()
     if granularity is _VECTOR:
-        return _lies(scale, 0, rows, 1) and _lies(scale, 1, _blocks(k), rows)
-    return _lies(scale, 0, _blocks(rows), _blocks(k)) and _lies(scale, 1, _blocks(k), 1)
+        return _lies(scale, 0, rows, 1) and _lies(scale, 1, blocks, rows)
+    return _lies(scale, 0, rows, blocks) and _lies(scale, 1, blocks, 1)
 
 
 def _of_recipe(x: Tensor, scale: Tensor, granularity: Granularity) -> Tensor | None:
     """The scales [rows, blocks of K] of an operand [rows, K] for `scaled_mm`; None: they do not lie so."""
-    rows, k = x.shape
+    rows, blocks = granularity.scale_shape(*x.shape)
     if scale.dtype is not torch.float32:
         return None
     if granularity is Granularity.TENSORWISE:
@@ -90,7 +86,7 @@ def _of_recipe(x: Tensor, scale: Tensor, granularity: Granularity) -> Tensor | N
     if scale.ndim != 2:
         return None
     if granularity is _VECTOR:
-        return scale if _lies(scale, 0, rows, 1) and _lies(scale, 1, _blocks(k), rows) else None
-    padded = -(-_blocks(k) // PADDED_BLOCKS) * PADDED_BLOCKS
-    is_square = _lies(scale, 0, padded, 1) and _lies(scale, 1, _blocks(rows), padded)
-    return scale[: _blocks(k)].t() if is_square else None
+        return scale if _lies(scale, 0, rows, 1) and _lies(scale, 1, blocks, rows) else None
+    padded = -(-blocks // PADDED_BLOCKS) * PADDED_BLOCKS
+    is_square = _lies(scale, 0, padded, 1) and _lies(scale, 1, rows, padded)
+    return scale[:blocks].t() if is_square else None
