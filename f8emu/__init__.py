@@ -27,5 +27,8 @@ from f8emu.spec import ScaleRule as ScaleRule
 from f8emu.spec import recipe_by_name as recipe_by_name
 from f8emu.spec import recipe_from_json as recipe_from_json
 from f8emu.spec import recipe_from_toml as recipe_from_toml
+from f8emu.spec.exports import public as _public
 
 __version__ = "0.1.0"
+_ROOMS = "audit capture conformance dialects doctor interop jax numpy spec testing torch".split()
+__all__, __dir__ = _public(__name__, rooms=_ROOMS)

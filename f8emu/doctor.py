@@ -15,6 +15,7 @@ from f8emu import interop
 from f8emu.environment import tested, versions
 from f8emu.native.library import unavailable, widths
 from f8emu.spec import CHIPS, HOPPER, MissingExtraError
+from f8emu.spec.exports import public
 
 _T = TypeVar("_T")
 _MISSING = "not installed"
@@ -170,3 +171,6 @@ def next_steps(diagnosis: Diagnosis) -> Iterator[str]:
         yield "To emulate GEMMs too: pip install 'f8emu[jax]'."
     elif missing == ["torch"]:
         yield "f8emu.jax.dot_general(recipe) trains in JAX. For torch: pip install 'f8emu[torch]'."
+
+
+__all__, __dir__ = public(__name__)

@@ -14,3 +14,6 @@ from f8emu.audit.findings import Check as Check
 from f8emu.audit.findings import Finding as Finding
 from f8emu.audit.findings import Severity as Severity
 from f8emu.audit.run import audit as audit
+from f8emu.spec.exports import public as _public
+
+__all__, __dir__ = _public(__name__)

@@ -12,3 +12,6 @@ from f8emu.capture.record import TensorRecord as TensorRecord
 from f8emu.capture.session import Session as Session
 from f8emu.capture.writer import StepWriter as StepWriter
 from f8emu.capture.writer import Stored as Stored
+from f8emu.spec.exports import public as _public
+
+__all__, __dir__ = _public(__name__)

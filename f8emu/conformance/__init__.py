@@ -36,3 +36,6 @@ from f8emu.conformance.run.subject import NotOffered as NotOffered
 from f8emu.conformance.run.subject import Subject as Subject
 from f8emu.conformance.run.subject import load_subject as load_subject
 from f8emu.conformance.run.verify import verify as verify
+from f8emu.spec.exports import public as _public
+
+__all__, __dir__ = _public(__name__)

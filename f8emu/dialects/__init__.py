@@ -15,3 +15,6 @@ from f8emu.dialects.rules import ScaleForm as ScaleForm
 from f8emu.dialects.rules import Stored as Stored
 from f8emu.dialects.stacks import DIALECTS as DIALECTS
 from f8emu.dialects.stacks import dialect_by_name as dialect_by_name
+from f8emu.spec.exports import public as _public
+
+__all__, __dir__ = _public(__name__)

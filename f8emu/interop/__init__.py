@@ -18,3 +18,6 @@ from f8emu.interop.parameters import DEFAULT_RULES as DEFAULT_RULES
 from f8emu.interop.parameters import ParameterRule as ParameterRule
 from f8emu.interop.parameters import params_from_state_dict as params_from_state_dict
 from f8emu.interop.parameters import state_dict_from_params as state_dict_from_params
+from f8emu.spec.exports import public as _public
+
+__all__, __dir__ = _public(__name__)

@@ -41,4 +41,7 @@ from f8emu.jax.scale import amax as amax
 from f8emu.jax.scale import initial_delayed_state as initial_delayed_state
 from f8emu.jax.scale import scale_from_amax as scale_from_amax
 from f8emu.jax.scale import update_delayed_state as update_delayed_state
+from f8emu.spec.exports import public as _public
 from f8emu.spec.scaling import Float8State as Float8State
+
+__all__, __dir__ = _public(__name__, rooms=("hosts",))

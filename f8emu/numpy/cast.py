@@ -6,6 +6,8 @@ Exactness of all: the bits of the verbs of `f8ref.numpy`, which define them. Err
 dtype, rank or shape, SpecError for an unknown format, granularity or margin.
 """
 
+from __future__ import annotations  # the signatures that `help` shows have names of types, not numpy's unions
+
 import math
 
 import numpy as np

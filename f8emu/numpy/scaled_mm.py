@@ -3,6 +3,8 @@
 Exactness of all: the bits of the verbs of `f8ref.numpy`, which define them: on all recorded cases those of the device.
 """
 
+from __future__ import annotations  # the signatures that `help` shows have names of types, not numpy's unions
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

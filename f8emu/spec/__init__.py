@@ -20,6 +20,7 @@ from f8emu.spec.errors import MissingExtraError as MissingExtraError
 from f8emu.spec.errors import OperandError as OperandError
 from f8emu.spec.errors import SpecError as SpecError
 from f8emu.spec.errors import UnsupportedError as UnsupportedError
+from f8emu.spec.exports import public as _public
 from f8emu.spec.formats import BFLOAT16 as BFLOAT16
 from f8emu.spec.formats import E4M3FN as E4M3FN
 from f8emu.spec.formats import E4M3FNUZ as E4M3FNUZ
@@ -72,3 +73,5 @@ from f8emu.spec.scaling import granularity_by_name as granularity_by_name
 from f8emu.spec.serialize import recipe_from_dict as recipe_from_dict
 from f8emu.spec.serialize import recipe_from_json as recipe_from_json
 from f8emu.spec.serialize import recipe_from_toml as recipe_from_toml
+
+__all__, __dir__ = _public(__name__)

@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
 
     raise MissingExtraError("f8emu.torch", "torch", "torch") from error
 
+from f8emu.spec.exports import public as _public
 from f8emu.torch.capture import Capture as Capture
 from f8emu.torch.capture import capture as capture
 from f8emu.torch.cast import cast as cast
@@ -84,5 +85,4 @@ def __getattr__(name: str) -> _typing.Any:
     return getattr(_import_module(f"f8emu.torch.{_LATE[name]}"), name)
 
 
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_LATE])
+__all__, __dir__ = _public(__name__, *_LATE)

@@ -7,6 +7,7 @@ A changed name is a changed promise: add a line to CHANGELOG.md with it.
 import dataclasses
 import importlib
 import inspect
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -147,6 +148,13 @@ def test_signature_of_the_production_paths(module: str, of_module: dict[str, dic
     as_text = {k: str(v) if is_named(v) else v for k, v in differing.items()}
     assert as_text == of_module.get(verb, {})
     assert oracle_defaults.keys() - {"chip"} <= defaults.keys(), "they have the chip that they run on or emulate"
+
+
+@pytest.mark.parametrize("verb", SURFACE["f8emu.numpy"])
+def test_help_of_numpy_begins_with_names_of_types(verb: str) -> None:
+    """At most six lines of 80 columns: numpy's own types are unions of private classes."""
+    lines = textwrap.wrap(f"{verb}{inspect.signature(getattr(load('f8emu.numpy'), verb))}", 80)
+    assert len(lines) <= 6 and "numpy._typing" not in "".join(lines)
 
 
 if __name__ == "__main__":

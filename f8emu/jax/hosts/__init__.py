@@ -8,3 +8,7 @@
 | equinox | `equinox.convert_linears` | `equinox.convert_linears` |
 | qwix | `qwix.Float8Provider` | no |
 """
+
+from f8emu.spec.exports import public as _public
+
+__all__, __dir__ = _public(__name__, rooms=("einsum", "equinox", "flax_linen", "flax_nnx", "qwix"))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from f8emu.jax.layer.dot_general import DelayedDotGeneral
 from f8emu.spec.errors import OperandError
+from f8emu.spec.exports import public
 
 
 def einsum(subscripts: str, input: Any, weight: Any, *, dot_general: Callable[..., jax.Array]) -> jax.Array:
@@ -62,3 +63,6 @@ def _names(subscripts: str, x_ndim: int, w_ndim: int) -> tuple[str, str, str]:
             f"operand also in the result; got {subscripts!r} for {x_ndim} and {w_ndim} axes; use jnp.einsum for others"
         )
     return x, w, result
+
+
+__all__, __dir__ = public(__name__)

@@ -23,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from f8emu.jax.compiling import is_eager, lower_jaxpr
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
+from f8emu.spec.exports import public
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import Float8State
 
@@ -144,3 +145,6 @@ def _jvp(primals: Any, tangents: Any, *, product: _Product, jaxpr: ClosedJaxpr) 
 mlir.register_lowering(_linear, lambda ctx, *leaves, jaxpr, product: lower_jaxpr(ctx, jaxpr, leaves))
 batching.primitive_batchers[_linear] = _batch
 ad.primitive_jvps[_linear] = _jvp
+
+
+__all__, __dir__ = public(__name__)

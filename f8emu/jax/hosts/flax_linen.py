@@ -17,6 +17,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
 from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.exports import public
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import Float8State
 
@@ -116,3 +117,6 @@ def _without_module(tree: Mapping[str, Any]) -> dict[str, Any]:
             return inner  # type: ignore[return-value]
         below_layers[name] = _without_module(below)
     return below_layers
+
+
+__all__, __dir__ = public(__name__)

@@ -22,6 +22,7 @@ from flax import nnx
 
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general
+from f8emu.spec.exports import public
 from f8emu.spec.recipe import Recipe
 
 
@@ -60,3 +61,6 @@ class Float8DotGeneral(nnx.Module):
         state = self.state.get_value()
         state = overwrite_with_gradient(state, self.function.recipe) if self.overwrites else state
         return self.function(lhs, rhs, state, *args, **options)
+
+
+__all__, __dir__ = public(__name__)

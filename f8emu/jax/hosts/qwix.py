@@ -13,6 +13,7 @@ from qwix import QuantizationProvider, QuantizationRule
 
 from f8emu.jax.layer.dot_general import DotGeneral, dot_general
 from f8emu.spec.errors import SpecError
+from f8emu.spec.exports import public
 from f8emu.spec.recipe import Recipe
 
 _OP = "dot_general"
@@ -59,3 +60,6 @@ class Float8Provider(QuantizationProvider):
 
 def _function(rule: Float8Rule) -> DotGeneral | None:
     return None if rule.recipe is None else dot_general(rule.recipe, engine=rule.engine)
+
+
+__all__, __dir__ = public(__name__)

@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
+from f8emu.spec.exports import public
 from f8emu.torch.layer.delayed_update import DelayedScalingState
 
 
@@ -67,3 +68,6 @@ class DelayedScalingCallback(TrainerCallback, ExportableState):
             )
             return
         self._scaling.load_state_dict(load(base64.b64decode(saved)))
+
+
+__all__, __dir__ = public(__name__)

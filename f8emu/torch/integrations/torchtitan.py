@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from f8emu.spec.exports import public
 from f8emu.torch.conversion.convert import convert_to_float8_training
 from f8emu.torch.conversion.filters import filter_layers, filter_small_layers
 from f8emu.torch.conversion.report import surrounds_forward
@@ -159,3 +160,6 @@ else:
         def post_optimizer_build(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
             """Precompute the scales of gathered weights after every step; for `ModelSpec.post_optimizer_build_fn`."""
             optimizers.register_step_post_hook(lambda *args, **kwargs: _precompute(model_parts, self.options))
+
+
+__all__, __dir__ = public(__name__)

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from f8emu.spec.errors import MissingExtraError
+from f8emu.spec.exports import public
 from f8emu.torch.torch_internals import named_modules, own_parameters, rank_of_process
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 
@@ -83,3 +84,6 @@ def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 def _plain(x: Any) -> Any:
     return x.plain if isinstance(x, ShardedWeight) else x
+
+
+__all__, __dir__ = public(__name__)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.exports import public
 from f8emu.spec.recipe import CastFrom
 from f8emu.torch.chip import CHIP, name_of
 from f8emu.torch.conversion.experts import ConvertedExperts
@@ -152,3 +153,6 @@ def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
         return {}
     name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
     return {**config.to_dict(), "architectures": config.architectures or [name], "dtype": name_of(dtype)}
+
+
+__all__, __dir__ = public(__name__)

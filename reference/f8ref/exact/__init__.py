@@ -14,6 +14,7 @@ float32 codes. The rule ids are those of `reference/NUMERICS.md`; `reference/REA
 H200 cases behind each.
 """
 
+from f8emu.spec.exports import public as _public
 from f8ref.exact.accumulate import accumulate as accumulate
 from f8ref.exact.accumulate import product as product
 from f8ref.exact.accumulate import raw_exponent as raw_exponent
@@ -40,3 +41,5 @@ from f8ref.exact.scaled_mm import group_of_row as group_of_row
 from f8ref.exact.scaled_mm import mm_dot as mm_dot
 from f8ref.exact.scaled_mm import mma as mma
 from f8ref.exact.scaled_mm import scaled_dot as scaled_dot
+
+__all__, __dir__ = _public(__name__)

@@ -5,7 +5,10 @@ granularities, output formats and flags are static. Nothing depends on what XLA 
 rule is an IEEE operation that XLA might change, it runs on integers, in `softfloat`. `f8emu.jax` has casts and scales.
 """
 
+from f8emu.spec.exports import public as _public
 from f8ref.jax.scaled_mm import mm as mm
 from f8ref.jax.scaled_mm import mma as mma
 from f8ref.jax.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
 from f8ref.jax.scaled_mm import scaled_mm as scaled_mm
+
+__all__, __dir__ = _public(__name__)

@@ -1,5 +1,6 @@
 """The oracle: every verb of f8emu in readable, vectorised numpy; casts in integers, sums in float64 that is exact."""
 
+from f8emu.spec.exports import public as _public
 from f8ref.numpy.cast import cast as cast
 from f8ref.numpy.cast import decode as decode
 from f8ref.numpy.cast import dequantize as dequantize
@@ -14,3 +15,5 @@ from f8ref.numpy.scaled_mm import mm as mm
 from f8ref.numpy.scaled_mm import mma as mma
 from f8ref.numpy.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
 from f8ref.numpy.scaled_mm import scaled_mm as scaled_mm
+
+__all__, __dir__ = _public(__name__)
