@@ -45,8 +45,14 @@ def columns(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
+def shifted(x: Tensor, elements: int) -> Tensor:
+    """The same values and strides, `elements` behind the start of their memory."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.new_empty(extent + elements).as_strided(x.shape, x.stride(), elements).copy_(x)
+
+
 def call(operator: Callable[..., Tensor], *arguments: Any, **options: Any) -> Call:
-    """`operator` on a device, the layout of every argument kept."""
+    """`operator` on a device, the layout of every argument and its place in its memory kept."""
 
     def on(device: str) -> Tensor:
         def moved(x: Any) -> Any:
@@ -54,7 +60,8 @@ def call(operator: Callable[..., Tensor], *arguments: Any, **options: Any) -> Ca
                 return [moved(y) for y in x]
             if not isinstance(x, Tensor):
                 return x
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+            memory = torch.empty(x.untyped_storage().nbytes() // x.itemsize, dtype=x.dtype, device=device)
+            return memory.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x)
 
         return operator(*map(moved, arguments), **{name: moved(x) for name, x in options.items()})
 
@@ -129,6 +136,24 @@ def scaled_mm_calls() -> Iterator[tuple[str, Call]]:
         ("one row, odd stride", (draw(1, 80)[:, :64], b, unit, unit), {"out_dtype": BF16}),
     ):
         yield f"scaled_mm {name}", call(mm, *arguments, **options)
+
+
+def misaligned_calls() -> Iterator[tuple[str, Call]]:
+    mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    a, b, unit, bias = draw(64, 256), columns(draw(256, 48)), scale(1)[0], draw(48, dtype=BF16)
+    rows, blocks = (scale(64, 1), scale(1, 48)), (columns(scale(64, 2)), scale(2, 48))
+    for elements in (1, 4, 8, 16):
+        for name, scales in (("tensorwise", (unit, unit)), ("rowwise", rows), ("blocks", blocks)):
+            for place, left, right in (("a", shifted(a, elements), b), ("b", a, shifted(b, elements))):
+                yield f"misaligned {place} {elements} {name}", call(mm, left, right, *scales, out_dtype=BF16)
+            moved = (shifted(scales[0], elements), shifted(scales[1], elements))
+            yield f"misaligned scales {elements} {name}", call(mm, a, b, *moved, out_dtype=BF16)
+        arguments = a, b, unit, unit
+        yield f"misaligned bias {elements}", call(mm, *arguments, bias=shifted(bias, elements), out_dtype=BF16)
+    experts, ends = columns(draw(2, 256, 48)), torch.tensor([16, 64], dtype=torch.int32)
+    grouped = torch._scaled_grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+    for place, left, right in (("a", shifted(a, 8), experts), ("b", a, shifted(experts, 8))):
+        yield f"misaligned grouped {place}", call(grouped, left, right, scale(64), scale(2, 48), offs=ends)
 
 
 def functional_calls() -> Iterator[tuple[str, Call]]:
@@ -224,7 +249,11 @@ def grouped_calls() -> Iterator[tuple[str, Call]]:
 
 
 def calls() -> dict[str, Call]:
-    return {name: made for source in (scaled_mm_calls, functional_calls, grouped_calls) for name, made in source()}
+    return {
+        name: made
+        for source in (scaled_mm_calls, functional_calls, grouped_calls, misaligned_calls)
+        for name, made in source()
+    }
 
 
 def observed(made: Call, device: str) -> str:

@@ -2,7 +2,7 @@
 
 A kernel has the arguments of its operator after the chip. It refuses what the operator refuses on a GPU of the chip, in
 the class that torch raises there: `OperandError` is a ValueError, `Refused` and `UnsupportedError` are RuntimeErrors.
-`tests/torch_path/operator_calls-h100.json` records what an H100 gives and refuses.
+`tests/torch_path/operator_calls-h100.json` and `-h200.json` record what GPUs give and refuse.
 """
 
 import functools
@@ -25,7 +25,7 @@ from f8emu.torch.gemm import operators
 
 _EMULATED = "emulated"
 _FLOAT8 = frozenset(map(dtype_of, FLOAT8))
-_MULTIPLE = 16  # of N, of K, and of the bytes from row to row
+_MULTIPLE = 16  # of N, of K, of the bytes from row to row, and of those before the first element
 
 
 class Refused(F8Error, RuntimeError):
@@ -76,6 +76,16 @@ def _require_layouts(call: str, a: Tensor, b: Tensor) -> None:
             )
 
 
+def _require_alignment(call: str, **tensors: Tensor | None) -> None:
+    """Every tensor starts at a multiple of 16 bytes of its memory, where a GPU's allocator aligns the memory."""
+    for name, x in tensors.items():
+        if x is not None and x.storage_offset() * x.itemsize % _MULTIPLE:
+            raise Refused(
+                f"{call}: a Hopper GPU reads {name} at a multiple of {_MULTIPLE} bytes; got a view that starts "
+                f"{x.storage_offset() * x.itemsize} bytes behind the start of its memory; pass {name}.clone()"
+            )
+
+
 def _require_bias(call: str, bias: Tensor | None, columns: int, out_dtype: torch.dtype) -> None:
     if bias is None:
         return
@@ -111,6 +121,7 @@ def _scaled(
     if 0 in (*a.shape, b.shape[1]):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
     _require_layouts(call, a, b)
+    _require_alignment(call, mat1=a, mat2=b, scale_a=scales.a, scale_b=scales.b, bias=bias)
     if out_dtype is torch.float8_e5m2 and a.dtype is b.dtype:
         raise UnsupportedError(f"{call}: a Hopper GPU gives two float8_e4m3fn matrices no float8_e5m2 product")
 
@@ -221,6 +232,7 @@ def scaled_grouped_mm(
     require_offs(call, a, b, offs)
     if a.shape[-1] % _MULTIPLE or b.shape[-1] % _MULTIPLE:
         raise Refused(f"{call}: K and N must be multiples of {_MULTIPLE}; got {list(a.shape)} and {list(b.shape)}")
+    _require_alignment(call, mat_a=a, mat_b=b)
     groups = offs.shape[0] if offs is not None and a.ndim == b.ndim == 2 else 1
     if [*scale_a.shape, *scale_b.shape] != [*a.shape[:-2], a.shape[-2] * groups, *b.shape[:-2], b.shape[-1] * groups]:
         raise Refused(
