@@ -32,6 +32,16 @@ def test_files_that_a_document_cites_are_there(path: Path) -> None:
     assert not missing
 
 
+def test_tables_that_a_document_names_are_there() -> None:
+    """Names in capitals, as `CASTS`: some module assigns each."""
+    sources = "\n".join(path.read_text() for path in SOURCES)
+    documents = [path.read_text() for path in DOCUMENTS if path.name != "CHANGELOG.md"]  # which names what is gone
+    named = {name for text in documents for name in re.findall(r"`([A-Z][A-Z0-9_]{3,})`", text)}
+    assigned = set(re.findall(r"^ *([A-Z][A-Z0-9_]{3,})\b(?:, [A-Z_0-9]+)* *(?::[^=\n]*)?=", sources, re.MULTILINE))
+    assert {"CASTS", "HASHES", "DIALECTS"} <= named
+    assert named <= assigned
+
+
 def test_sources_cite_what_is_there() -> None:
     sections = set(re.findall(r"^## (\d+) ", NUMERICS, re.MULTILINE))
     assert sections == {str(i) for i in range(1, 12)}
