@@ -90,7 +90,8 @@ def replay(
 
     Args:
         steps: the result of `read_capture`.
-        oracle: f8ref.numpy or f8ref.jax; by default the first for emulated GEMMs, the second for a GPU's.
+        oracle: f8ref.numpy or f8ref.jax; by default f8ref.jax for GEMMs of a GPU where JAX is installed, else
+            f8ref.numpy.
         outputs: the most outputs of each product to compute, rows and columns drawn at random; None: all.
         errors: mismatches to keep of each finding.
         progress: receives the progress.
@@ -118,7 +119,7 @@ def replay(
 
 
 def _judge(judges: dict[str, Subject], oracle: str | None, result: Replay, record: GemmRecord) -> Subject:
-    # Never who computed it; f8ref.numpy, which is slower, where JAX is missing.
+    # Never the implementation that computed it; f8ref.numpy where JAX is missing.
     name = oracle or ("f8ref.jax" if record.engine == "hardware" else "f8ref.numpy")
     # torch and JAX are loaded for a capture that needs them only
     if name not in judges:

@@ -28,7 +28,7 @@ def add_to(app: "typer.Typer") -> None:
     by_help = "Sort by sqnr, underflow, saturation, error_total, error_quantisation, error_accumulation, nan or inf."
     events_option = typer.Option("--json", metavar="OUT", help="Write events and worst places.")
     html_option = typer.Option("--html", metavar="OUT", help="Write events and worst places as one page.")
-    oracle_help = "By default f8ref.jax for GEMMs of a GPU, f8ref.numpy for emulated ones."
+    oracle_help = "By default f8ref.numpy; for GEMMs of a GPU f8ref.jax, if JAX is installed."
     outputs_help = "Most outputs to compute of every product, rows and columns drawn at random."
     map_help = "Makes the names of A's layers those of B's."
     map_option = typer.Option(None, "--map", metavar="REGEX=REPLACEMENT", help=map_help)

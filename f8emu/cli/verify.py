@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from f8emu.conformance.run.subject import Subject
 
 
-JOBS = "Processes. By default one per core if a subject is on a GPU, 2 for a whole run on a CPU, 1 in other cases."
+JOBS = (
+    "Processes. By default 2 for a whole run on a CPU; on a GPU one per core, up to 16 and one per 4 GiB of free GPU "
+    "memory; 1 in other cases."
+)
 
 
 class FunctionKind(Enum):

@@ -59,7 +59,7 @@ def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HO
     if engine != EMULATED and is_device_of(chip, device):
         return f"cuBLASLt on {device.device_kind}"
     if engine == HARDWARE:
-        raise UnsupportedError(_no_hardware("engine_of", str(device), chip))
+        raise UnsupportedError(_no_hardware("engine_of", device, chip))
     by = "f8emu.native" if device.platform == "cpu" and emulation.is_available() else "f8ref.jax"
     words = f"emulated by {by} on {device.platform}"
     return words if chip == HOPPER else f"{chip} {words}"
@@ -83,7 +83,7 @@ def multiply(call: EngineCall, operands: tuple[Any, ...]) -> jax.Array:
             raise UnsupportedError(_own_split(call))
         return hardware.multiply(call, *operands)
     if call.engine == HARDWARE:
-        raise UnsupportedError(_no_hardware(call.gemm.call, str(device), call.gemm.chip))
+        raise UnsupportedError(_no_hardware(call.gemm.call, device, call.gemm.chip))
     if call.engine == AUTO and capability_of(device) >= FLOAT8_CAPABILITY:
         warn_of_idle_gpu(call.gemm.chip)
     return emulation.multiply(call, *operands)
@@ -118,7 +118,7 @@ def _traced(call: EngineCall, excess_precision: bool | None, *operands: Any) -> 
 
     def elsewhere(*operands: Any) -> jax.Array:
         if call.engine == HARDWARE:
-            refusal = _no_hardware(verb, "another device", chip)
+            refusal = _no_hardware(verb, None, chip)
             operands = (refuse_lowering(operands[0], refusal), *operands[1:])
         return emulated(*operands)
 
@@ -132,15 +132,18 @@ def _own_split(call: EngineCall) -> str:
     return f"{verb}: on hardware the library chooses split_k; got a value; leave it out, or pass engine='emulated'"
 
 
-def _no_hardware(call: str, place: str, chip: Chip) -> str:
+def _no_hardware(call: str, device: jax.Device | None, chip: Chip) -> str:
     if chip.capability is None:
         wanted = f"a device whose library has the bits of {chip}, and JAX has no such device"
     else:
         major, minor = chip.capability
         wanted = f"a CUDA device of compute capability {major}.{minor}, {chip}"
+    place = "another device" if device is None else str(device)
+    profiles = [] if device is None else [c.name for c in CHIPS.values() if c != chip and is_device_of(c, device)]
     return (
-        f"{call}: engine='hardware' needs {wanted}; got {place}; run it on one, or pass engine='emulated' for the bits "
-        f"of {chip} on any device, or pass the device's own profile: chip= one of {', '.join(CHIPS)}"
+        f"{call}: engine='hardware' needs {wanted}; got {place}; run it on one, "
+        + "".join(f"or take the device's own chip={name!r} here or in the recipe, " for name in profiles)
+        + f"or pass engine='emulated' for the bits of {chip} on any device"
     )
 
 
