@@ -120,6 +120,19 @@ def _bias_on_bfloat16(result: np.ndarray, bias: np.ndarray) -> np.ndarray:
     return _convert(result, BFLOAT16).astype(np.float32) + bias
 
 
+def _exact_by_row(acc: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray) -> np.ndarray:
+    return (acc * scale_b).astype(np.float64) * scale_a  # 48 bits: float64 holds the product
+
+
+def _bias_fused(result: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """A fused multiply-add: the product with the last scale is not rounded before the bias is added."""
+    return scaled_mm_module.rounded_sum(result, bias) if result.dtype == np.float64 else result + bias
+
+
+def _converted_from_exact(x: np.ndarray, format: Format) -> Array:
+    return _convert(x.astype(np.float32), format)
+
+
 def _two_roundings(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     return (x * y).astype(np.float32) + z
 
@@ -160,6 +173,14 @@ ALTERATIONS: dict[str, tuple[str, list[Patch]]] = {
     "tensorwise: one scale after the other": ("EPI-1", [(scaled_mm_module, "scaled_by_tensor", _a_then_b)]),
     "rowwise: the scales of rows first": ("EPI-2", [(scaled_mm_module, "scaled_by_row", _a_then_b)]),
     "the bias added to a result rounded to bfloat16": ("EPI-3", [(scaled_mm_module, "with_bias", _bias_on_bfloat16)]),
+    "rowwise: the bias in a fused multiply-add": (
+        "EPI-3",
+        [
+            (scaled_mm_module, "scaled_by_row", _exact_by_row),
+            (scaled_mm_module, "with_bias", _bias_fused),
+            (scaled_mm_module, "convert", _converted_from_exact),
+        ],
+    ),
     "output cut toward zero": ("EPI-4", [(scaled_mm_module, "convert", _converted_toward_zero)]),
     "output saturates": ("EPI-4", [(scaled_mm_module, "convert", _converted_with_saturation)]),
     "groups: the scales of columns first": ("EPI-6", [(scaled_mm_module, "scaled_in_groups", _b_then_a)]),

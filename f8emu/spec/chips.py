@@ -3,7 +3,7 @@
 `H100` differs from it in the split-K plan alone.
 
 Sources: recordings of single instructions by north-numerical-computing/MATLAB-tensor-core (BSD-2, arXiv 2512.07004),
-replayed by `f8emu verify --recordings`; MMA-Sim (arXiv 2511.10909) for the profiles marked unverified (NUMERICS 11).
+replayed by `f8emu verify --recordings`; MMA-Sim (arXiv 2511.10909) for the profiles marked unverified (NUMERICS 9).
 """
 
 from dataclasses import replace

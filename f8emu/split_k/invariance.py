@@ -68,7 +68,7 @@ def invariance(recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: in
        whose K is short [PLAN-2]. For the others the plan of the recipe's chip gives S for every M; the outputs are
        bfloat16.
 
-    Exactness: as good as the plan, `reference/NUMERICS.md` 10. `f8emu fit KERNEL --m 1 --m 64` measures a kernel.
+    Exactness: as good as the plan is, by `reference/EVIDENCE.md`. `f8emu fit KERNEL --m 1 --m 64` measures a kernel.
     """
     if gemm not in GEMMS:
         raise SpecError(f"invariance: gemm must be {' or '.join(GEMMS)}, whose rows are tokens; got {gemm!r}")

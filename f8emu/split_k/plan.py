@@ -36,7 +36,7 @@ PLANS = {HOPPER.plan: "h200_cublas_13_1_0_3_split_k", H100.plan: "h100_cublas_13
 def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> Split:
     """The number of slices S into which `library` cuts K on `chip`, and how well S is known.
 
-    Exactness: recorded shapes as measured; the others as accurate as `reference/NUMERICS.md` 10 says.
+    Exactness: recorded shapes as measured; the others as accurate as `reference/EVIDENCE.md` says.
     """
     return shipped_plan(chip).split_k(gemm) if library == LIBRARY and chip in PLANS else UNKNOWN
 

@@ -31,7 +31,7 @@ from tests.oracle.exactly import EXACT, assert_same_bits, codes_of, typed
 jax_reference = pytest.importorskip("f8ref.jax")
 
 M, N, K = 5, 7, 390
-# Steps of 16 as Ada has them (NUMERICS 11), everything else unlike Hopper too.
+# Steps of 16 as Ada has them (NUMERICS 9), everything else unlike Hopper too.
 CHAIN = AccumulationModel(
     step_k=16, aligned_fraction_bits=14, result_fraction_bits=12, promote_k=None, split_k_multiple=64
 )

@@ -101,7 +101,7 @@ def test_an_h100_adds_as_hopper_and_splits_by_a_plan_of_its_own() -> None:
 
 
 def test_instructions_of_the_public_recordings() -> None:
-    """NUMERICS 11: steps, aligned bits, result bits, what is added when."""
+    """NUMERICS 9: steps, aligned bits, result bits, what is added when."""
     ada = CHIPS["Ada"]
     assert numbers(ada.instruction("test", (E5M2, E5M2), FLOAT32).model)[:4] == (16, 13, 13, None)
     assert numbers(ada.instruction("test", (BFLOAT16, BFLOAT16), FLOAT32).model)[:3] == (8, 24, 23)

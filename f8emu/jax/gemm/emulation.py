@@ -1,6 +1,6 @@
 """The GEMMs without a tensor core, emulated by the native engine, a custom call of XLA, or by `f8ref.jax`.
 
-No other module of f8emu.jax uses either. They give the bits of the chip (NUMERICS 1 to 5, 11).
+No other module of f8emu.jax uses either. They give the bits of the chip (NUMERICS 1 to 5, 9).
 
 A GEMM here is one primitive. What computes it is chosen when JAX lowers it: on a CPU the engine, elsewhere, in
 `jax.export` and on a machine without the engine the program of `f8ref.jax`, which is traced only then.

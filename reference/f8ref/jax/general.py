@@ -1,4 +1,4 @@
-"""A step of any profile, in integers: what `accumulate` has no faster way for, NUMERICS 11.
+"""A step of any profile, in integers: what `accumulate` has no faster way for, NUMERICS 9.
 
 Products are int32 and their sums 64 bits wide. The accumulator is a float32 bit pattern, which holds float16 too.
 """
