@@ -21,7 +21,7 @@ from f8emu.jax.bits import FLOAT8_NAMES, float8_format, format_of, output_format
 from f8emu.jax.compiling import without_gradient
 from f8emu.jax.scale import Block, checked_scales, spread
 from f8emu.spec.errors import OperandError
-from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, Format, Overflow
+from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, Format, Overflow, overflow_by_name
 from f8emu.spec.scaling import Granularity
 
 _DECODABLE = (*FLOAT8_NAMES, E8M0FNU.name, BFLOAT16.name, FLOAT16.name)
@@ -43,7 +43,7 @@ def decode(x: jax.Array) -> jax.Array:
     return _decode(without_gradient("decode", jnp.asarray(x)), source)
 
 
-def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -> jax.Array:
+def cast(x: jax.Array, format: Any, *, overflow: Overflow | str = Overflow.SATURATE) -> jax.Array:
     """Values rounded to the nearest float8, ties to even.
 
     SATURATE gives `+-max` for everything that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the
@@ -61,7 +61,7 @@ def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -
     """
     format_of("cast", "x", x)
     target = float8_format("cast", format)
-    return _cast(without_gradient("cast", jnp.asarray(x)), target, Overflow(overflow))
+    return _cast(without_gradient("cast", jnp.asarray(x)), target, overflow_by_name("cast", overflow))
 
 
 def quantize(

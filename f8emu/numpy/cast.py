@@ -19,7 +19,7 @@ from f8emu.spec import formats
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import chip_by_name
 from f8emu.spec.errors import OperandError, SpecError
-from f8emu.spec.formats import FLOAT8, FLOAT32, FORMATS, Format, Overflow
+from f8emu.spec.formats import FLOAT8, FLOAT32, FORMATS, Format, Overflow, overflow_by_name
 from f8emu.spec.scaling import DelayedScaling, DelayedState, Granularity, ScaleRule, Scales
 from f8ref import numpy as oracle
 from f8ref.numpy import initial_delayed_state as initial_delayed_state
@@ -116,7 +116,7 @@ def decode(x: ArrayLike) -> NDArray[np.float32]:
     return oracle.decode(array_of("decode", "x", x))
 
 
-def cast(x: ArrayLike, format: FormatLike, *, overflow: Overflow = Overflow.SATURATE) -> Array:
+def cast(x: ArrayLike, format: FormatLike, *, overflow: Overflow | str = Overflow.SATURATE) -> Array:
     """Values rounded once to the nearest float8, ties to even, float64 too.
 
     SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the format
@@ -132,7 +132,7 @@ def cast(x: ArrayLike, format: FormatLike, *, overflow: Overflow = Overflow.SATU
     target = float8_format("cast", format)
     array = array_of("cast", "x", x)
     values = _to_odd(array) if array.dtype == np.float64 else typed("cast", "x", array)
-    return oracle.cast(values, target, overflow=overflow)
+    return oracle.cast(values, target, overflow=overflow_by_name("cast", overflow))
 
 
 def quantize(

@@ -38,6 +38,7 @@ from f8emu.spec.formats import Specials as Specials
 from f8emu.spec.formats import float8_format as float8_format
 from f8emu.spec.formats import format_by_name as format_by_name
 from f8emu.spec.formats import output_format as output_format
+from f8emu.spec.formats import overflow_by_name as overflow_by_name
 from f8emu.spec.gemm import GEMM_NAMES as GEMM_NAMES
 from f8emu.spec.gemm import HIGH_PRECISION_CAST as HIGH_PRECISION_CAST
 from f8emu.spec.gemm import OPERANDS as OPERANDS

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from f8emu.spec.errors import SpecError, UnsupportedError
+from f8emu.spec.members import member_by_name
 
 
 class Specials(Enum):
@@ -196,6 +197,15 @@ def float8_format(call: str, format: Format | str) -> Format:
         why = "; it holds scales: it has no sign and no zero" if chosen == E8M0FNU else ""
         raise SpecError(f"{call}: format must be one of {', '.join(map(str, FLOAT8))}; got {chosen}{why}")
     return chosen
+
+
+def overflow_by_name(call: str, overflow: Overflow | str) -> Overflow:
+    """What `call` makes of values beyond the format, given itself or by name.
+
+    Raises:
+        SpecError: an unknown treatment; the message lists the known ones.
+    """
+    return member_by_name(call, "overflow", Overflow, overflow)
 
 
 def output_format(call: str, out_dtype: Format | str) -> Format:

@@ -17,7 +17,7 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, OPERAND_FORMATS
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import Format
-from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.spec.scaling import Granularity, ScaleRule, granularity_by_name
 
 GEMM_NAMES = ("output", "grad_input", "grad_weight")
 """The three GEMMs of a linear layer, in the order in which they run."""
@@ -47,6 +47,7 @@ class Cast:
     """The rule of its scales, the same in both casts of a tensor; None: that of the recipe."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "granularity", granularity_by_name("Cast", self.granularity))
         if self.format is not None and self.format not in OPERAND_FORMATS:
             known = " or ".join(f.name for f in OPERAND_FORMATS)
             raise SpecError(

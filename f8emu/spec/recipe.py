@@ -22,6 +22,7 @@ from f8emu.spec.gemm import OPERANDS as OPERANDS
 from f8emu.spec.gemm import TRANSPOSED as TRANSPOSED
 from f8emu.spec.gemm import Cast as Cast
 from f8emu.spec.gemm import Gemm as Gemm
+from f8emu.spec.members import member_by_name
 from f8emu.spec.scaling import TENSORS, DelayedScaling, Granularity, ScaleRule
 
 SCHEMA = 1
@@ -74,6 +75,8 @@ class Recipe:
     def __post_init__(self) -> None:
         # 1. The chip has these GEMMs.
         call = f"Recipe {self.name!r}"
+        source = member_by_name(call, "cast_weight_from", CastFrom, self.cast_weight_from)
+        object.__setattr__(self, "cast_weight_from", source)
         chip = chip_by_name(call, self.chip)
         for name, gemm in self.gemms.items():
             refusal = gemm.refusal(chip)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import changed_fields
+from f8emu.spec.members import member_by_name
 
 TENSORS = ("input", "weight", "grad_output")
 """The tensors of a linear layer that are cast."""
@@ -72,13 +73,7 @@ def granularity_by_name(call: str, granularity: Granularity | str) -> Granularit
     Raises:
         SpecError: an unknown granularity; the message lists the known ones.
     """
-    if isinstance(granularity, Granularity):  # Dynamo 2.11 cannot trace the call of an enum with one of its members
-        return granularity
-    try:
-        return Granularity(granularity)
-    except ValueError:
-        known = ", ".join(member.value for member in Granularity)
-        raise SpecError(f"{call}: granularity must be one of {known}; got {granularity!r}") from None
+    return member_by_name(call, "granularity", Granularity, granularity)
 
 
 def scale_number(call: str, name: str, value: float) -> float:
@@ -165,6 +160,8 @@ class DelayedScaling:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
+        reduction = member_by_name("DelayedScaling", "reduction", AmaxHistoryReduction, self.reduction)
+        object.__setattr__(self, "reduction", reduction)
         if not self.tensors or self.tensors != tuple(tensor for tensor in TENSORS if tensor in self.tensors):
             raise SpecError(
                 f"DelayedScaling: tensors must be some of {', '.join(TENSORS)}, in this order; got {self.tensors!r}; "

@@ -19,7 +19,7 @@ from f8emu.environment import printable
 from f8emu.report.diagnosis import diagnosis_lines
 from f8emu.report.verify import mismatch_lines, stage_lines, verdict
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import Format, Overflow, float8_format
+from f8emu.spec.formats import Format, Overflow, float8_format, overflow_by_name
 from f8emu.spec.scaling import Granularity, granularity_by_name
 from f8emu.testing.arguments import count, names
 
@@ -94,7 +94,8 @@ def check_cast(
         MissingExtraError: torch or jax is needed and not installed.
     """
     __tracebackhide__ = True
-    wanted = Wanted(None if format is None else float8_format("check_cast", format), _overflow(overflow))
+    policy = None if overflow is None else overflow_by_name("check_cast", overflow)
+    wanted = Wanted(None if format is None else float8_format("check_cast", format), policy)
     _check_function(function, "cast", wanted, arrays, cases, errors, diagnose)
 
 
@@ -122,14 +123,6 @@ def check_quantizer(
     shared = None if granularity is None else granularity_by_name("check_quantizer", granularity)
     wanted = Wanted(None if format is None else float8_format("check_quantizer", format), None, shared)
     _check_function(function, "quantize", wanted, arrays, cases, errors, diagnose)
-
-
-def _overflow(overflow: Overflow | str | None) -> Overflow | None:
-    try:
-        return None if overflow is None else Overflow(overflow)
-    except ValueError:
-        known = ", ".join(policy.value for policy in Overflow)
-        raise SpecError(f"check_cast: overflow must be one of {known}; got {overflow!r}") from None
 
 
 def _check_function(

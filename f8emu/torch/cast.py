@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import OperandError
-from f8emu.spec.formats import Format, Overflow
+from f8emu.spec.formats import Format, Overflow, overflow_by_name
 from f8emu.spec.scaling import Granularity, granularity_by_name
 from f8emu.torch import cpu_casts
 from f8emu.torch.chip import (
@@ -43,7 +43,7 @@ def decode(x: Tensor) -> Tensor:
     return canonical_nan(x.detach().float())
 
 
-def cast(x: Tensor, format: Format | str | torch.dtype, *, overflow: Overflow = Overflow.SATURATE) -> Tensor:
+def cast(x: Tensor, format: Format | str | torch.dtype, *, overflow: Overflow | str = Overflow.SATURATE) -> Tensor:
     """Values rounded to the nearest float8, ties to even.
 
     SATURATE gives `+-max` for everything that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the
@@ -60,7 +60,7 @@ def cast(x: Tensor, format: Format | str | torch.dtype, *, overflow: Overflow = 
         SpecError: unknown format.
     """
     require_values("cast", x)
-    return _encode(x.detach().float(), float8_format("cast", format), overflow)
+    return _encode(x.detach().float(), float8_format("cast", format), overflow_by_name("cast", overflow))
 
 
 def quantize(

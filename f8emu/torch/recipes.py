@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from f8emu.spec.errors import SpecError, UnsupportedError
+from f8emu.spec.members import member_by_name
 from f8emu.spec.recipe import HIGH_PRECISION_CAST, RECIPES, Cast, CastFrom, Gemm, Recipe, recipe_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.chip import CHIP, float8_format
@@ -50,15 +51,10 @@ def resolve_recipe(call: str, config: RecipeLike, cast_weight_from: CastFrom | s
                 f"{call}: layers cast to {known}; recipe {recipe.label} to {cast.format}; train with "
                 f"f8emu.jax.dot_general, or multiply with scaled_mm(..., chip={recipe.chip!r})"
             )
-    return recipe if cast_weight_from is None else replace(recipe, cast_weight_from=_source(call, cast_weight_from))
-
-
-def _source(call: str, cast_weight_from: CastFrom | str) -> CastFrom:
-    try:
-        return CastFrom(cast_weight_from)
-    except ValueError:
-        known = ", ".join(member.value for member in CastFrom)
-        raise SpecError(f"{call}: cast_weight_from must be one of {known}; got {cast_weight_from!r}") from None
+    if cast_weight_from is None:
+        return recipe
+    source = member_by_name(call, "cast_weight_from", CastFrom, cast_weight_from)
+    return replace(recipe, cast_weight_from=source)
 
 
 def _of_torchao(call: str, config: Any) -> Recipe:

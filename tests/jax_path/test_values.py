@@ -16,7 +16,18 @@ from f8emu.conformance.run.verify import verify
 from f8emu.jax import scale as module
 from f8emu.jax.cast import cast, decode, dequantize, quantize
 from f8emu.jax.scale import amax, divide, inverse_power, reciprocal, scale_from_amax
-from f8emu.spec import BFLOAT16, E4M3FN, FLOAT8, FLOAT16, FLOAT32, Format, Granularity, ScaleRule, UnsupportedError
+from f8emu.spec import (
+    BFLOAT16,
+    E4M3FN,
+    FLOAT8,
+    FLOAT16,
+    FLOAT32,
+    Format,
+    Granularity,
+    ScaleRule,
+    SpecError,
+    UnsupportedError,
+)
 from f8ref.numpy.cast import convert
 from tests.jax_path.layers import assert_same_bits
 
@@ -198,3 +209,10 @@ def test_amax_is_of_the_values_as_they_are_stored() -> None:
     x = np.random.default_rng(7).standard_normal((64, 128)).astype(ml_dtypes.bfloat16)
     product = jax.jit(lambda x: x * jnp.bfloat16(1.1))(x)
     assert_same_bits(jax.jit(lambda x: amax(x * jnp.bfloat16(1.1), "rowwise"))(x), amax(product, "rowwise"))
+
+
+def test_overflow_is_a_member_or_its_name() -> None:
+    x = jnp.array([448.0, 1e9])
+    assert cast(x, "float8_e4m3fn", overflow="nonfinite").view(np.uint8).tolist() == [0x7E, 0x7F]
+    with pytest.raises(SpecError, match="overflow must be one of saturate, nonfinite; got 'bogus'"):
+        cast(x, "float8_e4m3fn", overflow="bogus")

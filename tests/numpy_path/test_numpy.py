@@ -251,3 +251,11 @@ def test_a_shape_without_a_plan_is_said_once() -> None:
     with pytest.warns(UserWarning, match=r"f8emu\.numpy: the plan of .* has no split-K for this GEMM"):
         f8.scaled_mm(a, a.T, 1, 1)
     f8.scaled_mm(a, a.T, 1, 1)  # a warning would be an error
+
+
+@pytest.mark.parametrize("cast", [f8.cast, oracle.cast], ids=["f8emu.numpy", "f8ref.numpy"])
+def test_overflow_is_a_member_or_its_name(cast: Callable[..., np.ndarray]) -> None:
+    x = np.float32([448, 1e9])
+    assert cast(x, "float8_e4m3fn", overflow="nonfinite").view(np.uint8).tolist() == [0x7E, 0x7F]
+    with pytest.raises(SpecError, match="overflow must be one of saturate, nonfinite; got 'bogus'"):
+        cast(x, "float8_e4m3fn", overflow="bogus")

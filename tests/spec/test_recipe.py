@@ -4,9 +4,13 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from enum import Enum
+from functools import partial
 
 import pytest
 
+from f8emu.conformance.kernels.kernel import Accumulation
+from f8emu.conformance.kernels.known import KERNELS
 from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16
@@ -21,6 +25,7 @@ from f8emu.spec.recipe import (
     ROWWISE_WITH_GW_HP,
     SERVING_RECIPES,
     TENSORWISE,
+    CastFrom,
     Recipe,
     recipe_by_name,
 )
@@ -337,3 +342,19 @@ def test_explanation_of_a_rule_of_its_own() -> None:
     cut = [line.split("  ")[-1] for line in BLOCKWISE_UE8M0.explain().splitlines() if "cut to a power of two" in line]
     assert cut == [f"{'inv_scale = ' * (i == 0)}{rule}, cut to a power of two" for i, rule in enumerate(rules)]
     assert BLOCKWISE_UE8M0 == recipe_by_name("blockwise_ue8m0") and str(BLOCKWISE_UE8M0) == "Recipe('blockwise_ue8m0')"
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "member"),
+    [
+        (partial(Cast, format=E4M3FN), "granularity", Granularity.ROWWISE),
+        (DelayedScaling, "reduction", AmaxHistoryReduction.MOST_RECENT),
+        (partial(replace, TENSORWISE), "cast_weight_from", CastFrom.BFLOAT16),
+        (partial(replace, KERNELS["torch._scaled_mm"]), "accumulation", Accumulation.FAST),
+    ],
+    ids=["Cast", "DelayedScaling", "Recipe", "Kernel"],
+)
+def test_an_option_is_a_member_or_its_name(make: Callable[..., object], argument: str, member: Enum) -> None:
+    assert getattr(make(**{argument: member.value}), argument) is member
+    with pytest.raises(SpecError, match=f"{argument} must be one of .*; got 'bogus'"):
+        make(**{argument: "bogus"})

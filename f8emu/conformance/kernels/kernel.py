@@ -22,6 +22,7 @@ import numpy as np
 
 from f8emu.spec import BFLOAT16, HOPPER, Format, Granularity, SpecError
 from f8emu.spec.gemm_call import GroupKind
+from f8emu.spec.members import member_by_name
 
 
 class Arg(Enum):
@@ -170,6 +171,8 @@ class Kernel:
     """The recorded outcome, if there is one; printed after the prediction."""
 
     def __post_init__(self) -> None:
+        call = f"Kernel {self.name!r}"
+        object.__setattr__(self, "accumulation", member_by_name(call, "accumulation", Accumulation, self.accumulation))
         fault = ""
         for arg in (Arg.A, Arg.B):
             if (count := self.args.count(arg)) != 1:
@@ -182,7 +185,7 @@ class Kernel:
                 f"{self.out_dtypes}, {self.formats}, {self.multiples}, {self.block_multiples}"
             )
         if fault:
-            raise SpecError(f"Kernel {self.name!r}: {fault}")
+            raise SpecError(f"{call}: {fault}")
         self.require_writable(self.arrays)
 
     def require_writable(self, arrays: str | None) -> None:

@@ -25,6 +25,7 @@ from f8emu.spec import (
     Overflow,
     float8_format,
     granularity_by_name,
+    overflow_by_name,
 )
 from f8ref.numpy.codec import Array, as_float32, canonical_nan, codes_of, decode_table, typed, typed_array
 from f8ref.numpy.scale import as_matrix, expand_scale
@@ -46,7 +47,7 @@ def decode(x: ArrayLike) -> NDArray[np.float32]:
     return np.asarray(decode_table(format)[codes_of(array, format)])
 
 
-def cast(x: ArrayLike, format: Format | str, *, overflow: Overflow = Overflow.SATURATE) -> Array:
+def cast(x: ArrayLike, format: Format | str, *, overflow: Overflow | str = Overflow.SATURATE) -> Array:
     """`x` rounded to float8, nearest-even.
 
     NaN gives `format.nan_code`. What rounds beyond the largest finite value, and infinity, gives +-max under
@@ -61,12 +62,13 @@ def cast(x: ArrayLike, format: Format | str, *, overflow: Overflow = Overflow.SA
         SpecError: `format` is not in FLOAT8.
     """
     target = float8_format("cast", format)
+    policy = overflow_by_name("cast", overflow)
     array, _ = typed_array(x, HIGH_PRECISION, "cast: x")
     flat = array.reshape(-1)
     codes = np.empty(flat.shape, np.uint8)
     for start in range(0, flat.size, _CHUNK):
         chunk = as_float32(flat[start : start + _CHUNK], "cast: x")
-        codes[start : start + _CHUNK] = _round(chunk, target, overflow)
+        codes[start : start + _CHUNK] = _round(chunk, target, policy)
     return typed(codes.reshape(array.shape), target)
 
 
