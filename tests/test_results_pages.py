@@ -6,13 +6,18 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import pytest
 
 from benchmarks.proofs.evidence import recordings
 from f8emu.conformance import shipped_golden
+from f8emu.spec import RECIPES, SERVING_RECIPES, UnsupportedError
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
@@ -161,3 +166,35 @@ def test_figures_are_as_the_code_draws_them(tmp_path: Path) -> None:
     assert figures.stale(tmp_path) == ["chips.svg", "formats.svg"]
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
     assert figures.DRAWN.keys() <= set(re.findall(r'--8<-- "docs/figures/([\w-]+)\.svg"', pages))
+
+
+@pytest.mark.parametrize("name", RECIPES | SERVING_RECIPES)
+def test_the_tables_of_recipes_say_what_torch_takes(name: str) -> None:
+    """Weights as codes and how many, activations gathered as codes, experts: each asked of the code that refuses."""
+    torch = pytest.importorskip("torch")
+    from f8emu.torch import Float8Experts, convert_to_float8_training
+    from f8emu.torch.casts.placements import require_gatherable
+
+    def codes() -> int:
+        layer, model = torch.nn.Linear(16, 16), torch.nn.Sequential()
+        model.append(layer)
+        convert_to_float8_training(model, config=name, float8_primary_weights=True)
+        return 1 if model.get_parameter("0.weight").cols is None else 2
+
+    recipe, table = (RECIPES | SERVING_RECIPES)[name], generator("recipes")
+    assert table.bytes_of_weights(recipe) == (unless_refused(codes) or 0)
+    assert table.gathers_activations(recipe) == (unless_refused(lambda: not require_gatherable("", recipe)) or False)
+    assert table.has_experts(recipe) == (unless_refused(lambda: bool(Float8Experts(1, 16, 16, recipe=recipe))) or False)
+
+
+def unless_refused(call: Callable[[], T]) -> T | None:
+    try:
+        return call()
+    except UnsupportedError:
+        return None
+
+
+def test_the_page_of_recipes_has_its_tables() -> None:
+    recipes = generator("recipes")
+    assert "<!-- recipes" not in recipes.page()
+    assert all(f"| `{name}` |" in table() for table in recipes.TABLES.values() for name in RECIPES | SERVING_RECIPES)

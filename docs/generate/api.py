@@ -42,6 +42,15 @@ PAGES: dict[str, tuple[str, ...]] = {
     "f8ref": ("f8ref", "f8ref.numpy", "f8ref.jax", "f8ref.exact"),
 }
 """Page -> its rooms, in the order in which objects get their place."""
+SINGLE_NAMES: dict[str, tuple[str, ...]] = {
+    "f8emu.split_k": (
+        "f8emu.split_k.plan.planned_gemm",
+        "f8emu.split_k.plan.split_k",
+        "f8emu.split_k.invariance.invariance",
+        "f8emu.split_k.invariance.Invariance",
+    )
+}
+"""Page of a package whose other names are internal -> its public ones."""
 _WHOLE = ("Capture",)
 """Classes that are shown with what they inherit."""
 
@@ -105,6 +114,9 @@ def pages() -> dict[str, str]:
     index += ["| package | what it has |", "|---|---|"]
     for page, rooms in PAGES.items():
         index += [f"| [`{room}`]({page}.md#{room}) | {_summary(packages[room])} |" for room in rooms]
+    for page, names in SINGLE_NAMES.items():
+        index.append(f"| [`{page}`]({page}.md#{page}) | {_summary(packages[page])} |")
+        written[page] = "\n".join(_single_names(page, packages, names))
     texts = {"index": "\n".join(index) + "\n", **written}
     return {f"reference/api/{page}.md": text for page, text in texts.items()}
 
@@ -126,6 +138,17 @@ def _page(page: str, packages: griffe.ModulesCollection, described: dict[str, st
             level = 3 if len(PAGES[page]) > 1 else 2
             whole = ", inherited_members: true" if name.name in _WHOLE else ""
             yield from (f"::: {name.rendered}", f"    options: {{heading_level: {level}{whole}}}", "")
+
+
+def _single_names(page: str, packages: griffe.ModulesCollection, names: tuple[str, ...]) -> Iterator[str]:
+    yield from (f"# {page} {{: #{page} }}", "", _text(packages[page]), "", "| name | what it is |", "|---|---|")
+    for name in names:
+        target = packages[name]
+        target = target.final_target if target.is_alias else target
+        yield f"| [`{name.removeprefix(page + '.')}`][{name}] | {_summary(target)} |"
+    yield ""
+    for name in names:
+        yield from (f"::: {name}", "    options: {heading_level: 2}", "")
 
 
 def _text(module: griffe.Object) -> str:
