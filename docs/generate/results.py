@@ -28,6 +28,8 @@ import results_torch
 from results_index import index
 from results_records import RESULTS, ROOT, names
 
+from f8emu.report.svg import FILE
+
 PAGES = ("index", "gemms", "torch", "jax", "distributed", "proofs", "clients")
 TEMPLATES = ROOT / "docs" / "results"
 PLOT = ROOT / "docs" / "figures" / "speed.svg"
@@ -62,7 +64,8 @@ def readme_with_block(text: str) -> str:
 
 def plot() -> str:
     """The contents of `docs/figures/speed.svg`."""
-    return results_torch.speed_plot(own_file=True) + "\n"
+    chart, title = results_torch.speed_plot()
+    return chart.html(title, css=FILE) + "\n"
 
 
 def main() -> None:

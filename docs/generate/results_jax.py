@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable
 from statistics import median
 
-from results_bars import bars, inline
 from results_records import (
     NO_FIGURE,
     RECIPES,
     Entry,
     count,
+    inline,
     lines,
     middle,
     of,
@@ -20,6 +20,8 @@ from results_records import (
     times,
 )
 from results_torch import losses
+
+from f8emu.report.charts import bars
 
 _JAX = ("jax",)
 _FUSED, _MEMORY = "jax_feed_forward-fused-h200", "jax_feed_forward-memory-h200"
@@ -52,7 +54,7 @@ def jax_plot() -> str:
     run = record(_FUSED)["runs"][2]
     speeds = [subject(run, f"f8emu/{recipe}").get("speed") for recipe in RECIPES]
     title = "Speed of Llama-3 8B's feed-forward block in JAX on an NVIDIA H200, times bfloat16"
-    return inline(bars(title, RECIPES, {"f8emu": speeds}, line=(1.0, "bfloat16")))
+    return inline(bars(RECIPES, {"f8emu": speeds}, line=(1.0, "bfloat16")), title)
 
 
 def jax_machines() -> str:
@@ -138,7 +140,7 @@ def titan_plot() -> str:
     }
     title = "Tokens per second of Llama-3 8B under torchtitan on four NVIDIA H200, times bfloat16"
     rows = [v.removeprefix("f8emu/").replace("/", " ") for v in variants]
-    return inline(bars(title, rows, series, line=(1.0, "bfloat16")))
+    return inline(bars(rows, series, line=(1.0, "bfloat16")), title)
 
 
 def titan_bfloat16_gather() -> str:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from results_bars import bars, inline
-from results_records import NO_FIGURE, RECIPES, Entry, count, lines, of, record, source, table, times
+from results_records import NO_FIGURE, RECIPES, Entry, count, inline, lines, of, record, source, table, times
+
+from f8emu.report.charts import bars
 
 _KINDS = ("tensorwise, fast", "tensorwise", "rowwise, fast", "rowwise")
 _KINDS += ("blockwise 1x128 x 128x128", "blockwise 1x128 x 1x128")
@@ -25,7 +26,7 @@ def matmul_plot() -> str:
     speeds = [next(g["speed"] for g in gemms if g["kind"] == kind) for kind in _KINDS]
     labels = [kind.replace("blockwise ", "").replace(" x ", " by ") for kind in _KINDS]
     title = "Speed of a float8 GEMM of Llama-2 70B's feed-forward layer on an NVIDIA H200, times bfloat16"
-    return inline(bars(title, labels, {"float8": speeds}, line=(1.0, "bfloat16")))
+    return inline(bars(labels, {"float8": speeds}, line=(1.0, "bfloat16")), title)
 
 
 _EMULATORS = {

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from f8emu.report.svg import STYLE, Svg
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -171,3 +173,8 @@ def source(name: str, packages: Sequence[str] = ("torch", "torchao", "triton")) 
 def lines(*files: str, packages: Sequence[str] = ("torch", "torchao", "triton")) -> str:
     """The lines under a table that several recordings make."""
     return "<br>\n".join(source(name, packages) for name in files)
+
+
+def inline(chart: Svg, title: str) -> str:
+    """A chart as a block of a markdown page, where it takes the page's own text colour."""
+    return f'<figure style="margin:1em 0;max-width:520px">{chart.html(title, css=STYLE)}</figure>'

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Callable, Sequence
 
-from results_bars import bars, dots, inline
 from results_records import (
     NO_FIGURE,
     RECIPES,
     Entry,
     command,
     device,
+    inline,
     lines,
     percent,
     record,
@@ -21,6 +21,9 @@ from results_records import (
     versions,
     workload,
 )
+
+from f8emu.report.charts import bars, dots
+from f8emu.report.svg import Svg
 
 _SPEED = "feed-forward-h200"
 """The newest run that has f8emu and torchao side by side."""
@@ -56,12 +59,12 @@ def speed() -> str:
     return f"{_speed_table('{}')}\n\n{source(_SPEED)}"
 
 
-def speed_plot(own_file: bool = False) -> str:
-    """The README's one plot: speeds of the feed-forward block."""
+def speed_plot() -> tuple[Svg, str]:
+    """The README's one plot, speeds of the feed-forward block, and its title."""
     run = workload(_SPEED)
     ours, theirs = zip(*(_both(run, recipe, "speed") for recipe in RECIPES), strict=True)
     title = f"Speed of Llama-3 8B's feed-forward block on an {device(_SPEED)}, times bfloat16"
-    return bars(title, RECIPES, {"f8emu": ours, "torchao": theirs}, line=(1.0, "bfloat16"), own_file=own_file)
+    return bars(RECIPES, {"f8emu": ours, "torchao": theirs}, line=(1.0, "bfloat16")), title
 
 
 def feed_forward() -> str:
@@ -254,7 +257,7 @@ def training_plot() -> str:
     runs = record("train-h200")["runs"]
     found = [[r["held_out"] for r in runs if r["name"] == name] for name in ("bf16", *RECIPES)]
     title = "Held-out loss of a small Llama, one dot for each seed; the band is the range of the bfloat16 seeds"
-    return inline(dots(title, ("bfloat16", *RECIPES), found, band="bfloat16's range"))
+    return inline(dots(("bfloat16", *RECIPES), found, band="bfloat16's range"), title)
 
 
 def equal_to_torchao() -> str:
@@ -271,7 +274,7 @@ def equal_to_torchao() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "microbatches": microbatches,
     "speed": speed,
-    "speed-plot": lambda: inline(speed_plot()),
+    "speed-plot": lambda: inline(*speed_plot()),
     "feed-forward": feed_forward,
     "feed-forward-torchao": feed_forward_torchao,
     "feed-forward-eager": feed_forward_eager,

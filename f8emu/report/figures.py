@@ -1,12 +1,9 @@
 """The figures of a report, as inline SVG: how far outputs are off, and where in an output they are.
 
-A shape has a class of `page.css`, so that its colour follows the reader's scheme, and a title that a pointer shows. The
-colours are told apart by people who do not see red and green apart.
+A shape has a title that a pointer shows.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from html import escape
-from math import ceil, floor, log10
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -14,6 +11,7 @@ from f8emu.conformance.compare import APART, LAST_BIN, NOT_COMPARED, UlpHistogra
 from f8emu.conformance.run.breakdown import Breakdown
 from f8emu.conformance.run.result import DifferenceMap, is_matrix
 from f8emu.report.page import Plot
+from f8emu.report.svg import Svg, number, runs, ticks
 
 _ROW = 120
 """Height in pixels of the histogram of one dtype."""
@@ -29,83 +27,7 @@ _SHARES = 44
 _AXIS = "distance in units in the last place; a bin's far end"
 
 
-# 1 Shapes
-
-
-def number(value: float) -> str:
-    """A coordinate, to a hundredth."""
-    return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-class Svg:
-    """A figure of `width` by `height`, in pixels where it is not scaled."""
-
-    def __init__(self, width: float, height: float) -> None:
-        self.width = width
-        self.height = height
-        self._parts: list[str] = []
-
-    def rect(self, x: float, y: float, width: float, height: float, kind: str, title: str = "") -> None:
-        """A filled rectangle."""
-        corner = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
-        self._shape("rect", f'class="{kind}" {corner}', title)
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str, more: str = "") -> None:
-        """A line; `more` are attributes."""
-        ends = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
-        self._shape("line", f'class="{kind}" {ends} {more}'.rstrip(), "")
-
-    def path(self, d: str, kind: str, title: str = "", more: str = "") -> None:
-        """A path; `more` are attributes."""
-        self._shape("path", f'class="{kind}" d="{d}" {more}'.rstrip(), title)
-
-    def text(self, x: float, y: float, words: str, anchor: str = "start", *, kind: str = "", turned: int = 0) -> None:
-        """Words on the base line `y`; `turned` by degrees about their place."""
-        turn = f' transform="rotate({turned} {number(x)} {number(y)})"' if turned else ""
-        look = f' class="{kind}"' if kind else ""
-        self._parts.append(
-            f'<text{look} x="{number(x)}" y="{number(y)}" text-anchor="{anchor}"{turn}>{escape(words)}</text>'
-        )
-
-    def inset(self, inner: "Svg", x: float, y: float, width: float, height: float) -> None:
-        """Another figure, stretched to a rectangle."""
-        place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
-        box = f'viewBox="0 0 {number(inner.width)} {number(inner.height)}" preserveAspectRatio="none"'
-        self._parts.append(f"<svg {place} {box}>{''.join(inner._parts)}</svg>")
-
-    def html(self, alt: str) -> str:
-        """The figure, described by `alt`; on a narrow page it scrolls rather than becoming too small to read."""
-        size = f'viewBox="0 0 {number(self.width)} {number(self.height)}"'
-        style = f"max-width:{1.25 * self.width:.0f}px;min-width:{0.78 * self.width:.0f}px"
-        inner = "".join(self._parts)
-        return f'<svg class="plot" role="img" aria-label="{escape(alt)}" {size} style="{style}">{inner}</svg>'
-
-    def _shape(self, tag: str, attributes: str, title: str) -> None:
-        self._parts.append(f"<{tag} {attributes}>" + (f"<title>{escape(title)}</title>" if title else "") + f"</{tag}>")
-
-
-def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from `low` to `high`, at most about `most`."""
-    if not high > low:
-        return [low]
-    rough = (high - low) / most
-    magnitude = 10.0 ** floor(log10(rough))
-    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= rough * 0.999)
-    return [i * step for i in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
-
-
-def runs(row: Iterable[bool]) -> list[tuple[int, int]]:
-    """(start, length) of the runs of True."""
-    pieces: list[tuple[int, int]] = []
-    for i, is_set in enumerate(row):
-        if is_set and pieces and sum(pieces[-1]) == i:
-            pieces[-1] = (pieces[-1][0], pieces[-1][1] + 1)
-        elif is_set:
-            pieces.append((i, 1))
-    return pieces
-
-
-# 2 How far
+# 1 How far
 
 
 def ulp_plot(breakdown: Breakdown) -> Plot:
@@ -183,7 +105,7 @@ def _short(key: int | str) -> str:
     return f"{sign}{text}" if abs(key) < LAST_BIN else f"> {text}" if key > 0 else f"< {sign}{text}"
 
 
-# 3 Where
+# 2 Where
 
 
 def map_plot(place: DifferenceMap) -> Plot:

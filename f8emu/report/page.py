@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from f8emu.conformance.run.breakdown import percent
 from f8emu.environment import printable
+from f8emu.report.svg import STYLE
 from f8emu.verdict import Exit, Verdict
 
 if TYPE_CHECKING:
@@ -182,9 +183,37 @@ def _terminal_table(table: Table) -> "rich.table.Table":
     return drawn
 
 
+def lines(page: Page) -> Iterator[str]:
+    """The verdict, and what a terminal shows, with the columns of tables two spaces apart."""
+    if page.verdict is not None:
+        yield page.verdict.text
+    for section in _flat(page.sections):
+        yield from [section.lead] if section.lead else []
+        for block in section.blocks:
+            match block:
+                case Text(only="" | "terminal"):
+                    yield from block.points
+                case Table(only="" | "terminal"):
+                    yield block.caption
+                    rows = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in block.rows]
+                    widths = [max(map(len, column)) for column in zip(block.columns, *rows, strict=True)]
+                    yield from ("  ".join(["", *map(str.ljust, row, widths)]) for row in (block.columns, *rows))
+                case Code():
+                    yield from block.lines
+                case _:
+                    pass
+
+
+def fragment(page: Page) -> str:
+    """The page as a part of another, a notebook's: its own colours are those of figures alone."""
+    key = f"f8emu-{id(page):x}"  # cells of a notebook are in one document
+    body = "".join(_section(part, f"{key}-{i}", 4) for i, part in enumerate(page.sections, 1))
+    return f'<div class="f8emu"><style>{STYLE}</style>{_verdict(page.verdict, key)}{body}</div>'
+
+
 def render(command: str, page: Page) -> str:
     """The page as HTML; `command` is what made it."""
-    style = (files("f8emu.report") / "page.css").read_text(encoding="utf-8")
+    style = (files("f8emu.report") / "page.css").read_text(encoding="utf-8") + STYLE
     links = "".join(f'<li><a href="#part-{i}">{escape(s.title)}</a></li>' for i, s in enumerate(page.sections, 1))
     body = "".join(_section(part, f"part-{i}", 2) for i, part in enumerate(page.sections, 1))
     return f"""<!doctype html>
@@ -223,11 +252,11 @@ def _sign(tone: Tone) -> str:
     return f'<span aria-hidden="true">{_SIGNS[tone]}\N{NO-BREAK SPACE}</span>' if tone in _SIGNS else ""
 
 
-def _verdict(verdict: Cell | None) -> str:
+def _verdict(verdict: Cell | None, key: str = "verdict") -> str:
     if verdict is None:
         return ""
     words = f"{_sign(verdict.tone)}<span>{escape(verdict.text)}</span>"
-    return f'<p class="verdict {verdict.tone}" id="verdict">{words}</p>'
+    return f'<p class="verdict {verdict.tone}" id="{key}">{words}</p>'
 
 
 def _section(section: Section, key: str, level: int) -> str:

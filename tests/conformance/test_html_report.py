@@ -85,15 +85,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_chromium
 def test_browser_draws_every_figure_and_nothing_leaves_the_file(page: Path) -> None:
-    style = (files("f8emu.report") / "page.css").read_text(encoding="utf-8")
+    style = "".join((files("f8emu.report") / f"{name}.css").read_text(encoding="utf-8") for name in ("page", "figure"))
     colours = {name: re.findall(rf"--{name}: (#\w+);", style) for name in re.findall(r"--([\w-]+): #", style)}
     for i, options in enumerate(((), ("--blink-settings=preferredColorScheme=0",))):
         seen = looked_at(page, *options)
         assert seen.console == []
         pixels = pixels_of(seen.screenshot)
-        for colour in ("below", "above", "apart", "figure-quiet"):
-            assert count_of(pixels, colours[colour][i]) > 40, colour
-        assert count_of(pixels, colours["figure-paper"][i]) > pixels[..., 0].size // 2
+        for colour in ("below", "above", "apart", "middle"):
+            assert count_of(pixels, colours[colour][0]) > 40, colour
+        assert count_of(pixels, colours["paper"][i]) > pixels[..., 0].size // 2
         assert "<title>Do the bits agree? 2 subjects - f8emu verify</title>" in seen.dom
         assert seen.dom.count('<svg class="plot"') == 1 + 6
         assert seen.dom.count('class="cell ') > 6, "cells of maps"

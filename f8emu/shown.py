@@ -1,0 +1,68 @@
+"""How a result shows itself where Python prints it: a screen for a terminal, and in a notebook what `--html` writes."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from html import escape
+from importlib import import_module
+from typing import Any, ClassVar, cast
+
+LINES, COLUMNS = 25, 120
+"""The most that a result takes of a terminal."""
+_MOST_ITEMS = 16
+"""Items of a field that are shown."""
+
+
+class Shown:
+    """A result with a short `repr`, and HTML for notebooks: those of its page, or of its fields if it has none."""
+
+    __slots__ = ()
+    _page: ClassVar[str] = ""
+    """`module:function` of what makes its page, loaded when it is shown: pages are on a higher floor."""
+
+    def __repr__(self) -> str:
+        if not self._page:
+            return screen(_fields(self))
+        lines = import_module("f8emu.report.page").lines(self._made_page())
+        return screen(lines, name=type(self).__name__)
+
+    def _repr_html_(self) -> str:
+        if not self._page:
+            return f"<pre>{escape(repr(self))}</pre>"
+        return import_module("f8emu.report.page").fragment(self._made_page())
+
+    def _made_page(self) -> Any:
+        module, _, function = self._page.partition(":")
+        return getattr(import_module(module), function)(self)
+
+
+def screen(lines: Iterable[str], *, name: str = "") -> str:
+    """At most `LINES` lines of `COLUMNS` columns; what does not fit is cut off, and counted."""
+    every = [line.rstrip() for text in lines for line in text.splitlines() or [""]]
+    if name:
+        every[:1] = [f"{name}: {line}" for line in every[:1] or [""]]
+    if (more := len(every) - LINES + 1) > 1:
+        every[LINES - 1 :] = [f"... {more} more lines"]
+    return "\n".join(line if len(line) <= COLUMNS else f"{line[: COLUMNS - 3]}..." for line in every)
+
+
+def _fields(of: Any) -> Iterator[str]:
+    # A dataclass as it prints itself, in one line where that fits, without fields that are empty.
+    held = [(field.name, getattr(of, field.name)) for field in fields(cast(Any, of)) if field.repr]
+    texts = [f"{name}={_short(value)}" for name, value in held if value is not None and not _is_empty(value)]
+    name, whole = type(of).__name__, ", ".join(texts)
+    if "\n" not in whole and len(name) + len(whole) < COLUMNS - 2:
+        yield f"{name}({whole})"
+        return
+    yield from (f"{name}(", *(f"  {' '.join(text.split())}," for text in texts), ")")
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, str | tuple | list | dict) and not value
+
+
+def _short(value: Any) -> str:
+    if getattr(value, "shape", ()):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple | list | dict) and len(cast(Any, value)) > _MOST_ITEMS:
+        return f"<{len(cast(Any, value))} items>"
+    return repr(value)
