@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from f8emu.audit import audit
-from f8emu.capture import CaptureError
+from f8emu.capture import CaptureError, replay
 from f8emu.capture.read import read_capture
-from f8emu.capture.replay import replay
 from f8emu.conformance import read_golden, shipped_golden
-from f8emu.report.inspection import read_run
+from f8emu.report.inspection_log import read_run
 from f8emu.spec import RECIPES, F8Error, GoldenFileError, SpecError
 from f8emu.spec.recipe import DELAYED
 from f8emu.spec.serialize import recipe_from_json, recipe_from_toml

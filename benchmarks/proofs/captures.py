@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.models import TransformerBlock
 from benchmarks.runner import DEVICE, Bench, Entry, draw_entries, option, say
 from f8emu.capture.read import read_capture
-from f8emu.capture.replay import KINDS, replay
+from f8emu.capture.replaying import KINDS, replay
 from f8emu.torch import capture, convert_to_float8_training
 
 SMALL = {"dim": 64, "hidden": 176, "heads": 2, "kv_heads": 1, "length": 24}

@@ -5,9 +5,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib.resources import files
-from typing import Any
+from typing import Any, ClassVar
 
 from f8emu.conformance.compare import counted
+from f8emu.shown import Shown
 from f8emu.verdict import Exit, Verdict
 
 
@@ -37,8 +38,8 @@ CHECKS = {key: Check(Severity(severity), *texts) for key, (severity, *texts) in 
 """Key -> what is checked. Findings cite the key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding(Check):
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Finding(Shown, Check):
     """One fault of one tensor: its check, which may be worse or better here, and its place."""
 
     check: str
@@ -71,10 +72,11 @@ def finding(check: str, tensor: str, expected: str, found: str, **changed: Any) 
     return Finding(**{**texts, "check": check, "tensor": tensor, "expected": expected, "found": found, **changed})
 
 
-@dataclass(slots=True, kw_only=True)
-class Audit:
+@dataclass(slots=True, kw_only=True, repr=False)
+class Audit(Shown):
     """The result of an audit, which may have been interrupted."""
 
+    _page: ClassVar[str] = "f8emu.audit.page:audit_page"
     path: str
     format: str
     consumer: str = ""

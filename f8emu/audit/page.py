@@ -9,7 +9,7 @@ from f8emu.report.page import Cell, Facts, Page, Section, Table, Text, Tone, ver
 _TONES: dict[Severity, Tone] = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "quiet"}
 
 
-def audit_page(audit: Audit, errors: int) -> Page:
+def audit_page(audit: Audit, errors: int = 20) -> Page:
     """Facts, a table of the first findings, then what each kind of fault means."""
     # 1. What was audited.
     parts = [f"{name} ({of} of {audit.compared})" for name, of in audit.dialects.items() if of < audit.compared]

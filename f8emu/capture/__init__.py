@@ -1,7 +1,13 @@
-"""The format of a captured step on disk: its records as data, and the writer. The standard library alone.
+"""Captured training steps: the format on disk, its writer, and what compares and replays them.
 
-`f8emu.torch.capture` writes with it; `f8emu.capture.read` reads the files.
+    f8emu.capture.replay("capture/")                     # a step computed again: Replay
+    f8emu.capture.diff("trainer/", "server/")            # two captures side by side: CaptureDiff
+
+`f8emu.torch.capture` writes with the standard library alone; `diff` and `replay` are loaded when they are used.
 """
+
+import typing as _typing
+from importlib import import_module as _import_module
 
 from f8emu.capture.record import CaptureError as CaptureError
 from f8emu.capture.record import ForeignRecord as ForeignRecord
@@ -14,4 +20,20 @@ from f8emu.capture.writer import StepWriter as StepWriter
 from f8emu.capture.writer import Stored as Stored
 from f8emu.spec.exports import public as _public
 
-__all__, __dir__ = _public(__name__)
+if _typing.TYPE_CHECKING:
+    from f8emu.capture.diffing import CaptureDiff as CaptureDiff
+    from f8emu.capture.diffing import diff as diff
+    from f8emu.capture.replaying import Replay as Replay
+    from f8emu.capture.replaying import replay as replay
+
+_LATE = {"CaptureDiff": "diffing", "Replay": "replaying", "diff": "diffing", "replay": "replaying"}
+"""Loaded on first use, each from its file: they need the suite."""
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_import_module(f"f8emu.capture.{_LATE[name]}"), name)
+
+
+__all__, __dir__ = _public(__name__, *_LATE)

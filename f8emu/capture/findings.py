@@ -11,12 +11,14 @@ from f8emu.capture.read import CapturedStep
 from f8emu.capture.record import CaptureError
 from f8emu.conformance.compare import Mismatch, counted, different, distances, mismatches
 from f8emu.conformance.run.result import Progress, Silent
-from f8emu.report.page import Element, Page, Section, Text
+from f8emu.report.charts import Stage, stages
+from f8emu.report.page import Element, Page, Plot, Plots, Section, Text, verdict_cell
+from f8emu.shown import Shown
 from f8emu.verdict import Exit, Verdict
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Difference(Shown):
     """One stage whose bits differ."""
 
     step: str
@@ -95,8 +97,15 @@ def ulps(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, int]:
     return (np.abs(distance) + crosses_zero)[~apart], int(np.count_nonzero(apart))
 
 
-@dataclass(slots=True, kw_only=True)
-class Comparison:
+class Course:
+    """The stages that were compared, in the order of execution: for the picture, no part of the report as JSON."""
+
+    __slots__ = ("course",)
+    course: list[Stage]
+
+
+@dataclass(slots=True, kw_only=True, repr=False)
+class Comparison(Shown, Course):
     """The result of a replay or a diff, which may have been interrupted."""
 
     damaged: list[str] = field(default_factory=list)
@@ -104,6 +113,9 @@ class Comparison:
     missing: list[str] = field(default_factory=list)
     """What was left out, never finished, is there twice, or is of a rank that captured nothing."""
     is_interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        self.course = []
 
     def examine(
         self, command: str, steps: Iterable[tuple[str, Sequence[Callable[[], None]]]], progress: Progress | None
@@ -155,14 +167,20 @@ class Comparison:
 
 def findings_page(
     command: str,
+    result: Comparison,
     above: Sequence[Element | str],
     findings: Sequence[Difference],
     lists: Mapping[str, Sequence[str]],
     errors: int,
     shown: Callable[[Mismatch], str] = Mismatch.line,
 ) -> Page:
-    """The blocks `above`, the first finding with its mismatches, the other findings, then titled lists."""
+    """The stages, the blocks `above`, the first finding with its mismatches, the other findings, then titled lists."""
     blocks = [Text(points=[one]) if isinstance(one, str) else one for one in above]
+    if course := result.course:
+        differing = sum(not is_equal for _, _, is_equal in course)
+        alt = f"{counted(len(course), 'stage')} in the order of execution; {differing} differ"
+        alt += f", the first of them {findings[0].where}" if findings else ""
+        blocks.append(Plots(plots=[Plot(svg=stages(course).html(alt), title="Stages", alt=alt)]))
     lines: list[str] = []
     if findings:
         first, *others = findings
@@ -175,7 +193,7 @@ def findings_page(
             if len(of) > errors:
                 lines.append(f"  ... and {len(of) - errors} more")
     section = Section(title=command, blocks=[*blocks, Text(points=lines)])
-    return Page(title=f"f8emu {command}", sections=[section])
+    return Page(title=f"f8emu {command}", verdict=verdict_cell(result.verdict), sections=[section])
 
 
 def numbered(steps: Sequence[CapturedStep]) -> tuple[dict[tuple[int, int], CapturedStep], list[str]]:

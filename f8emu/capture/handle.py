@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,6 +10,7 @@ from f8emu.capture.record import ForeignRecord, GemmRecord, LeftOut, StepHeader,
 from f8emu.capture.session import Session
 from f8emu.capture.writer import Stored
 from f8emu.environment import versions
+from f8emu.shown import screen
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.recipe import Recipe
 from f8emu.split_k.plan import plans_of
@@ -45,6 +47,15 @@ class Handle:
         """A copy on the host, or a MemoryError."""
         self._fault = fault
         """`NaN`, `infinity` or nothing."""
+
+    def __repr__(self) -> str:
+        written = [f"  {path}" for path in self.written]
+        left = [f"  left out: {record.place}: {record.reason}" for record in self.left_out]
+        head = f"{type(self).__name__}: step {self.number}, {len(written)} written, {len(left)} records left out"
+        return screen([head, *written, *left])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
 
     @property
     def number(self) -> int:

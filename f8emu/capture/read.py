@@ -9,7 +9,7 @@ import hashlib
 import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from io import BufferedReader
@@ -35,6 +35,7 @@ from f8emu.capture.record import (
 )
 from f8emu.conformance.cases.container import decode_container
 from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.shown import Shown
 from f8emu.spec import FLOAT32, Granularity, format_by_name
 from f8emu.strict import Fault, faults_as, open_regular, parsed, part, require
 
@@ -44,8 +45,8 @@ _BEGUN = re.compile(STEP_NAME.pattern + re.escape(UNFINISHED))
 Arrays = dict[str, np.ndarray]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedRecord:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CapturedRecord(Shown):
     """One record, and where its arrays are."""
 
     record: Record
@@ -77,8 +78,8 @@ class CapturedRecord:
             return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedStep:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CapturedStep(Shown):
     """One step of one rank."""
 
     path: Path
@@ -96,6 +97,11 @@ class CapturedStep:
     @property
     def name(self) -> str:
         return f"step {self.header.step}" + (f" rank {self.header.rank}" if self.header.world_size > 1 else "")
+
+
+def steps_of(capture: str | Path | Sequence[CapturedStep]) -> Sequence[CapturedStep]:
+    """The steps of a capture at a path, or steps that were read."""
+    return read_capture(capture) if isinstance(capture, str | Path) else capture
 
 
 def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:

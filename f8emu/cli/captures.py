@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from f8emu.cli.frame import MOST, STATUSES, guarded, run_and_show, show, write, write_json
 from f8emu.cli.paths import Input, OutputOrNone
-from f8emu.spec import SpecError
 
 if TYPE_CHECKING:
     import typer
@@ -80,29 +79,25 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _run(command: str, paths: list[Path], json_file: Path | None, options: dict[str, Any]) -> int:
-    from f8emu.capture import diff, replay
-    from f8emu.capture.read import read_capture
+    from f8emu.capture.diffing import diff, diff_page
+    from f8emu.capture.replaying import replay, replay_page
 
-    run: Any = {"diff": diff.diff_captures, "replay": replay.replay}[command]
-    page: Any = {"diff": diff.diff_page, "replay": replay.replay_page}[command]
+    run: Any = {"diff": diff, "replay": replay}[command]
+    page: Any = {"diff": diff_page, "replay": replay_page}[command]
     return run_and_show(
         command,
         json_file,
-        lambda progress: run(*map(read_capture, paths), progress=progress, **options),
+        lambda progress: run(*paths, progress=progress, **options),
         lambda result: page(result, options["errors"]),
     )
 
 
 def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Path | None) -> int:
-    from f8emu.report import inspection
+    from f8emu.report.inspection import COMMAND, inspect, page, to_json
     from f8emu.report.page import render
 
-    if by not in inspection.MEASURES:
-        raise SpecError(f"inspect: --by must be one of {', '.join(inspection.MEASURES)}; got {by!r}")
-    run = inspection.read_run(log)
-    worst = run.worst(by, top)
-    page = inspection.page(run, worst, by, log)
-    write_json("inspect", json_file, inspection.to_json(run, worst))
-    write("inspect", html_file, lambda: render(inspection.COMMAND, page))
-    show(page)
+    inspection = inspect(log, by=by, top=top)
+    write_json("inspect", json_file, to_json(inspection))
+    write("inspect", html_file, lambda: render(COMMAND, page(inspection)))
+    show(page(inspection))
     return 0

@@ -15,6 +15,8 @@ from f8emu.conformance.cases.golden import read_golden as read_golden
 from f8emu.conformance.cases.golden import shipped_golden as shipped_golden
 from f8emu.conformance.cases.golden import write_golden as write_golden
 from f8emu.conformance.compare import Mismatch as Mismatch
+from f8emu.conformance.diagnosis.fit import Fit as Fit
+from f8emu.conformance.diagnosis.fit import fit as fit
 from f8emu.conformance.kernels.kernel import BLOCKWISE_1X128_128X128 as BLOCKWISE_1X128_128X128
 from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128 as BLOCKWISE_128X128
 from f8emu.conformance.kernels.kernel import K_BY_ROWS as K_BY_ROWS

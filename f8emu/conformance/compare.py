@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from f8emu.conformance.cases.distributions import codes_of
+from f8emu.shown import Shown
 
 Describe = Callable[[tuple[int, ...]], str]
 """Index of an output -> the inputs that lead to it, as hex."""
@@ -22,8 +23,8 @@ Describe = Callable[[tuple[int, ...]], str]
 # Bits, and words for them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Mismatch(Shown):
     """One output that differs, or one case that failed as a whole."""
 
     case: str

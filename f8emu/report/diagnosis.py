@@ -11,7 +11,7 @@ from f8emu.conformance.diagnosis.search import Diagnosis, Explanation
 from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.breakdown import Contrast, percent
 from f8emu.environment import devices, versions
-from f8emu.report.page import Cell, Element, Page, Row, Section, Share, Table, Text, Tone
+from f8emu.report.page import Cell, Element, Page, Row, Section, Share, Table, Text, Tone, verdict_cell
 from f8emu.verdict import Exit, Verdict
 
 FIT_SCHEMA = 2
@@ -155,7 +155,8 @@ def fit_page(fit: Fit) -> Page:
             blocks.append(Table(caption=kind.kind, columns=columns, rows=kind.measured))
         sections.append(Section(title=kind.kind, blocks=[*blocks, Text(points=list(fit_lines(kind)))]))
     lead = f"{fit.subject}   engine: {fit.engine}"
-    return Page(title="f8emu fit", sections=[Section(title=fit.subject, lead=lead), *sections])
+    sections.insert(0, Section(title=fit.subject, lead=lead))
+    return Page(title="f8emu fit", verdict=verdict_cell(fit_verdict(fit)), sections=sections)
 
 
 def fit_lines(kind: Fitted) -> Iterator[str]:

@@ -1,133 +1,69 @@
-"""The events and the worst places of a run, from the JSON lines of `f8emu.torch.inspect`, as a page and as data."""
+"""An inspected run as a result, a page and data: its events, its worst places, and its statistics over the steps."""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from f8emu.report.page import Cell, Element, Facts, Page, Row, Section, Table, Text
+from f8emu.report.charts import Curve, curves, heat
+from f8emu.report.inspection_log import MEASURES, NAMES, Place, Run, read_run, worse
+from f8emu.report.page import Cell, Element, Facts, Page, Plot, Plots, Row, Section, Table, Text
+from f8emu.shown import Shown
 from f8emu.spec import SpecError
-from f8emu.strict import Fault, faults_as, open_regular, parsed, require
 
 COMMAND = "f8emu inspect"
-SCHEMA = 1
-"""The newest that this reader knows."""
-MEASURES = tuple("sqnr underflow saturation error_total error_quantisation error_accumulation nan inf".split())
-"""The measures by which places can be sorted; of sqnr the lowest is the worst, of all others the highest."""
 _SHOWN = ("sqnr", "underflow", "saturation", "error_total", "nan", "inf")
 _FORMS = {"underflow": ".3%", "saturation": ".3%", "sqnr": ".1f", "nan": ".0f", "inf": ".0f"}
 _FACTS = ("f8emu", "torch", "device", "recipe", "layers", "every")
-_NAMES = ("layer", "gemm", "operand", "tensor")
-_LONGEST = 1 << 20
-"""Bytes of a line; ours have a few hundred, with first values at most a third of this."""
-_LAST_STEP = 2**63 - 1
-_REMEDY = "give a file that f8emu.torch.inspect wrote"
 _MOST_EVENTS = 20
 """Shown; all are in the JSON."""
+_CURVES = (("sqnr", "dB", False), ("underflow", "share", True), ("saturation", "share", True), ("amax", "amax", True))
+"""Measure, unit of its axis, whether that is logarithmic."""
+_TITLES = {"sqnr": "SQNR", "underflow": "Underflow", "saturation": "Saturation"}
+_MOST_ROWS = 40
+"""Layers of the heat map; of more the worst are shown."""
 
 
-# 1 The file
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Inspection(Shown):
+    """What the log of an inspected run holds."""
+
+    log: Path
+    run: Run
+    by: str
+    """The measure by which places are sorted."""
+    worst: Sequence[Place]
+    """The places where it is worst, the worst first."""
+    _page: ClassVar[str] = "f8emu.report.inspection:page"
+
+    @property
+    def events(self) -> Sequence[dict[str, Any]]:
+        """NaN, infinities and overflows, as the log has them."""
+        return self.run.events
 
 
-@dataclass(slots=True)
-class Place:
-    """An operand or product of one GEMM of a layer, over all steps and ranks."""
+def inspect(log: str | Path, *, by: str = "sqnr", top: int = 20) -> Inspection:
+    """The worst places and the events of a run whose log `f8emu.torch.inspect` wrote, as `f8emu inspect` shows them.
 
-    layer: str
-    gemm: str
-    operand: str
-    tensor: str
-    cast: str
-    steps: set[int] = field(default_factory=set)
-    worst: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Measure -> its worst value, and the first step that has it; nothing where it was not taken."""
+    Args:
+        log: the JSON lines.
+        by: the measure that sorts: sqnr, underflow, saturation, error_total, error_quantisation, error_accumulation,
+            nan or inf.
+        top: the most places.
 
-    def add(self, step: int, record: dict[str, Any]) -> None:
-        """The statistics of one step, as `JsonLog` writes them; what is no number was not taken."""
-        self.steps.add(step)
-        for measure in MEASURES:
-            try:
-                value = float("nan" if isinstance(record.get(measure), bool) else record.get(measure, "nan"))
-            except (TypeError, ValueError, OverflowError):
-                continue
-            known = self.worst.get(measure)
-            is_worse = known is None or (value < known[0] if measure == "sqnr" else value > known[0])
-            if is_worse and not math.isnan(value):
-                self.worst[measure] = value, step
+    Raises:
+        SpecError: another measure, or a file that is no such log.
+    """
+    if by not in MEASURES:
+        raise SpecError(f"inspect: --by must be one of {', '.join(MEASURES)}; got {by!r}")
+    run = read_run(Path(log))
+    return Inspection(log=Path(log), run=run, by=by, worst=run.worst(by, top))
 
 
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """A whole file."""
-
-    headers: list[dict[str, Any]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-    is_cut: bool = False
-    """Whether the last line is incomplete: the run was ended while it wrote."""
-    skipped: int = 0
-    """Lines within that are no JSON: a crash cut one off, and the next run ended it; more are damage."""
-
-    def worst(self, measure: str, count: int) -> list[Place]:
-        """The places where a measure is worst, the worst first."""
-        places = [place for place in self.places if measure in place.worst]
-        return sorted(places, key=lambda place: place.worst[measure][0], reverse=measure != "sqnr")[:count]
-
-
-def read_run(path: Path) -> Run:
-    """Read a file, line by line."""
-    run = Run()
-    places: dict[tuple[str, ...], Place] = {}
-    number = 0
-    with faults_as(SpecError, "inspect", path, _REMEDY), open_regular(path) as file:
-        while line := file.readline(_LONGEST):
-            number += 1
-            if not line.endswith(b"\n") and len(line) < _LONGEST:
-                run.is_cut = True
-                break
-            with faults_as(SpecError, "inspect", f"{path}, line {number}", _REMEDY):
-                try:
-                    record = parsed(line, "a JSON object")
-                except Fault:
-                    # A crash cuts one line off, and the next run goes on behind it; a first line that is no JSON is
-                    # another file.
-                    if number == 1 or len(line) == _LONGEST:
-                        raise
-                    run.skipped += 1
-                    continue
-                require(isinstance(record, dict), "a JSON object", type(record).__name__)
-                _add(run, places, record)
-        require(number > 0, "the lines that f8emu.torch.inspect writes", "an empty file")
-    run.places = list(places.values())
-    return run
-
-
-def _add(run: Run, places: dict[tuple[str, ...], Place], record: dict[str, Any]) -> None:
-    require(bool(run.headers) or "schema" in record, "a first line with the schema", "none")
-    # 1. A header: of the first run, or of one that went on with the file.
-    if "schema" in record:
-        schema = record["schema"]
-        is_known = isinstance(schema, int) and schema <= SCHEMA
-        require(is_known, f"schema {SCHEMA} at most", f"{schema!r}: a newer f8emu wrote it")
-        run.headers.append(record)
-    # 2. An event, or the statistics of one place at one step; casts under other recipes are left out.
-    elif "event" in record:
-        run.events.append(record)
-    elif "recipe" not in record:
-        missing = [name for name in (*_NAMES, "step") if name not in record]
-        require(not missing, f"a record with {', '.join(_NAMES)} and step", f"none of {', '.join(missing)}")
-        step, key = record["step"], tuple(str(record[name]) for name in _NAMES)
-        is_step = type(step) is int and 0 <= step <= _LAST_STEP
-        require(is_step, "step to be an integer from 0 to 2^63 - 1", repr(step))
-        places.setdefault(key, Place(*key, cast=str(record.get("cast", "")))).add(step, record)
-
-
-# 2 The page, and the data
-
-
-def page(run: Run, worst: Sequence[Place], by: str, log: Path) -> Page:
+def page(inspection: Inspection) -> Page:
     """The whole run."""
+    run, worst, by, log = inspection.run, inspection.worst, inspection.by, inspection.log
     # The measure that sorts is shown, also where it is none of the usual ones.
     measures = _SHOWN if by in _SHOWN else (*_SHOWN, by)
     columns = ("layer", "GEMM", "operand", "cast", *("sqnr dB" if m == "sqnr" else m for m in measures), "at", "steps")
@@ -149,6 +85,8 @@ def page(run: Run, worst: Sequence[Place], by: str, log: Path) -> Page:
     if run.is_cut:
         faults.append("the last line is incomplete: the run was ended while it wrote")
     sections = [Section(title=f"Worst by {by}", blocks=[*blocks, Text(points=faults)] if faults else blocks)]
+    if drawn := [*_curves(run), *_heat(run), *_what_if(run)]:
+        sections.insert(0, Section(title="Over the steps", blocks=[Plots(plots=drawn)]))
     if run.events:
         sections.insert(0, Section(title="Events", blocks=[Text(points=list(_events(run.events)))]))
     words = f"{len(run.events)} events" if run.events else "no NaN, no infinity, no overflow"
@@ -167,12 +105,87 @@ def _events(events: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"and {len(events) - _MOST_EVENTS} more events; all are in the JSON of {COMMAND} --json"
 
 
-def to_json(run: Run, worst: Sequence[Place]) -> dict[str, Any]:
+def to_json(inspection: Inspection) -> dict[str, Any]:
     """Headers, events and worst places."""
+    run, worst = inspection.run, inspection.worst
     places: list[dict[str, Any]] = []
     for place in worst:
         values = {name: place.worst[name][0] for name in MEASURES if name in place.worst}
         plain = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-        names = {name: getattr(place, name) for name in (*_NAMES, "cast")}
+        names = {name: getattr(place, name) for name in (*NAMES, "cast")}
         places.append({**names, "steps": len(place.steps), **plain})
     return {"schema": 1, "runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}
+
+
+# Pictures: a layer has the worst value of its casts.
+
+
+def _by_layer(places: Sequence[Place], measure: str) -> dict[str, Curve]:
+    layers: dict[str, dict[int, float]] = {}
+    for place in places:
+        of_layer = layers.setdefault(place.layer, {})
+        for step, value in place.series.get(measure, {}).items():
+            of_layer[step] = worse(measure, value, of_layer.get(step, value))
+    return {layer: sorted(of_steps.items()) for layer, of_steps in layers.items() if of_steps}
+
+
+def _worst_first(layers: dict[str, Curve], measure: str) -> list[tuple[str, float]]:
+    worst = {
+        layer: min(y for _, y in line) if measure == "sqnr" else max(y for _, y in line)
+        for layer, line in layers.items()
+    }
+    return sorted(worst.items(), key=lambda pair: pair[1], reverse=measure != "sqnr")
+
+
+def _curves(run: Run) -> Iterator[Plot]:
+    for measure, unit, is_log in _CURVES:
+        layers = _by_layer(run.places, measure)
+        ranked = [(layer, value) for layer, value in _worst_first(layers, measure) if value or not is_log]
+        if not ranked:
+            continue
+        (layer, value), more = ranked[0], len(ranked) - 5
+        at = next(x for x, y in layers[layer] if y == value)
+        alt = f"The worst of {len(layers)} layers is {layer} at step {at:g}: {_valued(measure, value)}"
+        alt += f". {more} layers are grey." if more > 0 else "."
+        chart = curves({layer: layers[layer] for layer, _ in ranked}, unit=unit, log=is_log)
+        yield Plot(svg=chart.html(alt), title=f"{_TITLES.get(measure, measure)} by layer", alt=alt)
+
+
+def _heat(run: Run) -> Iterator[Plot]:
+    layers = _by_layer(run.places, "sqnr")
+    kept = {layer for layer, _ in _worst_first(layers, "sqnr")[:_MOST_ROWS]}
+    values = [y for line in layers.values() for _, y in line if math.isfinite(y)]
+    if len(layers) < 2 or not values:
+        return
+    alt = f"{len(kept)} of {len(layers)} layers in the order of the model; full is {min(values):.1f} dB."
+    rows = {layer: line for layer, line in layers.items() if layer in kept}
+    chart = heat(rows, good=max(values), bad=min(values), form=lambda value: f"{value:.1f} dB")
+    yield Plot(svg=chart.html(alt), title="SQNR of layers by steps", alt=alt)
+
+
+def _what_if(run: Run) -> Iterator[Plot]:
+    # The mean over the places that every recipe casts, so that recipes are compared on the same tensors.
+    recipe = str(run.headers[0].get("recipe", "in use")) if run.headers else "in use"
+    recipes = {f"{recipe} (in use)": run.places, **run.tried}
+    series = {
+        name: {(p.layer, p.gemm, p.operand): p.series["sqnr"] for p in places if "sqnr" in p.series}
+        for name, places in recipes.items()
+    }
+    shared = set.intersection(*(set(of) for of in series.values()))
+    if not run.tried or not shared:
+        return
+    lines: dict[str, Curve] = {}
+    for name, places in series.items():
+        steps: dict[int, list[float]] = {}
+        for key in shared:
+            for step, value in places[key].items():
+                if math.isfinite(value):
+                    steps.setdefault(step, []).append(value)
+        lines[name] = sorted((step, sum(values) / len(values)) for step, values in steps.items())
+    last = [f"{name} {line[-1][1]:.1f} dB" for name, line in lines.items() if line]
+    alt = f"Mean SQNR of {len(shared)} casts; at the last step {', '.join(last)}."
+    yield Plot(svg=curves(lines, unit="dB").html(alt), title="What other recipes would give", alt=alt)
+
+
+def _valued(measure: str, value: float) -> str:
+    return f"{value:.1f} dB" if measure == "sqnr" else f"{value:.3g}"

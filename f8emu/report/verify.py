@@ -38,6 +38,8 @@ from f8emu.verdict import Exit, Verdict
 
 COMMAND = "f8emu verify"
 _MAPS = 6
+_SHOWN = 8
+"""Cases of a subject of which an output is shown, unless the command asks for more."""
 _TONES: dict[Status, Tone] = {
     Status.EQUAL: "good",
     Status.DIFFERENT: "bad",
@@ -54,7 +56,7 @@ class Run:
 
     command: Sequence[str]
     seconds: float
-    errors: int = 8
+    errors: int = _SHOWN
     """The most cases of each subject of which an output is shown."""
     not_run: Mapping[str, str] = field(default_factory=dict)
     """Subjects that could not be loaded, and why."""
@@ -171,6 +173,12 @@ def page(result: Result, run: Run) -> Page:
     names = [subject.name for subject in result.subjects]
     title = f"Do the bits agree? {names[0] if len(names) == 1 else f'{len(names)} subjects'}"
     return Page(title=title, verdict=verdict_cell(verdict(result)), sections=sections)
+
+
+def result_page(result: Result) -> Page:
+    """What Python shows of a result: no diagnosis, no machine."""
+    sections = [_subject(subject, _SHOWN) for subject in result.subjects]
+    return Page(title="Do the bits agree?", verdict=verdict_cell(verdict(result)), sections=sections)
 
 
 def _overview(result: Result) -> Section:

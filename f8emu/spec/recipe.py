@@ -10,6 +10,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from html import escape
 
 from f8emu.spec.cast_plan import CastPlans, RecipePlans, cast_plans
 from f8emu.spec.chip import Chip
@@ -71,6 +72,9 @@ class Recipe:
     def __repr__(self) -> str:
         """The label: the name, and what tells a changed recipe from the named one; `explain()` says it all."""
         return f"Recipe({self.label!r})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.explain())}</pre>"
 
     def __post_init__(self) -> None:
         # 1. The chip has these GEMMs.

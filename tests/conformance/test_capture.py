@@ -21,13 +21,13 @@ from f8emu.capture import (
     GemmRecord,
     Session,
     TensorRecord,
+    diff,
     writer,
 )
-from f8emu.capture.diff import diff_captures
 from f8emu.capture.findings import ulps
 from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record
-from f8emu.capture.replay import Replay, replay
+from f8emu.capture.replaying import Replay, replay
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.spec import (
     BFLOAT16,
@@ -333,14 +333,14 @@ def test_names_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_diff_names_where_two_captures_part(layers: dict[str, Records], tmp_path: Path) -> None:
     a = written(tmp_path / "a", layers["rowwise"])
     same = written(tmp_path / "same", layers["rowwise"], rank=3, step=9, world_size=4, device="NVIDIA H200")
-    found = diff_captures(read_capture(a), read_capture(same))
+    found = diff(read_capture(a), read_capture(same))
     assert found.is_equal and found.stages == found.stages_equal == 3 + 3 * 5
     assert "device: cpu / NVIDIA H200" in found.context and "rank: 0 of 1 / 3 of 4" in found.context
 
     changed = flipped(layers["rowwise"], "layers.0.w1", "grad_input", "product", (4, 5), bit=3)
     changed = flipped(changed, "layers.0.w1", "grad_weight", "b.codes", (1, 1))
     b = written(tmp_path / "b", changed)
-    found = diff_captures(read_capture(a), read_capture(b))
+    found = diff(read_capture(a), read_capture(b))
     first, second = found.divergences
     assert (first.place, first.part, first.elements_different) == ("layers.0.w1 grad_input", "product", 1)
     assert (first.ulps_max, first.ulps_median, first.cause) == (8, 8.0, "of equal operands: the GEMM itself")
@@ -351,13 +351,13 @@ def test_diff_names_where_two_captures_part(layers: dict[str, Records], tmp_path
 def test_diff_of_captures_that_hold_different_things(layers: dict[str, Records], tmp_path: Path) -> None:
     a = written(tmp_path / "a", layers["rowwise"][:4])
     b = written(tmp_path / "b", layers["rowwise"][1:], step=8)
-    found = diff_captures(read_capture(a), read_capture(b))
+    found = diff(read_capture(a), read_capture(b))
     assert not found.is_equal and not found.divergences
     assert found.only_a == ["step 7: layers.0.w1 input"] and len(found.only_b) == 2
     written(tmp_path / "b", layers["rowwise"], step=9)
     written(tmp_path / "a", layers["rowwise"], step=6)
     with pytest.raises(SpecError, match="no step of one capture is in the other"):
-        diff_captures(read_capture(tmp_path / "a"), read_capture(tmp_path / "b"))
+        diff(read_capture(tmp_path / "a"), read_capture(tmp_path / "b"))
 
 
 def test_diff_of_batches_of_different_sizes(layers: dict[str, Records], tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_diff_of_batches_of_different_sizes(layers: dict[str, Records], tmp_path
         rows = {name: x[:8] if len(x) == M else x for name, x in arrays.items()}
         shorter.append((replace(record, m=8) if isinstance(record, GemmRecord) else record, rows))
     a, b = written(tmp_path / "a", layers["rowwise"][:3]), written(tmp_path / "b", shorter)
-    found = diff_captures(read_capture(a), read_capture(b))
+    found = diff(read_capture(a), read_capture(b))
     assert [one.part for one in found.divergences] == ["value", "a.scale", "a.codes", "product"]
     assert found.divergences[2].line().endswith(f"float8_e4m3fn[{M}, {K}] / float8_e4m3fn[8, {K}]")
 
@@ -509,4 +509,4 @@ def test_ctrl_c_keeps_what_was_found(layers: dict[str, Records], tmp_path: Path)
     assert found.is_interrupted and not found.is_equal
     assert found.findings[0].part == "a.codes" and found.gemms == 1
     assert replay(steps, progress=Interrupted(1)).verdict.line == "INTERRUPTED, nothing was computed again"
-    assert diff_captures(steps, steps, progress=Interrupted(1)).verdict.line == "INTERRUPTED, nothing was compared"
+    assert diff(steps, steps, progress=Interrupted(1)).verdict.line == "INTERRUPTED, nothing was compared"

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 import f8emu.jax as f8
-from f8emu.capture import GemmRecord
-from f8emu.capture.diff import diff_captures
+from f8emu.capture import GemmRecord, diff, replay
 from f8emu.capture.read import read_capture
-from f8emu.capture.replay import replay
 from f8emu.spec import recipe_by_name
 
 ARRAYS = {"x": (24, 48), "w": (80, 48), "grad": (24, 80)}
@@ -66,7 +64,7 @@ def test_a_jax_capture_equals_that_of_torch(tmp_path: Path) -> None:
         layers["up"](arrays["x"].requires_grad_()).backward(arrays["grad"])
         of_torch.step()
     assert of_torch.is_done
-    parts = diff_captures(read_capture(tmp_path / "torch"), read_capture(tmp_path / "jax"))
+    parts = diff(read_capture(tmp_path / "torch"), read_capture(tmp_path / "jax"))
     assert parts.is_equal and parts.stages == 2 * (3 + 3 * 5), [finding.line() for finding in parts.divergences]
     assert "framework: torch / jax" in parts.context
 

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import f8emu.torch
-from f8emu.capture import CaptureError, GemmRecord, writer
-from f8emu.capture.diff import diff_captures
+from f8emu.capture import CaptureError, GemmRecord, diff, replay, writer
 from f8emu.capture.read import read_capture
-from f8emu.capture.replay import replay
 from f8emu.spec import GEMM_NAMES, OperandError, SpecError, recipe_by_name
 from f8emu.torch import capture, convert_to_float8_training
 from f8emu.torch.layer.observers import TensorSeen
@@ -129,7 +127,7 @@ def test_compiled_and_eager_training_are_captured_the_same(tmp_path: Path) -> No
         with capture(run.model, tmp_path / str(compiled), first_step=9) as capturing:
             run.train(1)
         assert capturing.is_done
-    found = diff_captures(read_capture(tmp_path / "False"), read_capture(tmp_path / "True"))
+    found = diff(read_capture(tmp_path / "False"), read_capture(tmp_path / "True"))
     assert found.is_equal and found.stages == 67, [one.line() for one in found.divergences]
 
 

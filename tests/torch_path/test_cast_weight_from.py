@@ -17,9 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8emu.torch as f8
 import f8ref.numpy as oracle
-from f8emu.capture.diff import diff_captures
+from f8emu.capture import diff, replay
 from f8emu.capture.read import read_capture
-from f8emu.capture.replay import replay
 from f8emu.conformance.layers.trace import engine_linear
 from f8emu.conformance.run.subject import load_subject
 from f8emu.dialects import quantize
@@ -190,16 +189,16 @@ def test_an_export_and_two_captures(tmp_path: Path) -> None:
         assert torch.equal(stored["0.weight_scale_inv"], wanted.scale)
     # 2. Captures. The capture of the rule shows what is cast, so that it is the server's.
     assert replay(steps["bfloat16"]).is_equal
-    assert diff_captures(steps["bfloat16"], steps["server"]).is_equal
+    assert diff(steps["bfloat16"], steps["server"]).is_equal
     for names in (("parameter", "server"), ("server", "parameter")):
-        first, *others = diff_captures(*(steps[name] for name in names)).divergences
+        first, *others = diff(*(steps[name] for name in names)).divergences
         assert (first.part, first.tensor) == ("value", "weight") and "cast_weight_from='bfloat16'" in first.cause
         assert others
     # 3. One side shows no weight.
     for lacking, showing in (("parameter", "server"), ("server", "parameter")):
         (a,), (b,) = steps[lacking], steps[showing]
         a = replace(a, records=[one for one in a.records if one.record.what != "weight"])
-        causes = [one.cause for one in diff_captures([a], [b]).divergences if one.tensor == "weight"]
+        causes = [one.cause for one in diff([a], [b]).divergences if one.tensor == "weight"]
         assert any("cast_weight_from='bfloat16'" in cause for cause in causes), causes
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from f8emu.shown import Shown
 from f8emu.spec import BFLOAT16, Format, Granularity
 from f8emu.spec.gemm_call import GroupKind, Shaped, group_parts, scaled_grouped_mm_call
 from f8emu.spec.scaling import BLOCK
@@ -100,8 +101,8 @@ class Memory(Enum):
     ADDRESSES = "new arrays in the memory of those of the call before"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GemmCase:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class GemmCase(Shown):
     """The operands and options of one GEMM `a @ b^T`.
 
     Scales have the layouts that the verbs take; the scales of b have the layout of its transpose.

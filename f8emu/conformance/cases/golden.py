@@ -22,6 +22,7 @@ import numpy as np
 from f8emu.conformance.cases.container import REMEDY, read_container, write_container
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
+from f8emu.shown import Shown
 from f8emu.spec import BFLOAT16, HIGH_PRECISION, HOPPER, F8Error, Format, Granularity
 from f8emu.spec.errors import GoldenFileError
 from f8emu.spec.scaling import BLOCK
@@ -31,8 +32,8 @@ SHIPPED = "h200_golden.safetensors"
 Kernels = tuple[tuple[str, tuple[int, ...]], ...]  # (name, grid) of every kernel, in order
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GoldenCase:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class GoldenCase(Shown):
     """One recorded GEMM: its operands, its output, and the kernels that ran."""
 
     name: str
@@ -46,8 +47,8 @@ class GoldenCase:
         return f"{self.gemm.id} {self.name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GoldenFile:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class GoldenFile(Shown):
     """The content of a golden file."""
 
     path: Path

@@ -11,6 +11,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import ClassVar
 
 from f8emu.conformance.diagnosis.addition_order import Measured, measure_order
 from f8emu.conformance.diagnosis.alterations import ALTERATIONS, SUM_BITS, Change, changing
@@ -21,11 +22,12 @@ from f8emu.conformance.diagnosis.probes import KINDS, GemmKind
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, rules_of
 from f8emu.conformance.run.result import Progress, Silent
 from f8emu.conformance.run.subject import Subject
+from f8emu.shown import Shown
 from f8emu.spec import HOPPER
 
 
-@dataclass(slots=True, kw_only=True)
-class Fitted:
+@dataclass(slots=True, kw_only=True, repr=False)
+class Fitted(Shown):
     """One kind of GEMM of a kernel; grows while `fit` runs."""
 
     kind: str
@@ -74,10 +76,11 @@ class Fitted:
         return None if len(self.ran("M")) < 2 or self.is_random else all(row.is_same for row in rows)
 
 
-@dataclass(slots=True, kw_only=True)
-class Fit:
+@dataclass(slots=True, kw_only=True, repr=False)
+class Fit(Shown):
     """The kinds of GEMM of a kernel; grows while `fit` runs."""
 
+    _page: ClassVar[str] = "f8emu.report.diagnosis:fit_page"
     subject: str
     engine: str
     kinds: list[Fitted] = field(default_factory=list)

@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from f8emu.conformance.cases.golden import GoldenFile
 from f8emu.conformance.compare import Mismatch, UlpHistogram, different, distances, merged
+from f8emu.shown import Shown
 
 MAX_CELLS = 128
 """Rows and columns of a map; a larger output has cells of several outputs."""
@@ -34,8 +35,8 @@ class Silent(Progress):
     """Progress that nobody looks at."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DifferenceMap:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class DifferenceMap(Shown):
     """One output, cell by cell."""
 
     case: str
@@ -148,8 +149,8 @@ class Status(Enum):
     """Nothing ran, although something should have. A failure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StageResult(Shown):
     """One stage of one subject, or some of its cases."""
 
     stage: str = ""
@@ -196,8 +197,8 @@ class StageResult:
         return Status.EQUAL if is_equal else Status.DIFFERENT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubjectResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SubjectResult(Shown):
     """All stages of one subject."""
 
     name: str
@@ -211,10 +212,11 @@ class SubjectResult:
         return Status.EQUAL in statuses and not {Status.DIFFERENT, Status.EMPTY} & statuses
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Result(Shown):
     """The result of the whole run."""
 
+    _page: ClassVar[str] = "f8emu.report.verify:result_page"
     golden: GoldenFile
     subjects: list[SubjectResult]
     is_interrupted: bool = False

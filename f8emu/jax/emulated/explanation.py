@@ -13,6 +13,7 @@ from f8emu.jax.emulated.matching import Matches, merged_dots
 from f8emu.jax.emulated.program import DOTS, aval_of, name_of
 from f8emu.jax.emulated.rules import FLOAT8, RULE_OF, Rule, is_fast
 from f8emu.jax.emulated.transform import Emulation, evaluated, traced
+from f8emu.shown import Shown, screen
 from f8emu.spec.chips import HOPPER
 
 P = ParamSpec("P")
@@ -20,8 +21,8 @@ _MERGED = "needs xla_gpu_dot_merger_threshold_mb=0: XLA would merge it with a do
 _COLUMNS = ("dot", "in", "operands", "float8 GEMM", "joins it", "rules", "note")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainedDot:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ExplainedDot(Shown):
     """What one dot of a program is on a Hopper GPU."""
 
     name: str
@@ -60,6 +61,9 @@ class Explanation:
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
         lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
         return "\n".join([summary, *(lines if self.dots else [])])
+
+    def __repr__(self) -> str:
+        return screen([str(self)])
 
 
 def explain(f: Callable[P, Any]) -> Callable[P, Explanation]:

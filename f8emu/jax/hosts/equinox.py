@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import wadler_lindig as wl  # equinox prints with it
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -58,6 +59,16 @@ class Float8Linear(eqx.Module):
         leaves, tree = jax.tree.flatten((x, self.weight, state))
         y = _bind(_Product(self.recipe, self.engine, tree), *leaves)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape).astype(y.dtype)
+
+    def __pdoc__(self, *, indent: int, **options: Any) -> wl.AbstractDoc:
+        """What equinox prints: the fields that the layer had before, and its recipe."""
+        fields = {"weight": self.weight, "bias": self.bias}
+        if hasattr(self.weight, "shape"):  # of a model that was partitioned there is none
+            n, k = self.weight.shape
+            fields |= {"in_features": k, "out_features": n, "use_bias": self.bias is not None}
+        docs = wl.named_objs({**fields, "recipe": self.recipe.label}.items(), indent=indent, **options)
+        begin, end = wl.TextDoc(f"{type(self).__name__}("), wl.TextDoc(")")
+        return wl.bracketed(begin=begin, docs=docs, sep=wl.comma, end=end, indent=indent)
 
 
 def convert_linears(

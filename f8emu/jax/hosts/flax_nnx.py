@@ -15,10 +15,12 @@ split:
 `graph, variables = nnx.split((model, optimizer))`, begins with `nnx.merge` and returns `nnx.state((model, optimizer))`.
 """
 
+from collections.abc import Generator
 from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx import reprlib
 
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general
@@ -50,6 +52,10 @@ class Float8DotGeneral(nnx.Module):
         self.overwrites = overwrites
         self.function = delayed_dot_general(recipe, engine=engine)
         self.state = OverwriteWithGradient(linear_delayed_state(recipe))
+
+    def __nnx_repr__(self) -> Generator[reprlib.Object | reprlib.Attr, Any, None]:
+        yield reprlib.Object(type=type(self))
+        yield reprlib.Attr("recipe", self.function.recipe.label)
 
     def __call__(self, lhs: Any, rhs: Any, *args: Any, **options: Any) -> jax.Array:
         """`jax.lax.dot_general` under the recipe; lhs is the recipe's input, rhs its weight.

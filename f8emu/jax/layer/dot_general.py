@@ -29,6 +29,7 @@ from f8emu.jax.layer.sharding import (
     vary_alike,
 )
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
+from f8emu.spec.formats import changed_fields
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import DelayedState, Float8State
 
@@ -82,8 +83,11 @@ class _Layer:
     tap: Tap | None = None
     """The tap of a capture; `f8emu.jax.Capture.named` sets it."""
 
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DotGeneral(_Layer):
     """A function like `jax.lax.dot_general`, returned by `dot_general`."""
 
@@ -118,7 +122,7 @@ class DotGeneral(_Layer):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DelayedDotGeneral(_Layer):
     """A function like `jax.lax.dot_general` with a state, returned by `delayed_dot_general`."""
 

@@ -9,13 +9,14 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
 from types import new_class
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
+from f8emu.shown import Shown, screen
 from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
@@ -47,8 +48,8 @@ class Outcome(Enum):
     """Left alone: it chooses among experts, or weighs a shared one, in high precision."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionEntry:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ConversionEntry(Shown):
     """One linear layer of the model, or one module of experts."""
 
     fqn: str
@@ -69,8 +70,8 @@ class ConversionEntry:
         return ": ".join(filter(None, (self.outcome.value, self.reason, speed)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherWeight:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class OtherWeight(Shown):
     """A parameter of two or more dimensions of no linear layer or experts, which a conversion does not consider."""
 
     fqn: str
@@ -78,10 +79,11 @@ class OtherWeight:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ConversionReport(Shown):
     """The outcome of a conversion for every linear layer and all experts, in the order of `named_modules`."""
 
+    _page: ClassVar[str] = "f8emu.report.conversion:conversion_page"
     recipe: Recipe
     entries: tuple[ConversionEntry, ...]
     others: tuple[OtherWeight, ...] = ()
@@ -112,6 +114,9 @@ class ConversionReport:
         if self.others:
             lines += ["not looked at:", *_rows((other.fqn, other.shape, other.reason) for other in self.others)]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return screen([str(self)])
 
     @property
     def screen(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
+from f8emu.shown import Shown
 from f8emu.spec.errors import SpecError, UnsupportedError
 from f8emu.spec.recipe import GEMM_NAMES, recipe_by_name
 
@@ -34,8 +35,8 @@ DEFAULT_STATISTICS = ("amax", "nan", "inf", "underflow", "saturation", "sqnr", "
 _NAMES = {"statistics": STATISTICS, "gemms": GEMM_NAMES, "tensors": TENSORS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectConfig:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class InspectConfig(Shown):
     """The settings of an inspection: layers, steps and statistics, and the files to write.
 
     Raises:

@@ -9,6 +9,8 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from html import escape
+from importlib import import_module
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import f8emu
+from f8emu.shown import screen
 from f8emu.torch.gemm.emulation import emulator_name
 from f8emu.torch.inspection.config import InspectConfig, JsonLog, TensorBoardLog, config_of
 from f8emu.torch.inspection.recorder import Recorder, read
@@ -88,7 +91,10 @@ def inspect(
 
 
 class Inspector:
-    """A running inspection, returned by `inspect`; a context manager. Unless closed, it ends with the model."""
+    """A running inspection, returned by `inspect`; a context manager. Unless closed, it ends with the model.
+
+    In a notebook it shows what it has written to `path` so far, as `f8emu inspect` does.
+    """
 
     def __init__(
         self,
@@ -102,7 +108,7 @@ class Inspector:
         self.config, self.events = config, list[Event]()
         self._on_event = on_event
         self._rank, _ = rank_of_process()
-        self._is_closed = False
+        self._is_closed, self._layers = False, len(layers)
         known = weakref.WeakValueDictionary(layers)  # while a layer has a tap, what watches it is kept
         self._recorder = Recorder(config, known, first_step, self._rank, self._flush)
         self._logs: list[JsonLog | TensorBoardLog] = []
@@ -119,6 +125,18 @@ class Inspector:
             hook = optimizer.register_step_post_hook(not_compiled(lambda *_: self._end_step()))
         self._observation = Observation(model, layers, self._recorder, hook)
         self._observation.turn(config.is_step(self.number))
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"step {self.number}"
+        events = [f"  {event}" for event in self.events]
+        log = f", {self.config.path}" if self.config.path else ""
+        return screen([f"Inspector: {state}, {self._layers} layers, {len(events)} events{log}", *events])
+
+    def _repr_html_(self) -> str:
+        path = next((log.path for log in self._logs if isinstance(log, JsonLog)), None)
+        if path is None:
+            return f"<pre>{escape(repr(self))}</pre>"
+        return import_module("f8emu.report").inspect(path)._repr_html_()
 
     @property
     def number(self) -> int:

@@ -9,6 +9,8 @@ The engine that computed a capture does not judge it: a capture that f8ref.jax e
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from f8emu.capture.oracle import (
     require_of_recipe,
     sampled,
 )
-from f8emu.capture.read import CapturedRecord, CapturedStep
+from f8emu.capture.read import CapturedRecord, CapturedStep, steps_of
 from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord
 from f8emu.conformance.compare import Mismatch, abbreviated, counted, different
 from f8emu.conformance.run.result import Progress
@@ -45,10 +47,11 @@ class Count:
     elements_equal: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False)
 class Replay(Comparison):
     """The result of a replay, which covers everything that a capture holds."""
 
+    _page: ClassVar[str] = "f8emu.capture.replaying:replay_page"
     steps: list[str] = field(default_factory=list)
     gemms: int = 0
     counts: dict[str, Count] = field(default_factory=lambda: {kind: Count() for kind in KINDS})
@@ -79,7 +82,7 @@ class Replay(Comparison):
 
 
 def replay(
-    steps: Sequence[CapturedStep],
+    steps: str | Path | Sequence[CapturedStep],
     *,
     oracle: str | None = None,
     outputs: int | None = None,
@@ -100,6 +103,7 @@ def replay(
         raise SpecError(f"replay: oracle must be one of {', '.join(ORACLES)}; got {oracle!r}")
     if outputs is not None and outputs < 1:
         raise SpecError(f"replay: outputs must be at least 1, or None for all; got {outputs}")
+    steps = steps_of(steps)
     result = Replay(missing=numbered(steps)[1])
     judges: dict[str, Subject] = {}
 
@@ -194,6 +198,7 @@ class _Step:
         count.parts_equal += not bad
         count.elements += wrong.size
         count.elements_equal += wrong.size - bad
+        self.found.course.append((f"{self.step.name}: {record.place}", part, not bad))
         if not bad:
             return
         # 2. A finding. An element that is equal under another inv_scale is equal.
@@ -212,7 +217,7 @@ def _placed(mismatch: Mismatch, sample: Sampled) -> Mismatch:
     return replace(mismatch, index=(int(sample.rows[i]), int(sample.columns[j])), inputs=inputs)
 
 
-def replay_page(result: Replay, errors: int) -> Page:
+def replay_page(result: Replay, errors: int = 20) -> Page:
     """One row a kind of stage; findings, first to last, with mismatches of the first; then what was not judged."""
     rows: list[Row] = []
     for kind, count in result.counts.items():
@@ -228,4 +233,4 @@ def replay_page(result: Replay, errors: int) -> Page:
     )
     lists = {"damaged": result.damaged, "not replayed": result.not_replayed, "missing": result.missing}
     above = [table, *(f"captured because of {reason}" for reason in result.reasons)]
-    return findings_page("replay", above, result.findings, lists, errors)
+    return findings_page("replay", result, above, result.findings, lists, errors)

@@ -9,13 +9,15 @@ Scales in other formats are compared as the numbers that they are.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from f8emu.capture.explain import CAST_FROM, OF_OTHER, explained, first_block, is_of_copy
 from f8emu.capture.findings import Comparison, Difference, compared, findings_page, numbered
 from f8emu.capture.pairing import Half, Key, renamed, unseen
-from f8emu.capture.read import CapturedRecord, CapturedStep
+from f8emu.capture.read import CapturedRecord, CapturedStep, steps_of
 from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord, TensorRecord
 from f8emu.conformance.compare import Mismatch, counted, different
 from f8emu.conformance.run.result import Progress
@@ -28,10 +30,11 @@ _OPTIONS = ("a_format", "b_format", "granularity_a", "granularity_b", "out_dtype
 """Options of a GEMM; if they differ, the bits may differ too."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False)
 class CaptureDiff(Comparison):
     """The equal and the differing parts of two captures. Missing parts were not compared."""
 
+    _page: ClassVar[str] = "f8emu.capture.diffing:diff_page"
     context: list[str] = field(default_factory=list)
     """Differences in how the two were made: device, versions, recipe, ..."""
     steps: int = 0
@@ -77,6 +80,7 @@ class CaptureDiff(Comparison):
             facts, size = compared(x, y, place, part, errors), max(one.size for one in (x, y) if one is not None)
             self.stages += 1
             self.stages_equal += not facts
+            self.course.append((place, part, not facts))
             self.elements += size
             self.elements_equal += size - facts.get("elements_different", 0)
             if not facts:
@@ -98,23 +102,28 @@ class CaptureDiff(Comparison):
             self.divergences.append(Difference(**where, elements=size, **facts))
 
 
-def diff_captures(
-    a: Sequence[CapturedStep],
-    b: Sequence[CapturedStep],
+def diff(
+    a: str | Path | Sequence[CapturedStep],
+    b: str | Path | Sequence[CapturedStep],
     *,
     errors: int = 20,
     names: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> CaptureDiff:
-    """Compare two captures of `read_capture`. KeyboardInterrupt ends it, and the findings so far are returned.
+    """Compare two captures, as `f8emu diff` does. KeyboardInterrupt ends it, and the findings so far are returned.
 
     Args:
-        a: the first, a trainer's for example.
+        a: the first, a trainer's for example: a path, or steps of `read_capture`.
         b: the second, a server's for example.
         errors: mismatches to keep of each divergence.
         names: pairs `REGEX=REPLACEMENT` that make the names of A's layers those of B's, as `re.sub` does.
         progress: receives the progress.
+
+    Raises:
+        CaptureError: a path without a capture, or with one that cannot be read.
+        SpecError: no step of one is in the other, or a name that is no pair.
     """
+    a, b = steps_of(a), steps_of(b)
     result = CaptureDiff()
 
     def tasks() -> Iterator[tuple[str, list[Callable[[], None]]]]:
@@ -219,7 +228,7 @@ def _why(of_a: Half, of_b: Half, key: Key, part: str, is_fault: bool, tensor: st
     return first | {"cause": f"{cause}; {CAST_FROM}" if is_of_other else cause}
 
 
-def diff_page(result: CaptureDiff, errors: int) -> Page:
+def diff_page(result: CaptureDiff, errors: int = 20) -> Page:
     """Differences in how the captures were made, then where they part."""
     lists = {"A alone has": result.only_a, "B alone has": result.only_b}
     lists |= {"missing": result.missing, "damaged": result.damaged}
@@ -228,4 +237,4 @@ def diff_page(result: CaptureDiff, errors: int) -> Page:
     def shown(mismatch: Mismatch) -> str:
         return f"{mismatch.part} [{', '.join(map(str, mismatch.index))}]: A {mismatch.observed}  B {mismatch.expected}"
 
-    return findings_page("diff", above, result.divergences, lists, errors, shown)
+    return findings_page("diff", result, above, result.divergences, lists, errors, shown)
