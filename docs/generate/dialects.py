@@ -1,6 +1,7 @@
 """Writes reference/dialects.md: the table of dialects and the scales of blocks of zeros, from DIALECTS."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from f8emu.dialects import DIALECTS, Dialect, zero_block_scale
@@ -23,7 +24,19 @@ The stored scale of a block of zeros in bfloat16. compressed-tensors gives 2^-10
 
 def page() -> str:
     """The page in markdown."""
-    return "\n".join((_HEAD, *_dialects(), _ZERO_BLOCKS, *_zero_blocks())) + "\n"
+    return "\n".join((_HEAD, *_standing(), *_dialects(), _ZERO_BLOCKS, *_zero_blocks())) + "\n"
+
+
+def _standing() -> Iterator[str]:
+    """How many dialects were compared, and with what."""
+    counts = Counter((dialect.is_compared, bool(dialect.gpu)) for dialect in DIALECTS.values())
+    stacks = len({dialect.stack for dialect in DIALECTS.values()})
+    of_both, of_cpu, of_gpu = counts[True, True], counts[True, False], counts[False, True]
+    yield (
+        f"Of the {len(DIALECTS)} dialects of {stacks} stacks, {of_both + of_cpu} are compared on a CPU, {of_both} of them on "
+        f"a GPU too, and {of_gpu} on a GPU alone; {counts[False, False]} were read."
+    )
+    yield ""
 
 
 def _dialects() -> Iterator[str]:
