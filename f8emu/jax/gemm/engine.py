@@ -132,7 +132,7 @@ def _own_split(call: EngineCall) -> str:
     return f"{verb}: on hardware the library chooses split_k; got a value; leave it out, or pass engine='emulated'"
 
 
-def _no_hardware(call: str, device: jax.Device | None, chip: Chip) -> str:
+def _no_hardware(call: str, device: Any, chip: Chip) -> str:
     if chip.capability is None:
         wanted = f"a device whose library has the bits of {chip}, and JAX has no such device"
     else:
