@@ -33,8 +33,8 @@ def _standing() -> Iterator[str]:
     stacks = len({dialect.stack for dialect in DIALECTS.values()})
     of_both, of_cpu, of_gpu = counts[True, True], counts[True, False], counts[False, True]
     yield (
-        f"Of the {len(DIALECTS)} dialects of {stacks} stacks, {of_both + of_cpu} are compared on a CPU, {of_both} of them on "
-        f"a GPU too, and {of_gpu} on a GPU alone; {counts[False, False]} were read."
+        f"Of the {len(DIALECTS)} dialects of {stacks} stacks, {of_both + of_cpu} are compared on a CPU, "
+        f"{of_both} of them on a GPU too, and {of_gpu} on a GPU alone; {counts[False, False]} were read."
     )
     yield ""
 
