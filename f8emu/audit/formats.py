@@ -17,6 +17,7 @@ from f8emu.audit.findings import Severity
 from f8emu.dialects.rules import MX_GROUP, ROW, SQUARE, TENSOR, Block
 from f8emu.environment import limited
 from f8emu.spec import SpecError
+from f8emu.spec.chips import GPUS, RELATED, named
 
 SCALES = (
     *("{w}_scale_inv", "{w}_scale", "{m}.scale_weight", "{m}.scale", "{m}._weight_scale"),
@@ -202,22 +203,20 @@ CONSUMERS: Mapping[str, Mapping[ScaleKind, tuple[Severity, str]]] = {
     "transformers:sm100": {ScaleKind.FLOAT: (Severity.WARNING, _ROUNDED)},
 }
 """Stack and chip -> the kinds of block scales that it does not serve as they are, and what it does to them."""
-_CHIPS = {
-    **dict.fromkeys(("sm90", "hopper", "h100", "h200", "h800", "h20", "gh200"), "sm90"),
-    **dict.fromkeys(("sm100", "blackwell", "b100", "b200", "b300", "gb200", "gb300"), "sm100"),
-}
+_SERVING = [name for name, chip in {**GPUS, **RELATED}.items() if chip.capability in ((9, 0), (10, 0))]
 
 
 def consumers_of(text: str) -> list[str]:
     """The keys of CONSUMERS that STACK or STACK:CHIP names; all chips of the stack where none is named."""
-    stack, separator, chip = text.lower().replace("-", "_").replace("deepgemm", "deep_gemm").partition(":")
-    wanted = f"{stack}:{_CHIPS.get(chip, '?')}" if separator else f"{stack}:"
-    keys = [key for key in CONSUMERS if key.startswith(wanted)]
+    stack, separator, name = text.lower().replace("-", "_").replace("deepgemm", "deep_gemm").partition(":")
+    chip = named(name, {**GPUS, **RELATED})
+    architecture = f"sm{chip.capability[0]}{chip.capability[1]}" if chip and chip.capability else "?"
+    keys = [key for key in CONSUMERS if key.startswith(f"{stack}:{architecture}" if separator else f"{stack}:")]
     if not keys:
         stacks = ", ".join(dict.fromkeys(key.partition(":")[0] for key in CONSUMERS))
         raise SpecError(
             f"audit --consumer: expected STACK or STACK:CHIP with a stack among {stacks} and a chip among "
-            f"{', '.join(_CHIPS)}; got {text!r:.40}"
+            f"{', '.join(_SERVING)}; got {text!r:.40}"
         )
     return keys
 

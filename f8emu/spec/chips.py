@@ -6,6 +6,7 @@ Sources: recordings of single instructions by north-numerical-computing/MATLAB-t
 replayed by `f8emu verify --recordings`; MMA-Sim (arXiv 2511.10909) for the profiles marked unverified (NUMERICS 9).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -155,18 +156,46 @@ CDNA3 = _other(
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in (HOPPER, H100, ADA, BLACKWELL_MMA, BLACKWELL_TCGEN05, CDNA3)}
 """Every known chip by name."""
 
+GPUS: dict[str, Chip] = {
+    **CHIPS,
+    **dict.fromkeys(("H200", "sm90"), HOPPER),
+    **dict.fromkeys(("L4", "L40", "L40S", "RTX 4090", "sm89"), ADA),
+    **dict.fromkeys(("Blackwell", "B100", "B200", "GB200", "sm100"), BLACKWELL_TCGEN05),
+    **dict.fromkeys(("MI300", "MI300A", "MI300X", "gfx942"), CDNA3),
+    **{chip.plan: chip for chip in CHIPS.values() if chip.plan},
+}
+"""Every name of a chip, an architecture or a GPU that is taken for a chip -> its profile."""
+RELATED: dict[str, Chip] = {
+    **dict.fromkeys(("H20", "H800", "GH200"), HOPPER),
+    **dict.fromkeys(("B300", "GB300"), BLACKWELL_TCGEN05),
+}
+"""GPUs without a profile -> that of their architecture: another number of cores may split K otherwise."""
+
 OPERAND_FORMATS: tuple[Format, ...] = tuple(dict.fromkeys(f for chip in CHIPS.values() for f in chip.operand_formats))
 """Float8 formats that some chip multiplies."""
 
 
 def chip_by_name(call: str, chip: Chip | str) -> Chip:
-    """A chip's profile by name; a profile is returned as it is.
+    """A chip's profile by a name of `GPUS`, such as `H200` or `hopper`; a profile is returned as it is.
 
     Raises:
-        SpecError: a name that is not in `CHIPS`; the message lists them.
+        SpecError: a name that is not in `GPUS`; the message lists them.
     """
-    profile = CHIPS.get(chip.name if isinstance(chip, Chip) else chip)
+    profile = CHIPS.get(chip.name if isinstance(chip, Chip) else chip) or named(chip, GPUS)
     if profile is None or (isinstance(chip, Chip) and profile is not chip and profile != chip):
+        if (related := named(chip, RELATED)) is not None:
+            why = f"of {chip} no split-K plan was recorded; chip={related.name!r} has the bits of its tensor cores"
+            raise SpecError(f"{call}: {why}")
         known = ", ".join(map(repr, CHIPS))
-        raise SpecError(f"{call}: chip must be one of {known}, or such a profile of f8emu.spec.CHIPS; got {chip!r}")
+        others = ", ".join(name for name, of in GPUS.items() if name not in (of.name, of.plan))
+        raise SpecError(f"{call}: chip must be one of {known}, or a name for one of them ({others}); got {chip!r}")
     return profile
+
+
+def named(name: object, chips: Mapping[str, Chip]) -> Chip | None:
+    """The chip of a name in any case, with or without `NVIDIA`, blanks, hyphens and underscores."""
+    return {_plain(key): chip for key, chip in chips.items()}.get(_plain(name)) if isinstance(name, str) else None
+
+
+def _plain(name: str) -> str:
+    return name.casefold().removeprefix("nvidia").translate(dict.fromkeys(map(ord, " -_")))

@@ -63,7 +63,7 @@ class Recipe:
     delayed: DelayedScaling | None = None
     """The rule of delayed scaling; None is dynamic scaling: every cast uses its own amax."""
     chip: str = HOPPER.name
-    """The chip whose bits the emulation gives: a name in `f8emu.spec.CHIPS`."""
+    """The chip whose bits the emulation gives: a name in `f8emu.spec.CHIPS`, or another name of one, such as `H200`."""
     cast_weight_from: CastFrom = CastFrom.PARAMETER
     """Which values of the weight are cast, everywhere: layer, autocast, all-gather, weights at rest, export."""
     cast_plans: RecipePlans = field(init=False, compare=False)
@@ -82,6 +82,7 @@ class Recipe:
         source = member_by_name(call, "cast_weight_from", CastFrom, self.cast_weight_from)
         object.__setattr__(self, "cast_weight_from", source)
         chip = chip_by_name(call, self.chip)
+        object.__setattr__(self, "chip", chip.name)
         for name, gemm in self.gemms.items():
             refusal = gemm.refusal(chip)
             if refusal is not None:

@@ -20,9 +20,9 @@ from itertools import accumulate, islice
 from typing import Any
 
 from f8emu.spec.chip import Chip
-from f8emu.spec.chips import H100, HOPPER
+from f8emu.spec.chips import CHIPS, H100, HOPPER, chip_by_name
 from f8emu.spec.errors import SpecError
-from f8emu.split_k.gemm import LAYOUTS, UNKNOWN, PlannedGemm, Split, one_of
+from f8emu.split_k.gemm import LAYOUTS, UNKNOWN, PlannedGemm, Split
 from f8emu.split_k.gemm import planned_gemm as planned_gemm
 from f8emu.split_k.trees import LEAF, PLAIN_FEATURES, Feature, FittedTree, SplitPlan, Tree
 from f8emu.strict import Fault, choice, faults_as, parsed, part, require
@@ -48,8 +48,11 @@ def plans_of(chips: Iterable[Chip]) -> str:
 
 @cache
 def shipped_plan(chip: str = CHIP) -> SplitPlan:
-    """The plan for a chip that f8emu comes with, read once."""
-    one_of("chip", chip, tuple(PLANS))
+    """The plan for a chip, by its name or its GPU's, that f8emu comes with, read once."""
+    chip = chip if chip in PLANS else chip_by_name("split_k", chip).plan
+    if not chip:
+        planned = ", ".join(known.name for known in CHIPS.values() if known.plan)
+        raise SpecError(f"split_k: this chip has no recorded split-K plan; the chips with one are {planned}")
     return replace(_read(PLANS[chip]), more_rules=lambda: _read(f"{PLANS[chip]}_mm").rules)
 
 

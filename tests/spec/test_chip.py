@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from f8emu.audit.formats import consumers_of
 from f8emu.spec.chip import AccumulationModel
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import SpecError, UnsupportedError
@@ -116,9 +117,22 @@ def test_instructions_of_the_public_recordings() -> None:
 
 def test_a_chip_is_named_or_given() -> None:
     assert chip_by_name("test", "Ada") is chip_by_name("test", CHIPS["Ada"]) is CHIPS["Ada"]
-    for unknown in ("ada", replace(HOPPER, size_multiple=8), 7):
+    for unknown in ("volta", "NVIDIA", replace(HOPPER, size_multiple=8), 7):
         with pytest.raises(SpecError, match="test: chip must be one of 'Hopper', 'H100', 'Ada', "):
             chip_by_name("test", unknown)  # pyright: ignore[reportArgumentType]
+
+
+def test_names_that_people_say() -> None:
+    """In any case, with hyphens or without, as the driver says them; a recipe keeps the profile's name and its hash."""
+    names = {"H200": "Hopper", "hopper": "Hopper", "NVIDIA H100 80GB HBM3": "H100", "sm_90": "Hopper", "l40s": "Ada"}
+    names |= {"nvidia b200": "Blackwell tcgen05", "blackwell-tcgen05": "Blackwell tcgen05", "mi300x": "CDNA3"}
+    assert {name: chip_by_name("test", name).name for name in names} == names
+    assert replace(ROWWISE, chip="h200").content_hash == ROWWISE.content_hash
+    with pytest.raises(SpecError, match="test: of GH200 no split-K plan was recorded; chip='Hopper' has the bits"):
+        chip_by_name("test", "GH200")
+    assert consumers_of("vllm:H200") == consumers_of("vllm:gh200") == ["vllm:sm90"]
+    with pytest.raises(SpecError, match=r"a chip among Hopper, H100, .*B200, .*GH200"):
+        consumers_of("vllm:L40S")
 
 
 def test_a_recipe_has_a_chip() -> None:

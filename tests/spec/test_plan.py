@@ -262,8 +262,11 @@ def test_the_trees_of_a_bare_mm_are_read_when_they_are_needed(monkeypatch: pytes
         split = of_h100.predicted(gemm(64, 512, 8192, gemm="bfloat16", layout=layout, out_dtype="float16"))
         assert split.split_k > 1 and split.source is Source.PREDICTED
         assert names[-1] == "h100_cublas_13_1_0_3_split_k_mm"
-    with pytest.raises(SpecError, match="chip must be one of NVIDIA H200, NVIDIA H100 80GB HBM3; got 'A100'"):
+    with pytest.raises(SpecError, match=r"split_k: chip must be one of 'Hopper', 'H100', .*; got 'A100'"):
         plan.shipped_plan("A100")
+    with pytest.raises(SpecError, match="no recorded split-K plan; the chips with one are Hopper, H100"):
+        plan.shipped_plan("Ada")
+    assert plan.shipped_plan("h200") == plan.shipped_plan()
 
 
 def test_plan_files_are_read_back(tmp_path: Any) -> None:

@@ -26,7 +26,7 @@ from f8emu.conformance.run.stages import Stage
 from f8emu.conformance.run.subject import Subject, load_subject
 from f8emu.conformance.run.verify import verify
 from f8emu.spec.chip import Chip
-from f8emu.spec.chips import ADA, BLACKWELL_MMA, CHIPS, HOPPER
+from f8emu.spec.chips import ADA, BLACKWELL_MMA, CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import GoldenFileError, SpecError
 from f8emu.spec.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, FLOAT32, Format
 from f8emu.strict import Fault, faults_as, require
@@ -103,10 +103,7 @@ def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) ->
     path = Path(path)
     profiles = dict(PROFILES)
     for name, profile in (chips or {}).items():
-        if profile not in CHIPS:
-            known = ", ".join(CHIPS)
-            raise SpecError(f"verify --chip {name}={profile}: expected PROFILE to be one of {known}; got {profile!r}")
-        profiles[name] = CHIPS[profile]
+        profiles[name] = chip_by_name(f"verify --chip {name}={profile}", profile)
     tensors, metadata, sha256 = read_container(path, _CALL, _REMEDY)
     groups: dict[tuple[str, str], dict[str, np.ndarray]] = {}
     with faults_as(GoldenFileError, _CALL, path, _REMEDY):

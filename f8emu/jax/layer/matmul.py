@@ -12,6 +12,7 @@ kept.
 """
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -211,7 +212,7 @@ def _product(
     """`a @ b^T` as one GEMM of the recipe, or its transpose."""
     assert isinstance(a, Operand) and isinstance(b, Operand), "they were cast for it"
     sizes = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
-    gemm = layer_call(spec, sizes, out_dtype, CHIPS[layer.recipe.chip])
+    gemm = replace(layer_call(spec, sizes, out_dtype, CHIPS[layer.recipe.chip]), call="dot_general")
     scales: tuple[jax.Array, ...] = ()
     if gemm.granularities is not None:
         scales = _scale(a, gemm.granularities[0]), _scale(b, gemm.granularities[1]).T
