@@ -3,16 +3,14 @@
 Everything is looked up on each call; a library that is not installed is reported, not an error.
 """
 
-import json
 import platform
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import TextIO, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from f8emu import interop
-from f8emu.environment import tested, versions
+from f8emu.environment import versions
 from f8emu.native.library import unavailable, widths
 from f8emu.spec import CHIPS, HOPPER, MissingExtraError
 from f8emu.spec.exports import public
@@ -47,20 +45,6 @@ class Diagnosis:
     """Device of the operands -> the engine that computes `f8emu.torch.scaled_mm` there with `engine="auto"`."""
     problems: list[str]
     """What of an installed library fails, and how."""
-
-
-def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
-    """Diagnose this machine and write the result to `stream` (standard output), as text or as JSON.
-
-    Returns the exit status: 1 if an installed library fails, 0 if not.
-    """
-    out: TextIO = sys.stdout if stream is None else stream
-    diagnosis = diagnose()
-    if as_json:
-        out.write(json.dumps({"schema": 1, **asdict(diagnosis)}, indent=1) + "\n")
-    else:
-        _write(diagnosis, out)
-    return 1 if diagnosis.problems else 0
 
 
 def diagnose() -> Diagnosis:
@@ -125,24 +109,6 @@ def engine_of_torch(device: str) -> str:
         return f"{text}; {unavailable() or f'vectors: {widths()[0]}'}"
     more = (f"; chip={chip.name!r} runs on the hardware, its profile is {chip.evidence.value}" for chip in chips)
     return text + "".join(more)
-
-
-def _write(diagnosis: Diagnosis, stream: TextIO) -> None:
-    stream.writelines(f"{line}\n" for line in _heading(diagnosis))
-    steps = "\n      ".join(next_steps(diagnosis))
-    stream.write(f"\nnext: {steps}\n")
-
-
-def _heading(diagnosis: Diagnosis) -> Iterator[str]:
-    yield diagnosis.system
-    yield ", ".join(f"{package} {found}" for package, found in diagnosis.versions.items())
-    yield f"tested with {tested()}"
-    for device in diagnosis.devices:
-        float8 = f", compute capability {device.capability}, {'' if device.has_float8 else 'no '}float8 hardware"
-        yield f"{device.library} {device.kind}: {device.name}{float8 if device.capability else ''}"
-    for device, engine in diagnosis.engines.items():
-        yield f"scaled_mm of torch tensors on {device}: {engine}"
-    yield from diagnosis.problems
 
 
 def next_steps(diagnosis: Diagnosis) -> Iterator[str]:

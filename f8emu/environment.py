@@ -89,3 +89,13 @@ def write_beside(path: Path, content: bytes) -> None:
 def printable(text: str) -> str:
     """The text with what a terminal would obey escaped, as in a string of Python."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def percent(share: float) -> str:
+    """`0 %` and `100 %` are exact; what is close to them says so."""
+    value = 100 * share
+    if 0 < value < 0.1:
+        return "< 0.1 %"
+    if 99.9 < value < 100:
+        return "> 99.9 %"
+    return f"{value:.1f} %" if value % 100 else f"{value:.0f} %"

@@ -33,6 +33,7 @@ def audit_page(audit: Audit, errors: int = 20) -> Page:
         caption=f"{len(shown)} of {counted(len(audit.findings), 'finding')}",
         columns=("severity", "check", "where", "expected", "found"),
         rows=[(Cell(text=f.severity, tone=_TONES[f.severity]), f.check, f.place, f.expected, f.found) for f in shown],
+        names=frozenset((2,)),
     )
     # 3. Meaning and remedy, once for each kind.
     totals, meanings = Counter(finding.check for finding in audit.findings), list[Text]()

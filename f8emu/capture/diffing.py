@@ -25,6 +25,7 @@ from f8emu.report.page import Page
 from f8emu.spec import OPERANDS, SpecError
 from f8emu.verdict import Verdict
 
+_REST = "Only the first divergence is shown; --json has all."
 _ORDER = ("value", "a.scale", "a.codes", "b.scale", "b.codes", "product")
 _OPTIONS = ("a_format", "b_format", "granularity_a", "granularity_b", "out_dtype", "use_fast_accum", "chip", "split_k")
 """Options of a GEMM; if they differ, the bits may differ too."""
@@ -232,9 +233,23 @@ def diff_page(result: CaptureDiff, errors: int = 20) -> Page:
     """Differences in how the captures were made, then where they part."""
     lists = {"A alone has": result.only_a, "B alone has": result.only_b}
     lists |= {"missing": result.missing, "damaged": result.damaged}
-    above = [f"A / B: {text}" for text in result.context]
+    above, findings = [f"A / B: {text}" for text in result.context], result.divergences
+    if sentence := _of_two_recipes(result):
+        above, findings, errors = [sentence, *above], findings[:1], 1
 
     def shown(mismatch: Mismatch) -> str:
         return f"{mismatch.part} [{', '.join(map(str, mismatch.index))}]: A {mismatch.observed}  B {mismatch.expected}"
 
-    return findings_page("diff", result, above, result.divergences, lists, errors, shown)
+    return findings_page("diff", result, above, findings, lists, errors, shown)
+
+
+def _of_two_recipes(result: CaptureDiff) -> str:
+    # One sentence, where the recipes differ and so everything after the first divergence does.
+    recipes = next((text.removeprefix("recipe: ") for text in result.context if text.startswith("recipe: ")), "")
+    if not recipes or not result.divergences:
+        return ""
+    first, (a, b) = result.divergences[0], recipes.split(" / ", 1)
+    runs = f"The runs use different recipes (A {a}, B {b})"
+    if first.part == "value":
+        return f"{runs}, but they already differ before any cast, in {first.tensor or 'a tensor'}. {_REST}"
+    return f"{runs}, so their scales and codes differ by rule: compare runs of one recipe. {_REST}"

@@ -39,7 +39,6 @@ def build_app() -> "typer.Typer":
     import typer
 
     app = typer.Typer(
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         help="float8 training recipes, with the bits of a Hopper GPU on any machine.",

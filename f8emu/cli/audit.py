@@ -4,8 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from f8emu.cli.frame import MOST, STATUSES, guarded, run_and_show
-from f8emu.cli.paths import Input, InputOrNone, OutputOrNone
+from f8emu.cli.frame import HTML, JSON, MOST, ending, guarded, run_and_show
+from f8emu.cli.paths import Input, InputOrNone, ReportOrNone
 
 if TYPE_CHECKING:
     import typer
@@ -14,21 +14,26 @@ _CHECKPOINT = "A .safetensors file, or a directory with config.json, index and s
 _SOURCE = "The model in high precision that was quantized."
 _CONSUMER = "What will serve it: vllm, sglang, deep_gemm or transformers; on h100, b200, ..."
 _TP = "The tensor-parallel size: does it leave a rank a part of a block?"
-_HTML = "Write the report as one page."
 
 
 def add_to(app: "typer.Typer") -> None:
     """Add the command."""
     import typer
 
-    @app.command(epilog=STATUSES)
+    @app.command(
+        epilog=ending(
+            "f8emu audit DeepSeek-V3",
+            "f8emu audit served --source trained --consumer vllm:h200",
+            "f8emu audit model.safetensors --json findings.json --html findings.html",
+        )
+    )
     def audit(
         checkpoint: Annotated[Input, typer.Argument(help=_CHECKPOINT)],
         source: Annotated[InputOrNone, typer.Option(metavar="MODEL", help=_SOURCE)] = None,
         consumer: Annotated[str | None, typer.Option(metavar="STACK[:CHIP]", help=_CONSUMER)] = None,
         tp: Annotated[int | None, typer.Option("--tp", min=1, max=1024, metavar="RANKS", help=_TP)] = None,
-        json_file: Annotated[OutputOrNone, typer.Option("--json", metavar="OUT", help="Write all findings.")] = None,
-        html_file: Annotated[OutputOrNone, typer.Option("--html", metavar="OUT", help=_HTML)] = None,
+        json_file: Annotated[ReportOrNone, typer.Option("--json", metavar="OUT", help=JSON)] = None,
+        html_file: Annotated[ReportOrNone, typer.Option("--html", metavar="OUT", help=HTML)] = None,
         errors: Annotated[int, typer.Option(min=0, max=MOST, help="How many findings to print.")] = 20,
     ) -> None:
         """Find what is wrong with a float8 checkpoint before it is served: names, scales, codes.
@@ -46,4 +51,4 @@ def _audit(checkpoint: Path, options: dict[str, Any], reports: tuple[Path | None
 
     run = partial(audit, checkpoint, **options)
     page_of = partial(audit_page, errors=errors)
-    return run_and_show("audit", reports[0], lambda progress: run(progress=progress), page_of, reports[1])
+    return run_and_show("audit", reports, lambda progress: run(progress=progress), page_of)

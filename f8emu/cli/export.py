@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from f8emu.cli.frame import STATUSES, guarded, progress_bar, say
+from f8emu.cli.frame import ending, guarded
 from f8emu.cli.paths import Input, NewOrNone
+from f8emu.cli.progress import progress_bar
+from f8emu.cli.screen import say
 from f8emu.spec import SpecError
 from f8emu.verdict import Exit
 
@@ -20,7 +22,13 @@ def add_to(app: "typer.Typer") -> None:
     from_help = "parameter (by default) or bfloat16: what the training cast of weights in float32."
     skip_help = "Modules in high precision, as in training; may be repeated. By default heads, embeddings and routers."
 
-    @app.command(epilog=STATUSES)
+    @app.command(
+        epilog=ending(
+            "f8emu export trained served --format block --recipe blockwise",
+            "f8emu export trained served --format compressed-tensors --recipe rowwise --skip lm_head",
+            "f8emu export served --verify",
+        )
+    )
     def export(
         model: Annotated[Input, typer.Argument(help="A checkpoint: config.json and safetensors, in high precision.")],
         out: Annotated[NewOrNone, typer.Argument(help="The directory to write; it must not exist.")] = None,
@@ -32,7 +40,7 @@ def add_to(app: "typer.Typer") -> None:
     ) -> None:
         """Write a trained checkpoint as a float8 one that transformers, vLLM and SGLang load.
 
-        Codes and scales are those that layers multiply whose weights have the values and dtype of the checkpoint.
+        It writes the codes and scales that training layers with these weights would multiply.
         """
         raise typer.Exit(guarded(_verify if verify else _export, model, out, format, recipe, cast_weight_from, skip))
 

@@ -5,24 +5,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from f8emu.cli import frame
-from f8emu.cli.frame import Arrays, guarded, say
-from f8emu.cli.paths import OutputOrNone
+from f8emu.cli.frame import HTML, JSON, Arrays, guarded
+from f8emu.cli.paths import ReportOrNone
+from f8emu.cli.progress import progress_bar
+from f8emu.cli.screen import say, show
 from f8emu.spec import SpecError
 
 if TYPE_CHECKING:
     import typer
 
 _STATUSES = f"{frame.STATUSES} 3: random GEMMs confirm the rules, and a GEMM with another M, N or K misses them."
+_EXAMPLES = (
+    "f8emu fit torch --kind 'rowwise fast'",
+    "f8emu fit my_kernels.py:scaled_mm --m 1 --m 4096 --html fit.html",
+)
 
 
 def add_to(app: "typer.Typer") -> None:
     """Add the command."""
     import typer
 
-    @app.command(epilog=_STATUSES)
+    @app.command(epilog=frame.ending(*_EXAMPLES, statuses=_STATUSES))
     def fit(
         kernel: Annotated[str, typer.Argument(help="A subject of `f8emu verify`: package.module:function, torch, ...")],
-        json_file: Annotated[OutputOrNone, typer.Option("--json", metavar="OUT", help="Write the findings.")] = None,
+        json_file: Annotated[ReportOrNone, typer.Option("--json", metavar="OUT", help=JSON)] = None,
+        html_file: Annotated[ReportOrNone, typer.Option("--html", metavar="OUT", help=HTML)] = None,
         arrays: Annotated[Arrays, typer.Option(help="Framework whose arrays your own kernel takes.")] = Arrays.TORCH,
         kind: Annotated[
             list[str] | None,
@@ -37,15 +44,17 @@ def add_to(app: "typer.Typer") -> None:
     ) -> None:
         """Measure the unknown rules of a kernel, and confirm them by bits, also at other sizes.
 
-        Ctrl-C ends it, and the findings so far are reported. Status 1 means unconfirmed rules, a row whose bits depend
-        on M, or a kernel that contradicts itself. A size at which confirmed rules do not hold has its own status.
+        Ctrl-C ends it, and the findings so far are reported. Exit status 1: a rule is unconfirmed, a row depends on M,
+        or results are inconsistent.
         """
-        raise typer.Exit(guarded(_fit, kernel, json_file, arrays.value, kind or [], m or [], timeout, here))
+        raise typer.Exit(
+            guarded(_fit, kernel, (json_file, html_file), arrays.value, kind or [], m or [], timeout, here)
+        )
 
 
 def _fit(
     kernel: str,
-    json_file: Path | None,
+    files: tuple[Path | None, Path | None],
     arrays: str,
     kinds: list[str],
     ms: list[int],
@@ -56,6 +65,7 @@ def _fit(
     from f8emu.conformance.diagnosis.probes import KINDS
     from f8emu.conformance.run.runner import begin_subject_and_call
     from f8emu.report.diagnosis import fit_json, fit_page, fit_verdict
+    from f8emu.report.page import render
 
     start = time.perf_counter()
     # 1. Bad usage is told before the kernel is loaded.
@@ -67,10 +77,12 @@ def _fit(
         frame.find_modules_here()
     # 2. The fit, its tables, its verdict, and the JSON.
     subject = begin_subject_and_call(kernel, arrays=arrays, timeout=timeout, here=here)()
-    with frame.progress_bar() as progress:
+    with progress_bar() as progress:
         result = fit(subject, kinds=[known[name] for name in kinds] or KINDS, ms=ms, progress=progress)
-    frame.show(fit_page(result))
+    page = fit_page(result)
+    show(page)
     seconds, verdict = time.perf_counter() - start, fit_verdict(result)
     say(f"{verdict.line}; {seconds:.1f} s")
-    frame.write_json("fit", json_file, fit_json(result, command=frame.command_line(), seconds=seconds))
+    frame.write("fit", files[1], lambda: render("f8emu fit", page))
+    frame.write_json("fit", files[0], fit_json(result, command=frame.command_line(), seconds=seconds))
     return verdict.status

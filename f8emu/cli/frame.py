@@ -2,26 +2,23 @@
 
 import json
 import os
-import shutil
 import sys
-import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from f8emu.environment import printable, write_beside
+from f8emu.cli.progress import progress_bar
+from f8emu.cli.screen import STDOUT, report, say, show
+from f8emu.environment import write_beside
 from f8emu.spec import F8Error, SpecError
+from f8emu.spec.chips import GPUS
 from f8emu.verdict import Exit, Verdict
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from f8emu.conformance.run.result import Progress
     from f8emu.report.page import Page
 
@@ -30,10 +27,25 @@ STATUSES = (
     "something is missing, bad usage, a missing package, a file that cannot be read or written, or a failure of f8emu "
     "itself; 3 no difference, but a part of what was asked could not be compared; 130 interrupted by Ctrl-C or SIGTERM."
 )
-_NARROWEST = 20
-"""The narrowest output in columns; longer words are broken."""
+
+
+CHIP = "The chip: H100, H200, L40S, B200, MI300X, or an architecture: Hopper, Ada, Blackwell, CDNA3."
+
+
+def chip_names(incomplete: str) -> list[str]:
+    """Names of chips that begin with a text, for completion in a shell."""
+    return [name for name in GPUS if name.casefold().startswith(incomplete.casefold())]
+
+
+def ending(*examples: str, statuses: str = STATUSES) -> str:
+    """The end of a command's help: lines that can be pasted, then the exit statuses."""
+    return "\n\n".join(["Examples:", *examples, statuses])
+
+
 MOST = 1 << 15
 """The most lines that an option may ask for, or rows of a GEMM, or seconds for one."""
+JSON = "Write the report as data; - is standard output."
+HTML = "Write the report as one page; - is standard output."
 SECONDS = "Time limit for one GEMM, compilation included; 120 by default."
 HERE = (
     "Run your own code in this process, for a debugger. By default it has its own process, where a crash or a hang "
@@ -54,7 +66,8 @@ def guarded(command: Callable[..., int], *args: object) -> int:
     try:
         return command(*args)
     except (F8Error, OSError) as error:
-        print("\n".join(map(printable, str(error).splitlines())), file=sys.stderr)
+        for line in str(error).splitlines():
+            say(line, sys.stderr)
         return Exit.UNVERIFIED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -64,43 +77,10 @@ def guarded(command: Callable[..., int], *args: object) -> int:
         return Exit.UNVERIFIED
 
 
-def say(line: str) -> None:
-    """Print a line of which parts are from a file, wrapped: what a terminal would obey is escaped."""
-    indent = line[: len(line) - len(line.lstrip())]
-    more = {"subsequent_indent": f"{indent}    ", "break_on_hyphens": False, "replace_whitespace": False}
-    print("\n".join(textwrap.wrap(printable(line), width(), **more)))
-
-
-def width() -> int:
-    """Columns of a line: `COLUMNS`, the terminal's, or 80 where there is none."""
-    return max(shutil.get_terminal_size().columns, _NARROWEST)
-
-
 def find_modules_here() -> None:
     """An own kernel may be in the current directory, as for `python -m`."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-
-
-def console() -> "Console":
-    """The console that draws tables."""
-    from rich.console import Console
-
-    return Console(width=width())
-
-
-def show(page: "Page") -> None:
-    """Text, tables and code of a page; what is pasted is not wrapped."""
-    from f8emu.report.page import Code, parts
-
-    screen = console()
-    for part in parts(page):
-        if isinstance(part, str):
-            say(part)
-        elif isinstance(part, Code):
-            print("\n".join(map(printable, part.lines)))
-        else:
-            screen.print(part, markup=False)
 
 
 class Run(Protocol):
@@ -115,12 +95,11 @@ _R = TypeVar("_R", bound=Run)
 
 def run_and_show(
     command: str,
-    json_file: Path | None,
+    files: tuple[Path | None, Path | None],
     run: "Callable[[Progress], _R]",
     page_of: "Callable[[_R], Page]",
-    html_file: Path | None = None,
 ) -> int:
-    """The exit status of a command, after its page, its verdict in the last line, its JSON and its HTML.
+    """The exit status of a command, after its page, its verdict in the last line, and its JSON and HTML, `files`.
 
     `run` learns of Ctrl-C by KeyboardInterrupt, and returns what it has so far.
     """
@@ -130,19 +109,21 @@ def run_and_show(
     with progress_bar() as progress:
         result = run(progress)
     page = page_of(result)
-    write(command, html_file, lambda: render(f"f8emu {command}", page))
+    write(command, files[1], lambda: render(f"f8emu {command}", page))
     show(page)
     seconds = time.perf_counter() - start
     say(f"{result.verdict.line}; {seconds:.1f} s")
     head = result.verdict.to_json(command=command_line(), seconds=seconds)
-    write_json(command, json_file, {**head, **asdict(cast(Any, result))})
+    write_json(command, files[0], {**head, **asdict(cast(Any, result))})
     return result.verdict.status
 
 
 def write(command: str, path: Path | None, text: Callable[[], str]) -> None:
     """A report, whole or not at all; nothing, and no text is made, without a path."""
     try:
-        if path is not None:
+        if path == STDOUT:
+            report(text())
+        elif path is not None:
             write_beside(path, text().encode())
     except OSError as error:
         raise unwritable(command, path or Path(), error) from None
@@ -162,20 +143,3 @@ def unwritable(command: str, path: Path, error: OSError) -> SpecError:
 def command_line() -> list[str]:
     """The words of this command, for reports."""
     return ["f8emu", *sys.argv[1:]]
-
-
-@contextmanager
-def progress_bar() -> "Iterator[Progress]":
-    """A bar on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", visible=False)
-
-        def begin(subject: str, stage: str, cases: int) -> None:
-            bar.reset(task, description=f"{subject}: {stage}", total=cases, visible=True)
-
-        yield cast("Progress", SimpleNamespace(begin=begin, advance=lambda: bar.advance(task)))

@@ -4,6 +4,7 @@ No output replaces an input of the run, what belongs to one, or another output, 
 """
 
 import errno
+import inspect
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from f8emu.cli.frame import guarded, unwritable
+from f8emu.cli.progress import reported
+from f8emu.cli.screen import STDOUT, settings
 from f8emu.spec import SpecError
 from f8emu.strict import read_regular
 
@@ -29,30 +32,39 @@ class Use(Enum):
 
     READ = "a file or a directory that is read"
     WRITE = "a file that is written when all is done"
+    REPORT = "the same, for people or programs; - is standard output"
     MAKE = "a directory that is made; its maker refuses one that is there"
 
 
 Input = Annotated[Path, Use.READ]
 InputOrNone = Annotated[Path | None, Use.READ]
 Output = Annotated[Path, Use.WRITE]
-OutputOrNone = Annotated[Path | None, Use.WRITE]
+ReportOrNone = Annotated[Path | None, Use.REPORT]
 New = Annotated[Path, Use.MAKE]
 NewOrNone = Annotated[Path | None, Use.MAKE]
 
 
 def checked(command: Any) -> Callable[..., None]:
-    """The command, which looks at its paths before it runs."""
+    """The command with `--quiet`, which looks at its paths before it runs, and says what it does while it runs."""
     import typer
 
+    quiet = Annotated[bool, typer.Option("--quiet", help="Print the verdict or the result alone, and no progress.")]
     uses = {name: use for name, hint in command.__annotations__.items() if (use := use_of(hint))}
 
     @wraps(command)
-    def run(**values: Any) -> None:
+    def run(*, quiet: bool = False, **values: Any) -> None:
         paths = [(use, values[name]) for name, use in uses.items() if values[name] is not None]
-        if status := guarded(_check, command.__name__, paths):
-            raise typer.Exit(status)
-        command(**values)
+        is_report = (Use.REPORT, STDOUT) in paths
+        with settings(quiet=quiet, is_report=is_report), reported(command.__name__):
+            if status := guarded(_check, command.__name__, paths):
+                raise typer.Exit(status)
+            command(**values)
 
+    asked = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=quiet)
+    signature = inspect.signature(command)
+    run.__annotations__ = {**command.__annotations__, "quiet": quiet}
+    parameters = [*signature.parameters.values(), asked]
+    vars(run)["__signature__"] = signature.replace(parameters=parameters)
     return run
 
 
@@ -70,8 +82,11 @@ def text_of(command: str, path: Path) -> str:
 
 
 def _check(command: str, paths: list[tuple[Use, Path]]) -> int:
-    inputs, outputs = ([path for use, path in paths if use is one] for one in (Use.READ, Use.WRITE))
+    inputs = [path for use, path in paths if use is Use.READ]
+    outputs = [path for use, path in paths if use in (Use.WRITE, Use.REPORT)]
     for i, out in enumerate(outputs):
+        if (Use.REPORT, out) in paths and out == STDOUT and outputs.count(out) == 1:
+            continue
         _require_place(command, out)
         if out.exists() and not out.is_file():
             why = "it is a pipe or a device; give the path of a file"

@@ -1,57 +1,91 @@
 """`f8emu recipes`, `doctor`, `record` (on a GPU) and `plan` (split-K)."""
 
 import json
+import sys
 from dataclasses import asdict, replace
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from f8emu.cli.frame import MOST, console, guarded, write_json
-from f8emu.cli.paths import InputOrNone, Output, OutputOrNone, text_of
-from f8emu.spec import RECIPE_ALIASES, RECIPES, SERVING_RECIPES, Recipe, SpecError, recipe_by_name
+from f8emu.cli.frame import CHIP, HTML, JSON, MOST, chip_names, ending, guarded, write, write_json
+from f8emu.cli.paths import InputOrNone, Output, ReportOrNone, text_of
+from f8emu.cli.screen import draw, is_quiet, say
+from f8emu.spec import RECIPES, SERVING_RECIPES, SpecError, recipe_by_name
 from f8emu.verdict import Exit
 
 if TYPE_CHECKING:
     import typer
 
-    from f8emu.split_k.invariance import Invariance
+    from f8emu.report.page import Page
+
+_Files = tuple[Path | None, Path | None]
 
 
 def add_to(app: "typer.Typer") -> None:
     """Add the commands."""
     import typer
+    from typer.core import TyperCommand
 
-    @app.command()
+    class JsonWasAFlag(TyperCommand):
+        """A command whose `--json` had no path: alone it still means standard output, with a note."""
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            for i, word in enumerate(args, 1):
+                if word == "--json" and (args[i:] == [] or args[i].startswith("--")):
+                    print(f"f8emu {self.name}: --json takes a path; for standard output: --json -", file=sys.stderr)
+                    args = [*args[:i], "-", *args[i:]]
+                    break
+            return super().parse_args(ctx, args)
+
+    json_option = typer.Option("--json", metavar="OUT", help=JSON)
+    html_option = typer.Option("--html", metavar="OUT", help=HTML)
+
+    @app.command(
+        cls=JsonWasAFlag,
+        epilog=ending("f8emu recipes", "f8emu recipes rowwise", "f8emu recipes rowwise --json recipe.json"),
+    )
     def recipes(
-        name: Annotated[str | None, typer.Argument(help="The recipe to explain.")] = None,
+        name: Annotated[str | None, typer.Argument(help="The recipe to explain.", autocompletion=_recipe_names)] = None,
         as_toml: Annotated[bool, typer.Option("--toml", help="Print as TOML.")] = False,
-        as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+        json_file: Annotated[ReportOrNone, json_option] = None,
     ) -> None:
         """List the named recipes, or explain one."""
-        raise typer.Exit(guarded(_recipes, name, as_toml, as_json))
+        raise typer.Exit(guarded(_recipes, name, as_toml, json_file))
 
-    @app.command()
-    def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
+    @app.command(cls=JsonWasAFlag, epilog=ending("f8emu doctor", "f8emu doctor --json -"))
+    def doctor(
+        json_file: Annotated[ReportOrNone, json_option] = None,
+        html_file: Annotated[ReportOrNone, html_option] = None,
+    ) -> None:
         """Show what this machine has, which engine computes a GEMM here, and what to do next."""
-        raise typer.Exit(guarded(_doctor, as_json))
+        raise typer.Exit(guarded(_doctor, (json_file, html_file)))
 
-    @app.command()
+    @app.command(epilog=ending("f8emu record golden.safetensors --check", "f8emu record plan.json --plans shapes.json"))
     def record(
         out: Annotated[Output, typer.Argument(help="The golden file to write; with --plans the plan file.")],
         seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the operands.")] = None,
         only: Annotated[
             str | None, typer.Option(metavar="SECTION", help="One section of the cases: group-kinds, for instance.")
         ] = None,
-        check: Annotated[bool, typer.Option("--verify", help="Compare f8ref.numpy with the new file.")] = False,
+        check: Annotated[bool, typer.Option("--check", help="Compare f8ref.numpy with the new file.")] = False,
+        check_by_old_name: Annotated[bool, typer.Option("--verify", hidden=True)] = False,
         plans: Annotated[
             InputOrNone,
             typer.Option(metavar="IN", help="Instead, find the split-K of these shapes, a list as for `f8emu plan`."),
         ] = None,
     ) -> None:
         """Record new golden GEMMs on this machine's GPU, with the kernels that ran; or the split-K of shapes."""
-        raise typer.Exit(guarded(_record, out, seed, only, check, plans))
+        if check_by_old_name:
+            say("f8emu record: --verify is called --check", sys.stderr)
+        raise typer.Exit(guarded(_record, out, seed, only, check or check_by_old_name, plans))
 
-    @app.command()
+    @app.command(
+        epilog=ending(
+            "f8emu plan --shapes shapes.json",
+            "f8emu plan --shapes shapes.json --chip H100 --json splits.json",
+            "f8emu plan --invariance --rows 4096",
+        )
+    )
     def plan(
         shapes: Annotated[
             InputOrNone,
@@ -67,59 +101,69 @@ def add_to(app: "typer.Typer") -> None:
         invariance: Annotated[
             bool,
             typer.Option(
-                "--invariance", help="Instead: do a row's bits depend on the other rows? Of every recipe and weight."
+                "--invariance", help="Report batch invariance of every recipe and weight shape instead of split-K."
             ),
         ] = False,
         rows: Annotated[int, typer.Option(min=1, max=MOST, help="With --invariance: the most rows of a batch.")] = 8192,
-        json_file: Annotated[
-            OutputOrNone, typer.Option("--json", metavar="OUT", help="Write the objects with split_k and source.")
-        ] = None,
+        json_file: Annotated[ReportOrNone, json_option] = None,
+        html_file: Annotated[ReportOrNone, html_option] = None,
         plan_file: Annotated[
             InputOrNone, typer.Option("--plan", metavar="FILE", help="Shapes that `record --plans` recorded.")
         ] = None,
-        chip: Annotated[str, typer.Option(metavar="NAME", help="Whose plan: Hopper, an H200's, or H100.")] = "Hopper",
+        chip: Annotated[str, typer.Option(metavar="NAME", help=CHIP, autocompletion=chip_names)] = "H200",
     ) -> None:
         """Show the split-K that cuBLAS uses for these GEMMs: recorded, predicted or unknown."""
+        files = json_file, html_file
         if invariance:
-            raise typer.Exit(guarded(_invariance, shapes, json_file, plan_file, chip, rows))
-        raise typer.Exit(guarded(_plan, shapes, json_file, plan_file, chip))
+            raise typer.Exit(guarded(_invariance, shapes, files, plan_file, chip, rows))
+        raise typer.Exit(guarded(_plan, shapes, files, plan_file, chip))
 
 
-def _recipes(name: str | None, as_toml: bool, as_json: bool) -> int:
+def _recipe_names(incomplete: str) -> list[str]:
+    return [name for name in RECIPES | SERVING_RECIPES if name.startswith(incomplete)]
+
+
+def _recipes(name: str | None, as_toml: bool, json_file: Path | None) -> int:
+    from f8emu.report.recipes import recipes_page
+
     chosen = [*RECIPES.values(), *SERVING_RECIPES.values()] if name is None else [recipe_by_name(name)]
-    if as_toml and as_json:
+    if as_toml and json_file is not None:
         raise SpecError("recipes: --toml and --json exclude each other; pass one of them")
-    if as_json:
+    if name is None and str(json_file) in RECIPES | SERVING_RECIPES:
+        raise SpecError(f"recipes: --json takes a path; for standard output: f8emu recipes {json_file} --json -")
+    if json_file is not None:
         dicts = [recipe.to_dict() for recipe in chosen]
-        print(json.dumps(dicts if name is None else dicts[0], indent=2))
+        write("recipes", json_file, lambda: json.dumps(dicts if name is None else dicts[0], indent=2) + "\n")
     elif as_toml:
         print("\n".join(recipe.to_toml() for recipe in chosen), end="")
     elif name is not None:
-        print(chosen[0].explain())
+        for line in chosen[0].explain().splitlines():
+            say(line)
     else:
-        _print_recipes(chosen)
+        draw(recipes_page(chosen))
     return 0
 
 
-def _print_recipes(recipes: list[Recipe]) -> None:
-    from rich.table import Column, Table
+def _doctor(files: _Files) -> int:
+    from f8emu.doctor import diagnose
+    from f8emu.report.doctor import doctor_json, doctor_page
 
-    table = Table(Column("recipe", overflow="fold"), "output", "grad_input", "grad_weight", "scales")
-    for recipe in recipes:
-        gemms = [f"{gemm.a}\n{gemm.b}" + ("\nfast" if gemm.use_fast_accum else "") for gemm in recipe.gemms.values()]
-        scales = ["delayed" if recipe.delayed else "dynamic"]
-        scales += ["power of two"] if recipe.scale_rule.power_of_two else []
-        older = [f"= {alias}" for alias, target in RECIPE_ALIASES.items() if target == recipe.name]
-        table.add_row("\n".join([recipe.name, *older]), *gemms, "\n".join(scales))
-        table.add_section()
-    console().print(table)
-    print("f8emu recipes NAME explains one; --toml and --json print the text that f8emu reads")
+    diagnosis = diagnose()
+    page = doctor_page(diagnosis)
+    _conclude("doctor", page, doctor_json(diagnosis), files)
+    return Exit.DIFFERENT if diagnosis.problems else 0
 
 
-def _doctor(as_json: bool) -> int:
-    from f8emu.doctor import run
+def _conclude(command: str, page: "Page", data: object, files: _Files) -> None:
+    # Text, JSON and HTML of a command without a verdict that is an exit status.
+    from f8emu.report.page import render
 
-    return run(as_json=as_json)
+    if is_quiet() and page.verdict is not None:
+        say(page.verdict.text)
+    else:
+        draw(page)
+    write_json(command, files[0], data)
+    write(command, files[1], lambda: render(f"f8emu {command}", page))
 
 
 def _record(out: Path, seed: int | None, only: str | None, check: bool, plans: Path | None) -> int:
@@ -129,7 +173,7 @@ def _record(out: Path, seed: int | None, only: str | None, check: bool, plans: P
         recording = record(out, seed=SEED if seed is None else seed, only=only, verify=check)
         is_bad = recording.has_difference
     elif seed is not None or only is not None or check:
-        raise SpecError("record: --seed, --only and --verify go with a golden file, not with --plans; leave them out")
+        raise SpecError("record: --seed, --only and --check go with a golden file, not with --plans; leave them out")
     else:
         from f8emu.conformance.record.record import record_plans
         from f8emu.split_k.plan import gemms_from_json
@@ -140,25 +184,29 @@ def _record(out: Path, seed: int | None, only: str | None, check: bool, plans: P
     return Exit.DIFFERENT if is_bad else 0
 
 
-def _plan(shapes: Path | None, json_file: Path | None, plan_file: Path | None, chip: str) -> int:
-    from f8emu.spec.chips import chip_by_name
+def _plan(shapes: Path | None, files: _Files, plan_file: Path | None, chip: str) -> int:
+    from f8emu.report.plan import plan_page
+    from f8emu.spec.chips import CHIPS, chip_by_name
     from f8emu.split_k.plan import gemms_from_json, plan_from_json, shipped_plan, with_splits
 
     if shapes is None:
         raise SpecError("plan: --shapes is missing; give a JSON list of GEMMs, or --invariance")
     items = gemms_from_json(text_of("plan", shapes), str(shapes))
-    plan = shipped_plan(chip_by_name("plan", chip).plan)
+    profile = chip_by_name("plan", chip)
+    if not profile.plan:
+        planned = " or ".join(f"--chip {known.name}" for known in CHIPS.values() if known.plan)
+        raise SpecError(f"plan: no split-K plan of {profile.name} was recorded; pass {planned}")
+    plan = shipped_plan(profile.plan)
     if plan_file is not None:
         plan = plan_from_json(text_of("plan", plan_file), str(plan_file)).over(plan)
-    planned = with_splits(items, [plan.split_k(gemm) for _, gemm in items])
-    if json_file is None:
-        _print_plan(planned, f"{plan.library} on {plan.chip}")
-    else:
-        write_json("plan", json_file, [{"schema": 1, **item} for item in planned])
+    splits = with_splits(items, [plan.split_k(gemm) for _, gemm in items])
+    page = plan_page(splits, f"{plan.library} on {plan.chip}")
+    _conclude("plan", page, [{"schema": 1, **item} for item in splits], files)
     return 0
 
 
-def _invariance(shapes: Path | None, json_file: Path | None, plan_file: Path | None, chip: str, rows: int) -> int:
+def _invariance(shapes: Path | None, files: _Files, plan_file: Path | None, chip: str, rows: int) -> int:
+    from f8emu.report.plan import invariance_page
     from f8emu.spec.chips import chip_by_name
     from f8emu.split_k.invariance import GEMMS, LLAMA_3_8B, invariance
     from f8emu.split_k.plan import weights_from_json
@@ -172,36 +220,6 @@ def _invariance(shapes: Path | None, json_file: Path | None, plan_file: Path | N
         invariance(recipe, n, k, gemm=gemm, rows=rows)
         for recipe, gemm, (n, k) in product(recipes, GEMMS, dict.fromkeys(weights))
     ]
-    if json_file is None:
-        _print_invariance(invariances, f"does a row's bits depend on the other rows, up to {rows}? {on}")
-    else:
-        write_json(
-            "plan", json_file, [{"schema": 1, **asdict(one), "verdict": one.verdict.value} for one in invariances]
-        )
+    page = invariance_page(invariances, f"Does a row's bits depend on the other rows, up to {rows}? {on}")
+    _conclude("plan", page, [{"schema": 1, **asdict(one), "verdict": one.verdict.value} for one in invariances], files)
     return 0
-
-
-def _print_invariance(results: "list[Invariance]", title: str) -> None:
-    from rich.table import Table
-
-    table = Table("recipe", "gemm", "weights [n, k]", "verdict", "because", title=title)
-    for (recipe, gemm, verdict, because, splits), group in groupby(
-        results, key=lambda result: (result.recipe, result.gemm, result.verdict.value, result.because, result.splits)
-    ):
-        weights = [f"{member.n} x {member.k}" for member in group]
-        changes = ", ".join(f"{s} from M = {m}" for m, s in splits[:4]) + (", ..." if len(splits) > 4 else "")
-        why = f"{because}: S = {changes}" if len(splits) > 1 else because
-        table.add_row(recipe, gemm, "\n".join(weights), verdict, why)
-    console().print(table)
-    print("grad_weight is a sum over the rows: it depends on all of them")
-
-
-def _print_plan(items: list[dict[str, Any]], title: str) -> None:
-    from rich.table import Table
-
-    keys = ("m", "n", "k", "gemm", "accumulation", "layout", "a_dtype", "b_dtype", "out_dtype", "split_k", "source")
-    shown = [key for key in keys if any(item.get(key) for item in items)]
-    table = Table(*shown, title=title)
-    for item in items:
-        table.add_row(*(str(item.get(key) or "") for key in shown))
-    console().print(table)

@@ -4,7 +4,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import STATUSES, guarded
+from f8emu.cli.frame import CHIP, chip_names, ending, guarded
 from f8emu.spec import SpecError
 from f8emu.spec.chips import chip_by_name
 from f8emu.startup import environment
@@ -17,17 +17,19 @@ def add_to(app: "typer.Typer") -> None:
     """Add the command."""
     import typer
 
-    @app.command(epilog=STATUSES, context_settings={"allow_interspersed_args": False})
+    @app.command(
+        epilog=ending("f8emu run -- python train.py", "f8emu run --chip H200 --bf16 -- python -m pytest"),
+        context_settings={"allow_interspersed_args": False},
+    )
     def run(
         program: Annotated[list[str], typer.Argument(help="The program and its arguments.")],
-        chip: Annotated[str, typer.Option(help="The chip: a name of f8emu.spec.CHIPS.")] = "H100",
+        chip: Annotated[str, typer.Option(metavar="NAME", help=CHIP, autocompletion=chip_names)] = "H100",
         bf16: Annotated[bool, typer.Option("--bf16", help="Also mm, addmm and bmm in bfloat16.")] = False,
     ) -> None:
         """Run a program whose torch GEMMs in float8 have the bits of a chip.
 
-        For example f8emu run -- python train.py, or f8emu run -- python -m pytest. Its child processes have them too,
-        but for a Python that ignores PYTHONPATH, as python -I does.
-        On a machine whose GPU is the chip, nothing changes. The exit status is the program's.
+        Its child processes have them too, except a Python that ignores PYTHONPATH, as python -I does. On a machine
+        whose GPU is the chip, nothing changes. The exit status is the program's.
         """
         raise typer.Exit(guarded(execute, program, chip, bf16))
 

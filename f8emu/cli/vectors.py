@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import MOST, STATUSES, guarded, progress_bar, say, unwritable
+from f8emu.cli.frame import CHIP, MOST, chip_names, ending, guarded, unwritable
 from f8emu.cli.paths import New
+from f8emu.cli.progress import progress_bar
+from f8emu.cli.screen import is_quiet, say
 from f8emu.spec.chips import chip_by_name
 
 if TYPE_CHECKING:
@@ -22,13 +24,13 @@ def add_to(app: "typer.Typer") -> None:
         "Only this set of GEMMs: tensorwise, rowwise, grouped, blockwise, bfloat16, whole or instructions; may be "
     )
 
-    @app.command(epilog=STATUSES)
+    @app.command(epilog=ending("f8emu vectors vectors", "f8emu vectors vectors --casts --casts-per-pair 1000 --seed 1"))
     def vectors(
         out: Annotated[New, typer.Argument(help="The directory to write; it must not exist.")],
         casts: Annotated[bool, typer.Option("--casts", help="Codes decoded, and casts to float8.")] = False,
         scales: Annotated[bool, typer.Option("--scales", help="Scales of amaxes, by every rule.")] = False,
         gemms: Annotated[bool, typer.Option("--gemms", help=gemms_help)] = False,
-        chip: Annotated[str, typer.Option(help="The chip of the GEMMs: a name of f8emu.spec.CHIPS.")] = "H100",
+        chip: Annotated[str, typer.Option(metavar="NAME", help=CHIP, autocompletion=chip_names)] = "H100",
         seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Draws other random inputs.")] = 0,
         casts_per_pair: Annotated[
             int, typer.Option(min=0, max=_MOST_CASTS, help="Random inputs of a cast of float32, beside its boundaries.")
@@ -72,7 +74,7 @@ def _write(
             files = folder.write_vectors(out, asked, profile, seed, [str(word) for word in command], progress)
     except OSError as error:
         raise unwritable("vectors", out, error) from None
-    for name, summary in files.items():
+    for name, summary in files.items() if not is_quiet() else ():
         say(f"{name}: {summary.cases:,} cases, {summary.outputs:,} outputs")
     say(f"{out}: written; `cd {out} && sha256sum -c SHA256SUMS` checks the files")
     return 0

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from f8emu.cli import frame
-from f8emu.cli.frame import Arrays, guarded, say
-from f8emu.cli.paths import InputOrNone, OutputOrNone
+from f8emu.cli.frame import Arrays, guarded
+from f8emu.cli.paths import InputOrNone, ReportOrNone
+from f8emu.cli.progress import progress_bar
+from f8emu.cli.screen import is_quiet, say, show
 from f8emu.spec import Evidence, Granularity, MissingExtraError, Overflow, SpecError, UnsupportedError
 from f8emu.spec.formats import float8_format
 
@@ -26,6 +28,14 @@ if TYPE_CHECKING:
 JOBS = (
     "Processes. By default 2 for a whole run on a CPU; on a GPU one per core, up to 16 and one per 4 GiB of free GPU "
     "memory; 1 in other cases."
+)
+
+
+_EXAMPLES = (
+    "f8emu verify torch",
+    "f8emu verify my_kernels.py:scaled_mm --html report.html",
+    "f8emu verify my_casts.py:to_float8 --kind cast --format float8_e4m3fn",
+    "f8emu verify fbgemm.rowwise --stage gemms --json -",
 )
 
 
@@ -59,7 +69,7 @@ def add_to(app: "typer.Typer") -> None:
     """Add the command."""
     import typer
 
-    @app.command(epilog=frame.STATUSES)
+    @app.command(epilog=frame.ending(*_EXAMPLES))
     def verify(
         subjects: Annotated[
             list[str] | None,
@@ -73,10 +83,8 @@ def add_to(app: "typer.Typer") -> None:
             ),
         ] = None,
         golden: Annotated[InputOrNone, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
-        json_file: Annotated[OutputOrNone, typer.Option("--json", metavar="OUT", help="Write the report.")] = None,
-        html_file: Annotated[
-            OutputOrNone, typer.Option("--html", metavar="OUT", help="Write the report as one page with figures.")
-        ] = None,
+        json_file: Annotated[ReportOrNone, typer.Option("--json", metavar="OUT", help=frame.JSON)] = None,
+        html_file: Annotated[ReportOrNone, typer.Option("--html", metavar="OUT", help=frame.HTML)] = None,
         stage: Annotated[
             list[str] | None, typer.Option(help="Run only this stage; may be repeated. All by default.")
         ] = None,
@@ -105,7 +113,12 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
         overflow: Annotated[Overflow | None, typer.Option(help="What a cast must do. By default what it does.")] = None,
         granularity: Annotated[
-            Granularity | None, typer.Option(help="Which elements share a scale of a quantizer.")
+            Granularity | None,
+            typer.Option(
+                metavar="NAME",
+                help="Which elements share a scale of a quantizer: tensorwise, rowwise, blockwise_1x128 or "
+                "blockwise_128x128.",
+            ),
         ] = None,
         kernels: Annotated[
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
@@ -175,7 +188,7 @@ def _verify_functions(
     frame.find_modules_here()
     more = {name: getattr(options, name) for name in ("arrays", "errors", "cases", "diagnose", "timeout", "here")}
     verified: dict[str, Verified] = {}
-    with frame.progress_bar() as progress:
+    with progress_bar() as progress:
         for name in options.subjects:
             try:
                 verified[name] = verify_function(name, kind, wanted, progress=progress, **more)
@@ -218,7 +231,7 @@ def _verify(options: _Options) -> int:
             workers.close()
             workers = None
         # 3. The run, and what the subjects do that differ.
-        with frame.progress_bar() as progress:
+        with progress_bar() as progress:
             result = verify(
                 subjects,
                 stages=options.stages,
@@ -307,7 +320,7 @@ def _verify_recordings(options: _Options, path: Path, chips: Sequence[str]) -> i
             if options.subjects:
                 raise
             not_run[name] = str(error)
-    with frame.progress_bar() as progress:
+    with progress_bar() as progress:
         result = replay(subjects, file, errors=options.errors, progress=progress)
     status = _conclude(options, result, f"{file.path.name} {file.sha256[:12]}", not_run=not_run)
     for name, chip in dict((recording.chip_name, recording.chip) for recording in file.recordings).items():
@@ -336,9 +349,10 @@ def _conclude(options: _Options, result: "Result", source: str, **facts: Any) ->
     page = functools.cache(lambda: verify.page(result, run))
     verdict = verify.verdict(result)
     say(f"{verdict.line}; {source}; {seconds:.1f} s")
-    print()
+    if not is_quiet():
+        print()
     with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
         afterwards.callback(frame.write, "verify", options.html, lambda: render(verify.COMMAND, page()))
         afterwards.callback(lambda: frame.write_json("verify", options.json, verify.to_json(result, run)))
-        frame.show(page())
+        show(page())
     return verdict.status

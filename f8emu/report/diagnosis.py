@@ -9,8 +9,8 @@ from f8emu.conformance.diagnosis.checks import RandomGemms
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
 from f8emu.conformance.diagnosis.search import Diagnosis, Explanation
 from f8emu.conformance.kernels.imported import INTERPRETED
-from f8emu.conformance.run.breakdown import Contrast, percent
-from f8emu.environment import devices, versions
+from f8emu.conformance.run.breakdown import Contrast
+from f8emu.environment import devices, percent, versions
 from f8emu.report.page import Cell, Element, Page, Row, Section, Share, Table, Text, Tone, verdict_cell
 from f8emu.verdict import Exit, Verdict
 

@@ -66,7 +66,8 @@ def page(inspection: Inspection) -> Page:
     run, worst, by, log = inspection.run, inspection.worst, inspection.by, inspection.log
     # The measure that sorts is shown, also where it is none of the usual ones.
     measures = _SHOWN if by in _SHOWN else (*_SHOWN, by)
-    columns = ("layer", "GEMM", "operand", "cast", *("sqnr dB" if m == "sqnr" else m for m in measures), "at", "steps")
+    heads = ["sqnr dB" if measure == "sqnr" else measure for measure in measures]
+    columns = ("layer", "GEMM", "operand", "cast", *heads, "at step", "steps")
     rows: list[Row] = []
     for place in worst:
         values_of = {name: place.worst[name][0] for name in measures if name in place.worst}
@@ -74,7 +75,8 @@ def page(inspection: Inspection) -> Page:
         names = (place.layer, place.gemm, f"{place.operand} ({place.tensor})", place.cast)
         rows.append([*names, *values, str(place.worst[by][1]), str(len(place.steps))])
     caption = f"{log.name}: the worst places by {by}, each value the worst of its steps"
-    table = Table(caption=caption, columns=columns, rows=rows, numeric=frozenset(range(4, len(columns))))
+    numeric, names = frozenset(range(4, len(columns))), frozenset(range(4))
+    table = Table(caption=caption, columns=columns, rows=rows, numeric=numeric, names=names)
     head = run.headers[0] if run.headers else {}
     blocks: list[Element] = [Facts(items=[(name, str(head[name])) for name in _FACTS if name in head]), table]
     # What is not there, or could not be read.

@@ -14,16 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Literal, assert_never
+from typing import Any, Literal, assert_never
 
-from f8emu.conformance.run.breakdown import percent
-from f8emu.environment import printable
+from f8emu.environment import percent
 from f8emu.report.svg import STYLE
 from f8emu.verdict import Exit, Verdict
-
-if TYPE_CHECKING:
-    import rich.table
-
 
 Tone = Literal["", "good", "bad", "warn", "quiet"]
 """Says in colour what the words say already."""
@@ -60,6 +55,8 @@ class Table:
     rows: Sequence[Sequence[str | Cell | Share]]
     numeric: frozenset[int] = frozenset()
     """Columns that are set flush right."""
+    names: frozenset[int] = frozenset()
+    """Columns that say whose row it is; a narrow terminal has them on lines of their own."""
     only: Only = ""
 
 
@@ -132,10 +129,7 @@ def verdict_cell(verdict: Verdict) -> Cell:
     return Cell(text=verdict.line, tone=tones.get(verdict.status, "warn"))
 
 
-_STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "quiet": "dim"}
-
-
-def parts(page: Page) -> "Iterator[str | Code | rich.table.Table]":
+def parts(page: Page) -> Iterator[str | Code | Table]:
     """Lines that are wrapped, lines that are not, and tables; an empty line between sections."""
     is_first = True
     for section in _flat(page.sections):
@@ -159,28 +153,11 @@ def _terminal_block(block: Element) -> Iterator[Any]:
         case Text(only="" | "terminal"):
             yield from block.points
         case Table(only="" | "terminal"):
-            yield _terminal_table(block)
+            yield block
         case Code():
             yield block
         case _:  # figures, facts, and what is for HTML
             return
-
-
-def _terminal_table(table: Table) -> "rich.table.Table":
-    from rich.table import Table as Drawn
-    from rich.text import Text as Words
-
-    # Cells are words, not markup: a name of a foreign kernel may have brackets and control characters.
-    title = Words(printable(table.caption), style="bold")
-    drawn = Drawn(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for i, name in enumerate(table.columns):
-        drawn.add_column(name, justify="right" if i in table.numeric else "left", overflow="fold")
-    for row in table.rows:
-        cells = [Cell(text=cell) if isinstance(cell, str) else cell for cell in row]
-        tones = [cell.tone if isinstance(cell, Cell) else "" for cell in cells]
-        words = zip(cells, tones, strict=True)
-        drawn.add_row(*(Words(printable(cell.text), style=_STYLES.get(tone, "")) for cell, tone in words))
-    return drawn
 
 
 def lines(page: Page) -> Iterator[str]:

@@ -15,8 +15,9 @@ def plan_page(items: Sequence[Mapping[str, Any]], of: str) -> Page:
     """One row for each GEMM of `f8emu.split_k.plan.with_splits`; `of` is the library and the chip."""
     keys = [key for key in _KEYS if any(item.get(key) for item in items)]
     numeric = frozenset(i for i, key in enumerate(keys) if key in ("m", "n", "k", "split_k"))
+    names = frozenset(range(len(keys))) - numeric - {len(keys) - 1}
     rows = [[str(item.get(key) or "") for key in keys] for item in items]
-    table = Table(caption=f"split-K of {of}", columns=keys, rows=rows, numeric=numeric)
+    table = Table(caption=f"split-K of {of}", columns=keys, rows=rows, numeric=numeric, names=names)
     return Page(title="Split-K", sections=[Section(title=of, blocks=[table])])
 
 
@@ -30,6 +31,7 @@ def invariance_page(results: Sequence[Invariance], of: str) -> Page:
         changes = ", ".join(f"{s} from M = {m}" for m, s in splits[:4]) + (", ..." if len(splits) > 4 else "")
         why = f"{because}: S = {changes}" if len(splits) > 1 else because
         rows.append([recipe, gemm, weights, Cell(text=verdict.value, tone=_TONES.get(verdict, "good")), why])
-    table = Table(caption=of, columns=("recipe", "gemm", "weights [n, k]", "verdict", "because"), rows=rows)
+    columns = ("recipe", "gemm", "weights [n, k]", "verdict", "because")
+    table = Table(caption=of, columns=columns, rows=rows, names=frozenset((0, 1)))
     last = Text(points=["grad_weight is a sum over the rows: it depends on all of them"])
     return Page(title="Batch invariance", sections=[Section(title=of, blocks=[table, last])])

@@ -254,12 +254,15 @@ SHAPES = [
 def test_plan_writes_the_objects_with_their_splits(tmp_path: Path) -> None:
     shapes, out, own = tmp_path / "in.json", tmp_path / "out.json", tmp_path / "own.json"
     shapes.write_text(json.dumps(SHAPES))
-    assert invoke("plan", "--shapes", str(shapes), "--json", str(out)) == (0, "", "")
+    status, text, error = invoke("plan", "--shapes", str(shapes), "--json", str(out))
+    assert (status, error) == (0, "") and text.startswith("split-K of cuBLAS 13.1.0.3 on NVIDIA H200\n")
     splits = json.loads(out.read_text())
     assert [(x["split_k"], x["source"]) for x in splits] == [(3, "recorded"), (6, "predicted"), (1, "unknown")]
     assert [{key: x[key] for key in shape} for x, shape in zip(splits, SHAPES, strict=True)] == SHAPES
     alone = python(MAIN, "plan", "--shapes", str(shapes), blocked=("jax", "torch", "numpy", "ml_dtypes"))
     assert alone.returncode == 0 and "predicted" in alone.stdout, alone.stderr
+    of_ada = invoke("plan", "--shapes", shapes, "--chip", "ada")
+    assert of_ada == (2, "", "plan: no split-K plan of Ada was recorded; pass --chip Hopper or --chip H100\n")
     status, table, _ = invoke("plan", "--shapes", str(shapes))
     assert status == 0 and all(word in table for word in ("recorded", "predicted", "unknown", "NVIDIA H200", "8256"))
     head = {"schema": 2, "library": "cuBLAS 13.1.0.3", "chip": "NVIDIA H200"}
@@ -285,7 +288,9 @@ def test_plan_and_record_plans_tell_bad_input(tmp_path: Path) -> None:
     status, _, error = invoke("plan", "--shapes", "missing.json", "--json", str(tmp_path / "no" / "out.json"))
     assert status == 2 and "cannot write" in error
     assert "cannot read missing.json" in invoke("plan", "--shapes", "missing.json")[2]
-    message = "--seed, --only and --verify go with a golden file"
+    message = "--seed, --only and --check go with a golden file"
+    assert message in invoke("record", "x", "--plans", "y", "--check")[2]
+    message = f"f8emu record: --verify is called --check\nrecord: {message}"
     assert message in invoke("record", "x", "--plans", "y", "--verify")[2]
 
 

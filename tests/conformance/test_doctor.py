@@ -1,6 +1,5 @@
 """`f8emu doctor`: it survives what is missing, and tells what is broken and what to do next."""
 
-import io
 import json
 import re
 import sys
@@ -14,7 +13,8 @@ import torch
 
 from f8emu import doctor, environment
 from f8emu.doctor import next_steps
-from tests.conformance.command import raising
+from f8emu.report.doctor import heading
+from tests.conformance.command import invoke, raising
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +22,9 @@ def diagnosis() -> doctor.Diagnosis:
     return doctor.diagnose()
 
 
-def told(**options: bool) -> tuple[int, str]:
+def told(*options: str) -> tuple[int, str]:
     """Exit status and text of the command."""
-    out = io.StringIO()
-    return doctor.run(stream=out, **options), out.getvalue()
+    return invoke("doctor", *options)[:2]
 
 
 def test_engine_and_devices(diagnosis: doctor.Diagnosis) -> None:
@@ -52,7 +51,7 @@ def test_the_tested_versions_are_those_of_the_project(diagnosis: doctor.Diagnosi
     newest = max(environment.TESTED["torch"], key=lambda release: [int(part) for part in release.split(".")])
     assert newest == environment.TESTED["torch"][-1] and f"\ntorch=={newest}." in pins[1]
     assert f"with {environment.tested()}." in (root / "docs" / "start" / "install.md").read_text()
-    assert f"tested with {environment.tested()}" in list(doctor._heading(diagnosis))
+    assert f"tested with {environment.tested()}" in list(heading(diagnosis))
 
 
 @pytest.mark.parametrize(("absent", "present"), [("torch", "jax"), ("jax", "torch")])
@@ -72,7 +71,7 @@ def test_a_library_that_breaks_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_json_and_text(diagnosis: doctor.Diagnosis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "diagnose", lambda: diagnosis)
-    status, text = told(as_json=True)
+    status, text = told("--json", "-")
     assert status == 0
     assert {"schema", "system", "versions", "devices", "engines", "problems"} == set(json.loads(text))
     assert "scaled_mm of torch tensors on cpu: emulated" in told()[1]

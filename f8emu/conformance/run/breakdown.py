@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from f8emu.conformance.compare import UlpHistogram
 from f8emu.conformance.run.result import StageResult, Tallies, joined
 from f8emu.conformance.run.result import Tally as Tally
+from f8emu.environment import percent
 
 HIGH, LOW = 0.5, 0.05
 """Shares that differ with a trait, at least, and without it, at most."""
@@ -28,16 +29,6 @@ _RANGE = re.compile(r"\d+( to \d+| and more)?")
 _Count = tuple[int, int]
 Counts = Mapping[str, Mapping[str, _Count]]
 """Trait -> value -> count."""
-
-
-def percent(share: float) -> str:
-    """`0 %` and `100 %` are exact; what is close to them says so."""
-    value = 100 * share
-    if 0 < value < 0.1:
-        return "< 0.1 %"
-    if 99.9 < value < 100:
-        return "> 99.9 %"
-    return f"{value:.1f} %" if value % 100 else f"{value:.0f} %"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
