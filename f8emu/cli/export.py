@@ -25,7 +25,7 @@ def add_to(app: "typer.Typer") -> None:
     @app.command(
         epilog=ending(
             "f8emu export trained served --format block --recipe blockwise",
-            "f8emu export trained served --format compressed-tensors --recipe rowwise --skip lm_head",
+            "f8emu export trained served --format per-channel --recipe rowwise",
             "f8emu export served --verify",
         )
     )

@@ -33,8 +33,9 @@ CHIP = "The chip: H100, H200, L40S, B200, MI300X, or an architecture: Hopper, Ad
 
 
 def chip_names(incomplete: str) -> list[str]:
-    """Names of chips that begin with a text, for completion in a shell."""
-    return [name for name in GPUS if name.casefold().startswith(incomplete.casefold())]
+    """Names of chips that begin with a text, in its case, for completion in a shell."""
+    named = [name for name in GPUS if name.casefold().startswith(incomplete.casefold())]
+    return [incomplete + name[len(incomplete) :] for name in named]
 
 
 def ending(*examples: str, statuses: str = STATUSES) -> str:

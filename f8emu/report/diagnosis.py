@@ -149,7 +149,7 @@ def fit_page(fit: Fit) -> Page:
     """A table of parameters for each kind of GEMM, and whether its rules hold."""
     sections: list[Section] = []
     for kind in fit.kinds:
-        columns = ("parameter", "value", "told by")
+        columns = ("parameter", "value", "measured by")
         blocks: list[Element] = []
         if kind.measured:
             blocks.append(Table(caption=kind.kind, columns=columns, rows=kind.measured))

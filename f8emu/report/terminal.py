@@ -34,6 +34,8 @@ def table_lines(table: Table, columns: int, *, is_colored: bool = False) -> Iter
         if widths is None:
             continue
         is_right = [i in table.numeric for i in shown]
+        if shown is others:
+            yield from _named([table.columns[i] for i in names], columns)
         plain: list[Tone] = [""] * len(shown)
         yield from _row(heads, widths, is_right, plain, indent)
         before: list[str] = []
@@ -45,6 +47,7 @@ def table_lines(table: Table, columns: int, *, is_colored: bool = False) -> Iter
             tones: list[Tone] = [_tone(row[i]) for i in shown]
             yield from _row(cells, widths, is_right, tones if is_colored else plain, indent)
         return
+    yield from _named([table.columns[i] for i in names], columns)
     for row in rows:
         yield from _named([printable(row[i].text) for i in names], columns)
         for i in others:

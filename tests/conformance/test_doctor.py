@@ -50,7 +50,9 @@ def test_the_tested_versions_are_those_of_the_project(diagnosis: doctor.Diagnosi
         assert all(pin and pin[1] in releases for pin in pinned)
     newest = max(environment.TESTED["torch"], key=lambda release: [int(part) for part in release.split(".")])
     assert newest == environment.TESTED["torch"][-1] and f"\ntorch=={newest}." in pins[1]
-    assert f"with {environment.tested()}." in (root / "docs" / "start" / "install.md").read_text()
+    page = (root / "docs" / "start" / "install.md").read_text()
+    assert f"| torch | {', '.join(environment.TESTED['torch'])} |" in page
+    assert all(re.search(rf"\| JAX \|.* {re.escape(release)}\.", page) for release in environment.TESTED["jax"])
     assert f"tested with {environment.tested()}" in list(heading(diagnosis))
 
 
