@@ -148,3 +148,11 @@ def test_variables_are_those_that_the_package_reads() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "f8emu").rglob("*.py"))
     ours = {name for name in names("docs/reference/environment.md", "Variables that f8emu reads") if "F8EMU" in name}
     assert ours == set(re.findall(r'"(F8EMU_\w+)"', sources))
+
+
+def test_warnings_are_those_of_the_code() -> None:
+    """The begin or the end of each, in the sources; a text may go over several lines there."""
+    sources = "".join(path.read_text() for path in (ROOT / "f8emu").rglob("*.py"))
+    texts = re.sub(r'"\s*\n\s*f?"', "", sources)
+    warnings = names("docs/reference/errors.md", "Warnings")
+    assert warnings and not {warning for warning in warnings if warning.strip(". ") not in texts}
