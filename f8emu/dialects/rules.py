@@ -274,6 +274,6 @@ class Dialect:
                 return ScaleRule(power_of_two=form.is_power_of_two, amax_floor=form.least_amax)
             why = "its division rounds otherwise"
         raise UnsupportedError(
-            f"Dialect.scale_rule: a ScaleRule must give the bytes of {self.name}, {self.formula}; {why}; quantize with "
+            f"Dialect.scale_rule: no ScaleRule gives the bytes of {self.name}, {self.formula}: {why}; quantize with "
             "f8emu.dialects.quantize"
         )

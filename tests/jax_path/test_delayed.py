@@ -185,13 +185,13 @@ def test_a_state_that_jax_added_is_broken() -> None:
     update = jax.jit(linear_delayed_update)
     for one in (state, linear_delayed_settled(ones)):
         amaxes = twice(False)(one)
-        with pytest.raises(OperandError, match="state serves one call per pass"):
+        with pytest.raises(OperandError, match="was used in two calls of a pass"):
             linear_delayed_update(one, amaxes)
         assert all(jnp.isnan(of.inv_scale) for of in update(one, amaxes))
     # 1. Next states that were added, or taken the maximum of; a next state is no gradient of amaxes.
     added = twice(True)(state)
     for broken in (added, linear_delayed_maximum(ones, ones)):
-        with pytest.raises(OperandError, match="state serves one call per pass"):
+        with pytest.raises(OperandError, match="was used in two calls of a pass"):
             f8.overwrite_with_gradient(broken)
         assert all(jnp.isnan(of.inv_scale) for of in jax.jit(f8.overwrite_with_gradient)(broken))
     with pytest.raises(OperandError, match="must keep initialized"):

@@ -222,7 +222,7 @@ def test_states_that_flax_uses_more_than_once_are_refused() -> None:
     layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0), dot_general=flax_nnx.Float8DotGeneral())
     wrt = nnx.DiffState(0, flax_nnx.OverwriteWithGradient)
     nnx.update(layer, nnx.grad(lambda layer: layer(layer(x)).sum(), argnums=wrt)(layer))
-    with pytest.raises(OperandError, match="a state serves one call per pass"):
+    with pytest.raises(OperandError, match="was used in two calls of a pass"):
         layer(x)
 
 

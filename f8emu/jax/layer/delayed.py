@@ -249,9 +249,9 @@ def _loud(call: str, tensor: str, state: DelayedState, broken: jax.Array) -> Del
         return state._replace(inv_scale=jnp.where(broken, jnp.float32(jnp.nan), state.inv_scale))
     if bool(jnp.any(broken)):
         raise OperandError(
-            f"{call}: a state serves one call per pass, and its gradient is not for an optimizer; got a state of "
-            f"{tensor}, or a gradient of it, that was summed, scaled or changed in another way, or has no scale; "
-            "give each call a copy (shared_delayed_state), and combine passes with linear_delayed_maximum"
+            f"{call}: the delayed-scaling state of {tensor}, or its gradient, was used in two calls of a pass, was "
+            "changed by an optimizer, or has no scale; give each call a copy (shared_delayed_state), combine passes "
+            "with linear_delayed_maximum, and keep states out of the optimizer"
         )
     return state
 

@@ -247,7 +247,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
 
 class DelayedScalingState:
-    """`delayed_state_dict` and its load as an object, for checkpoints of DCP, accelerate and torchtitan."""
+    """Saves and loads delayed-scaling state through `state_dict()` and `load_state_dict()`, for checkpoints."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -40,7 +40,7 @@ class MasterOf:
 
 
 class Float8Weight(CodedWeight):
-    """[N, K] in the dtype of its gradient."""
+    """A weight [N, K] stored as float8 codes and scales; its dtype is that of its gradient."""
 
     origin: MasterOf | None  # None in compiled code, which reads only the codes
     refusal = (
