@@ -272,7 +272,7 @@ class Dialect:
             is_alike = form.division is Division.MULTIPLIER and self.code.rule is CodeRule.MULTIPLIER
             if form.power_of_two or is_alike:
                 return ScaleRule(power_of_two=form.is_power_of_two, amax_floor=form.least_amax)
-            why = "its division rounds otherwise"
+            why = "it divides by the scale and a recipe multiplies by the inverse, so codes would differ"
         raise UnsupportedError(
             f"Dialect.scale_rule: no ScaleRule gives the bytes of {self.name}, {self.formula}: {why}; quantize with "
             "f8emu.dialects.quantize"

@@ -130,7 +130,10 @@ def test_a_recipe_of_dialects() -> None:
             value = oracle.dequantize(operand.codes, operand.scale, granularity)
             assert (value == dequantize(*theirs, name, block=block, out_dtype=np.float32)).all()
     for names, why in (
-        ({"input": "vllm_token", "weight": "vllm_weight_channel"}, "its division rounds otherwise"),
+        (
+            {"input": "vllm_token", "weight": "vllm_weight_channel"},
+            "it divides by the scale and a recipe multiplies",
+        ),
         ({"input": "torchao_tensorwise", "weight": "torchao_rowwise_float"}, "or both one scale; got torchao_tensor"),
     ):
         with pytest.raises(F8Error, match=why):

@@ -192,7 +192,7 @@ def convert_to_float8_training(
     elif config is None:
         messages.append(
             f"{report.summary}; float8 GEMMs multiply {report.share:.1%} of the parameters. This recipe is the "
-            "default; name one to choose: config='rowwise' (f8emu.RECIPES)"
+            "default; name one to choose: config='rowwise' (`f8emu recipes`)"
         )
     if rank_of_process()[0] == 0:
         _log.info("%s: %s", _CALL, report.screen)

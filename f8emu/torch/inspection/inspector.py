@@ -80,7 +80,7 @@ def inspect(
     Raises:
         SpecError: an invalid configuration, or a path that cannot be written.
         OperandError: no layer to inspect.
-        MissingExtraError: the statistic "error", but jax is not installed.
+        MissingExtraError: the statistic "error" on a GPU, but jax is not installed.
         UnsupportedError: TensorBoard is not installed.
     """
     chosen = config_of(config)
