@@ -198,3 +198,9 @@ def test_the_page_of_recipes_has_its_tables() -> None:
     recipes = generator("recipes")
     assert "<!-- recipes" not in recipes.page()
     assert all(f"| `{name}` |" in table() for table in recipes.TABLES.values() for name in RECIPES | SERVING_RECIPES)
+
+
+def test_issues_of_other_projects_are_links() -> None:
+    html = '<p>See a/b-c#12 and <a href="x/y#3">x/y#3</a>.</p><code>d/e#4</code>'
+    link = '<a href="https://github.com/a/b-c/issues/12">a/b-c#12</a>'
+    assert generator("issues").on_page_content(html) == html.replace("a/b-c#12", link)
