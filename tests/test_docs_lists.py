@@ -140,6 +140,8 @@ def test_exit_statuses_are_those_of_commands() -> None:
     """In the reference and in the help of a command."""
     listed = {row[0].strip() for row in rows("docs/reference/errors.md", "Exit statuses") if row[0].strip().isdigit()}
     assert listed == {str(int(status)) for status in Exit}
+    commands = {words.split()[0] for words in names("docs/reference/errors.md", "Exit statuses")}
+    assert commands <= {command.callback.__name__ for command in build_app().registered_commands if command.callback}
     help_text = " ".join(CliRunner().invoke(build_app(), ["verify", "--help"]).output.split())
     assert set(re.findall(r"(?:^ |; )(\d+) ", help_text.split("Exit status:")[1])) == listed
 
