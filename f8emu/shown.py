@@ -22,8 +22,9 @@ class Shown:
     def __repr__(self) -> str:
         if not self._page:
             return screen(_fields(self))
-        lines = import_module("f8emu.report.page").lines(self._made_page())
-        return screen(lines, name=type(self).__name__)
+        page = self._made_page()
+        lines = import_module("f8emu.report.terminal").page_lines(page, COLUMNS)
+        return screen([page.verdict.text, *lines] if page.verdict else lines, name=type(self).__name__)
 
     def _repr_html_(self) -> str:
         if not self._page:

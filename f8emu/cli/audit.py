@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 _CHECKPOINT = "A .safetensors file, or a directory with config.json, index and shards."
 _SOURCE = "The model in high precision that was quantized."
-_CONSUMER = "What will serve it: vllm, sglang, deep_gemm or transformers; on h100, b200, ..."
-_TP = "The tensor-parallel size: does it leave a rank a part of a block?"
+_CONSUMER = "What will serve it: vllm, sglang, deep_gemm or transformers; with a GPU, vllm:h200."
+_TP = "The tensor-parallel size: report blocks that its ranks cut."
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -38,8 +38,8 @@ def add_to(app: "typer.Typer") -> None:
     ) -> None:
         """Find what is wrong with a float8 checkpoint before it is served: names, scales, codes.
 
-        Errors and warnings give status 1, notes do not. With --source it names the quantizer that gives every byte, and
-        the first block where none does. Ctrl-C ends it, and the findings so far are reported.
+        Errors and warnings give status 1, notes do not. With --source it names the quantizer that wrote every byte, or
+        the first block that none explains. Ctrl-C ends it, and the findings so far are reported.
         """
         options = {"source": source, "consumer": consumer, "tp": tp}
         raise typer.Exit(guarded(_audit, checkpoint, options, (json_file, html_file), errors))

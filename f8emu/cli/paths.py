@@ -62,6 +62,8 @@ def checked(command: Any) -> Callable[..., None]:
 
     asked = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=quiet)
     signature = inspect.signature(command)
+    # A line of the source is no line of the help.
+    run.__doc__ = "\n\n".join(" ".join(text.split()) for text in (command.__doc__ or "").split("\n\n"))
     run.__annotations__ = {**command.__annotations__, "quiet": quiet}
     parameters = [*signature.parameters.values(), asked]
     vars(run)["__signature__"] = signature.replace(parameters=parameters)

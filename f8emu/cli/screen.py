@@ -11,8 +11,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from f8emu.environment import printable
-
 if TYPE_CHECKING:
     from f8emu.report.page import Page
 
@@ -68,17 +66,11 @@ def show(page: "Page") -> None:
 
 def draw(page: "Page") -> None:
     """Print text, tables and code of a page; what is pasted is not wrapped."""
-    from f8emu.report.page import Code, parts
-    from f8emu.report.terminal import table_lines
+    from f8emu.report.terminal import page_lines
 
     is_colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    for part in parts(page):
-        if isinstance(part, str):
-            say(part)
-        elif isinstance(part, Code):
-            print("\n".join(map(printable, part.lines)))
-        else:
-            print("\n".join(table_lines(part, width(), is_colored=is_colored)))
+    for line in page_lines(page, width(), is_colored=is_colored):
+        print(line)
 
 
 def report(text: str) -> None:

@@ -106,12 +106,18 @@ def add_to(app: "typer.Typer") -> None:
         here: Annotated[bool, typer.Option("--here", help=frame.HERE)] = False,
         kind: Annotated[
             FunctionKind,
-            typer.Option(help="What your own function is: a GEMM, a cast x -> codes, or x -> codes and scales."),
+            typer.Option(
+                metavar="KIND",
+                help="What your own function is: gemm, cast (x -> codes) or quantize (x -> codes and scales).",
+            ),
         ] = FunctionKind.GEMM,
         format: Annotated[
             str | None, typer.Option(help="Format of codes that are returned as bytes, such as float8_e4m3fn.")
         ] = None,
-        overflow: Annotated[Overflow | None, typer.Option(help="What a cast must do. By default what it does.")] = None,
+        overflow: Annotated[
+            Overflow | None,
+            typer.Option(metavar="NAME", help="What a cast must do: saturate or nonfinite. By default what it does."),
+        ] = None,
         granularity: Annotated[
             Granularity | None,
             typer.Option(

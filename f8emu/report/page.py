@@ -160,27 +160,6 @@ def _terminal_block(block: Element) -> Iterator[Any]:
             return
 
 
-def lines(page: Page) -> Iterator[str]:
-    """The verdict, and what a terminal shows, with the columns of tables two spaces apart."""
-    if page.verdict is not None:
-        yield page.verdict.text
-    for section in _flat(page.sections):
-        yield from [section.lead] if section.lead else []
-        for block in section.blocks:
-            match block:
-                case Text(only="" | "terminal"):
-                    yield from block.points
-                case Table(only="" | "terminal"):
-                    yield block.caption
-                    rows = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in block.rows]
-                    widths = [max(map(len, column)) for column in zip(block.columns, *rows, strict=True)]
-                    yield from ("  ".join(["", *map(str.ljust, row, widths)]) for row in (block.columns, *rows))
-                case Code():
-                    yield from block.lines
-                case _:
-                    pass
-
-
 def fragment(page: Page) -> str:
     """The page as a part of another, a notebook's: its own colours are those of figures alone."""
     key = f"f8emu-{id(page):x}"  # cells of a notebook are in one document

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from f8emu.environment import printable
-from f8emu.report.page import Cell, Share, Table, Tone
+from f8emu.report.page import Cell, Code, Page, Share, Table, Tone, parts
 
 _GAP, _INDENT = "  ", "  "
 _CODES: dict[Tone, str] = {"good": "32", "bad": "1;31", "warn": "33", "quiet": "2"}
@@ -19,6 +19,17 @@ def wrapped(line: str, columns: int) -> list[str]:
     text = printable(line)
     indent = text[: len(text) - len(text.lstrip())]
     return _folded(text, columns, f"{indent}    ") or [""]
+
+
+def page_lines(page: Page, columns: int, *, is_colored: bool = False) -> Iterator[str]:
+    """The text, the tables and the code of a page; what is pasted is not wrapped."""
+    for part in parts(page):
+        if isinstance(part, str):
+            yield from wrapped(part, columns)
+        elif isinstance(part, Code):
+            yield from map(printable, part.lines)
+        else:
+            yield from table_lines(part, columns, is_colored=is_colored)
 
 
 def table_lines(table: Table, columns: int, *, is_colored: bool = False) -> Iterator[str]:

@@ -31,8 +31,7 @@ from f8emu.conformance.run.result import MAX_CELLS, StageResult, Status, differe
 from f8emu.conformance.run.subject import NotOffered
 from f8emu.conformance.run.verify import Result
 from f8emu.environment import percent
-from f8emu.report.page import Code, Table, parts
-from f8emu.report.terminal import table_lines
+from f8emu.report.terminal import page_lines
 from f8emu.report.verify import Run, page, to_json
 from tests.conformance.command import raising
 from tests.conformance.planted_gemm import never_promoting
@@ -294,10 +293,7 @@ def test_breakdown_in_json_and_on_the_terminal(planted: Result) -> None:
     assert sum(histogram["histogram"].values()) == histogram["total"] > 0
     assert sum(ulps["total"] for ulps in breakdown["ulps"].values()) == breakdown["whole"]["outputs_differing"]
 
-    lines: list[str] = []
-    for part in parts(page(planted, run)):
-        lines += table_lines(part, 80) if isinstance(part, Table) else part.lines if isinstance(part, Code) else [part]
-    text = "\n".join(lines)
+    text = "\n".join(page_lines(page(planted, run), 400))
     fast = breakdown["by"]["accumulation"]["fast"]
     counts = rf"20/{fast['cases']} .* {fast['outputs_differing']}/{fast['outputs']} "
     assert re.search(rf"accumulation +fast +{counts}", text), text

@@ -15,7 +15,7 @@ from f8emu.conformance import read_golden
 from f8emu.conformance.run import stages, subject
 from f8emu.conformance.run.subject import load_subject
 from f8emu.report import page as page_model
-from f8emu.report import verify
+from f8emu.report import terminal, verify
 from f8emu.spec import RECIPES, SERVING_RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
 from tests.conformance.command import few_recorded, invoke, python, raising
 
@@ -229,7 +229,7 @@ def test_a_failure_of_f8emu_is_no_difference(few: Path, tmp_path: Path, monkeypa
     report, page = tmp_path / "report.json", tmp_path / "page.html"
     monkeypatch.setattr(page_model, "render", lambda command, page: "the page")
     words = ("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden")
-    for module, name in ((page_model, "render"), (page_model, "parts"), (verify, "to_json")):
+    for module, name in ((page_model, "render"), (terminal, "parts"), (verify, "to_json")):
         report.write_text("before")
         page.write_text("before")
         with monkeypatch.context() as patched:

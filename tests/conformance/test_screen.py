@@ -9,7 +9,9 @@ import re
 import shlex
 import shutil
 import time
+import typing
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +103,7 @@ def printed(words: list[str], *options: str, columns: int | None) -> str:
     """Both streams of a call, without times, on a terminal of so many columns or in a pipe."""
     shutil.rmtree("OUT", ignore_errors=True)
     first, *rest = words
-    _, out, error = invoke(*first.split(), *rest, *options, COLUMNS=columns and str(columns))
+    _, out, error = invoke(*first.split(), *rest, *options, COLUMNS=None if columns is None else str(columns))
     return re.sub(r"\d+\.\d s\b", "SECONDS", out + error)
 
 
@@ -111,11 +113,11 @@ def require_whole(words: list[str], *options: str) -> None:
     assert wide.strip() and "\x1b" not in wide + narrow and "…" not in wide + narrow
     for line in narrow.partition("To run one case again:")[0].splitlines():
         assert len(line) <= 80 or len(line.split()) == 1, line
-    assert not (lost := said(wide) ^ said(narrow)), lost
+    assert not (lost := words_in(wide) ^ words_in(narrow)), lost
     assert len(wide.splitlines()) <= len(narrow.splitlines())
 
 
-def said(text: str) -> set[str]:
+def words_in(text: str) -> set[str]:
     return {word.rstrip(":") for word in text.split()}
 
 
@@ -195,6 +197,15 @@ def examples(command: Any) -> list[str]:
     return [part for part in (command.epilog or "").split("\n\n") if part.startswith("f8emu ")]
 
 
+def choices_of(command: str, name: str) -> Iterator[str]:
+    """The choices of an option in one word, as the help has them."""
+    callbacks: list[Any] = [info.callback for info in build_app().registered_commands]
+    (hint,) = (callback.__annotations__.get(name) for callback in callbacks if callback.__name__ == command)
+    for kind in (*typing.get_args(hint), *(of for hinted in typing.get_args(hint) for of in typing.get_args(hinted))):
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            yield f"<{'|'.join(member.value for member in kind)}>"
+
+
 def parse(example: str) -> None:
     """Raise what the command would say of these words."""
     _, name, *words = shlex.split(example)
@@ -206,10 +217,10 @@ def test_help_is_whole_and_its_examples_are_calls(command: str) -> None:
     text = invoke(command, "--help", COLUMNS="80")[1]
     assert max(map(len, text.splitlines())) <= 80
     words = set(re.sub(r"[│╭╮╰╯─]", " ", text).split())
-    for parameter in COMMANDS[command].params:
-        if not getattr(parameter, "hidden", False):
-            assert not (lost := set((parameter.help or "").split()) - words), lost
-            assert parameter.name == "help" or set(parameter.opts if parameter.opts[0][0] == "-" else ()) <= words
+    for parameter in (parameter for parameter in COMMANDS[command].params if not getattr(parameter, "hidden", False)):
+        names = {name for name in parameter.opts if name.startswith("-")}
+        choices = set() if parameter.metavar else set(choices_of(command, parameter.name))
+        assert not (lost := ({*(parameter.help or "").split()} | names | choices) - words), lost
     lines = [line.strip() for line in text.splitlines()]
     assert examples(COMMANDS[command]) and {"--quiet", "--help"} <= words
     for example in examples(COMMANDS[command]):
