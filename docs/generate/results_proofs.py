@@ -173,7 +173,7 @@ def verify_jax() -> str:
             rows.append([f"`f8ref.jax` {entry['stage']}", _equal(entry, "cases"), _equal(entry, "outputs")])
     shown_table = table(["stage", "cases equal", "outputs equal"], rows)
     others = " and ".join(f"`{held[part]['command'].partition(', ')[0]}`" for part in ("layers", "f8ref.jax"))
-    more = f"<br>\n<small>The rows of layers and of `f8ref.jax` again: {others}.</small>"
+    more = f"\n\n<small>The rows of layers and of `f8ref.jax` again: {others}.</small>"
     return f"{shown_table}\n\n{source('verify-jax-h200', ('jax',))}{more}"
 
 

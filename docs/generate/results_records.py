@@ -161,18 +161,20 @@ def commits(name: str) -> str:
 
 
 def source(name: str, packages: Sequence[str] = ("torch", "torchao", "triton")) -> str:
-    """The line under a table: where its figures come from, and the command that measures them again."""
+    """What is under a table: the machine, and folded the record with the command that measures it again."""
     facts = [device(name), versions(name, packages), f"f8emu at {commits(name)}" if commits(name) else ""]
-    line = f"{'; '.join(filter(None, facts))}; [{name}.json](data/{name}.json)."
+    record_of = f"[{name}.json](data/{name}.json)."
     again = command(name)
     runs = len(record(name)["runs"]) if last_run(name) is not record(name) and "runs" in record(name) else 1
     which = f" (the last of {runs} runs)" if runs > 1 else ""
-    return f"<small>{line}{f' Measure again{which}: `{again}`' if again else ''}</small>"
+    measured = f" Measure again{which}: `{again}`" if again else ""
+    head = "; ".join(filter(None, facts))
+    return f'<details class="source" markdown="span"><summary>{head}</summary>{record_of}{measured}</details>'
 
 
 def lines(*files: str, packages: Sequence[str] = ("torch", "torchao", "triton")) -> str:
     """The lines under a table that several recordings make."""
-    return "<br>\n".join(source(name, packages) for name in files)
+    return "\n".join(source(name, packages) for name in files)
 
 
 def inline(chart: Svg, title: str) -> str:
