@@ -48,8 +48,9 @@ and promises none of this.
 Its name is package.module:function or path/to/file.py:function.
 
 A kernel that is called in another way, has block scales or multiplies groups is
-declared as data, an f8emu.conformance.Kernel, and named in the same way. Both
-are in examples/own_kernel.py. The expected bits: reference/NUMERICS.md.
+declared as data, an f8emu.conformance.Kernel, and named in the same way. A
+checkout of f8emu has an example of both, examples/own_kernel.py, and the rules
+of the expected bits, reference/NUMERICS.md.
 Rows behind the last group are zeros, unless a Kernel declares that it leaves
 them as they are.
 
