@@ -483,7 +483,7 @@ def test_the_configuration_refuses_what_it_does_not_know(tmp_path: Path) -> None
         with pytest.raises(SpecError, match=message):
             config_of(keys)
     model = model_of(ROWWISE, layers=1)
-    with pytest.raises(OperandError, match=r"'w1[$].'; found 3 in all: 0[.]w1, "):
+    with pytest.raises(OperandError, match=r"'w1[$].'; the model has 3: 0[.]w1, "):
         f8.inspect(model, {"layers": "w1$."})
     # Searched, in the names that layers have without wrappers.
     compiled: Any = torch.compile(model)

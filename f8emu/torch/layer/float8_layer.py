@@ -134,12 +134,13 @@ def chosen_layers(layers: dict[str, _Layer], pattern: str | None, *, call: str) 
         raise SpecError(
             f"{call}: layers must be a regular expression; got {pattern!r}: {error}; escape dots as \\."
         ) from None
+    if not layers:
+        raise OperandError(f"{call}: the model has no Float8Linear; convert it first, with convert_to_float8_training")
     if not chosen:
-        wanted = "" if pattern is None else f" whose name has {pattern!r}"
-        known = f": {', '.join(list(layers)[:8])}" if layers else ""
+        names = ", ".join(list(layers)[:8])
         raise OperandError(
-            f"{call}: expected a Float8Linear in the model{wanted}; found {len(layers)} in all{known}; convert the "
-            "model first, with convert_to_float8_training, or give other layers"
+            f"{call}: no Float8Linear has a name that matches {pattern!r}; the model has {len(layers)}: {names}; give "
+            "another pattern"
         )
     return chosen
 
