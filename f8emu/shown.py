@@ -1,10 +1,12 @@
 """How a result shows itself where Python prints it: a screen for a terminal, and in a notebook what `--html` writes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 from html import escape
 from importlib import import_module
-from typing import Any, ClassVar, cast
+from math import prod
+from textwrap import indent
+from typing import Any, ClassVar
 
 LINES, COLUMNS = 25, 120
 """The most that a result takes of a terminal."""
@@ -21,7 +23,7 @@ class Shown:
 
     def __repr__(self) -> str:
         if not self._page:
-            return screen(_fields(self))
+            return fields_of(self)
         page = self._made_page()
         lines = import_module("f8emu.report.terminal").page_lines(page, COLUMNS)
         return screen([page.verdict.text, *lines] if page.verdict else lines, name=type(self).__name__)
@@ -46,15 +48,18 @@ def screen(lines: Iterable[str], *, name: str = "") -> str:
     return "\n".join(line if len(line) <= COLUMNS else f"{line[: COLUMNS - 3]}..." for line in every)
 
 
-def _fields(of: Any) -> Iterator[str]:
-    # A dataclass as it prints itself, in one line where that fits, without fields that are empty.
-    held = [(field.name, getattr(of, field.name)) for field in fields(cast(Any, of)) if field.repr]
+def fields_of(record: Any) -> str:
+    """A dataclass or a named tuple as it prints itself, without what is empty, shapes in the place of arrays.
+
+    One line where that fits, else one for each field.
+    """
+    names = getattr(record, "_fields", ()) or [field.name for field in fields(record) if field.repr]
+    held = [(name, getattr(record, name)) for name in names]
     texts = [f"{name}={_short(value)}" for name, value in held if value is not None and not _is_empty(value)]
-    name, whole = type(of).__name__, ", ".join(texts)
+    name, whole = type(record).__name__, ", ".join(texts)
     if "\n" not in whole and len(name) + len(whole) < COLUMNS - 2:
-        yield f"{name}({whole})"
-        return
-    yield from (f"{name}(", *(f"  {' '.join(text.split())}," for text in texts), ")")
+        return f"{name}({whole})"
+    return screen([f"{name}(", *(f"{indent(text, '  ')}," for text in texts), ")"])
 
 
 def _is_empty(value: Any) -> bool:
@@ -62,8 +67,8 @@ def _is_empty(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    if getattr(value, "shape", ()):
+    if prod(getattr(value, "shape", ())) > 1:
         return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, tuple | list | dict) and len(cast(Any, value)) > _MOST_ITEMS:
-        return f"<{len(cast(Any, value))} items>"
+    if type(value) in (tuple, list, dict) and (len(value) > _MOST_ITEMS or "\n" in repr(value)):
+        return f"<{len(value)} items>"
     return repr(value)

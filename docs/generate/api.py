@@ -36,6 +36,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "f8emu.dialects": ("f8emu.dialects",),
     "f8emu.audit": ("f8emu.audit",),
     "f8emu.conformance": ("f8emu.conformance",),
+    "f8emu.report": ("f8emu.report",),
     "f8emu.testing": ("f8emu.testing",),
     "f8emu.capture": ("f8emu.capture",),
     "f8emu.doctor": ("f8emu.doctor",),

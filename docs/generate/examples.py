@@ -1,6 +1,8 @@
-"""Writes examples.md: the programs of `examples/`, a table of them and the code of each."""
+"""Writes examples.md: the programs and notebooks of `examples/`, a table of them and what is in each."""
 
 import ast
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -14,7 +16,26 @@ def page() -> str:
         described = ast.get_docstring(ast.parse(code)) or ""
         table.append(f"| [`{name}`](#{name}) | {described.partition(chr(10))[0]} |")
         programs.append(f'## {name} {{#{name}}}\n\n```python title="examples/{path.name}"\n{code}```')
-    return "\n\n".join(["# Examples", "Complete programs. The tests run them.", "\n".join(table), *programs]) + "\n"
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        title, *blocks = notebook(path)
+        table.append(f"| [`{path.name}`](#{path.stem}) | {title} |")
+        programs += [f"## {path.stem} {{#{path.stem}}}", f"The notebook `examples/{path.name}`.", *blocks]
+    head = ["# Examples", "Complete programs and notebooks. The tests run them."]
+    return "\n\n".join([*head, "\n".join(table), *programs]) + "\n"
+
+
+def notebook(path: Path) -> Iterator[str]:
+    """The title, then each cell as a block of the page."""
+    for i, cell in enumerate(json.loads(path.read_text())["cells"]):
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            yield f"```python\n{text}\n```"
+        elif i == 0:
+            title, _, rest = text.partition("\n\n")
+            yield title.removeprefix("# ")
+            yield rest
+        else:
+            yield text
 
 
 if __name__ == "<run_path>":  # as mkdocs-gen-files runs it

@@ -18,6 +18,7 @@ from f8emu.dialects.rules import Block, Dialect
 from f8emu.dialects.stacks import dialect_by_name
 from f8emu.interop.arrays import to_numpy, to_torch
 from f8emu.interop.frameworks import library_of, require_jax
+from f8emu.shown import fields_of
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import E4M3FN, HIGH_PRECISION, Format
 
@@ -31,6 +32,9 @@ class Quantized(NamedTuple):
     """float8_e4m3fn, [rows, K]."""
     scale: Any
     """[ceil(rows / block rows), ceil(K / block K)], in the dialect's dtype."""
+
+    def __repr__(self) -> str:
+        return fields_of(self)
 
 
 def _untraced(call: _Call) -> _Call:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from f8emu.shown import Shown
 from f8emu.spec import SpecError
 from f8emu.strict import Fault, faults_as, open_regular, parsed, require
 
@@ -19,8 +20,8 @@ _LAST_STEP = 2**63 - 1
 _REMEDY = "give a file that f8emu.torch.inspect wrote"
 
 
-@dataclass(slots=True)
-class Place:
+@dataclass(slots=True, repr=False)
+class Place(Shown):
     """An operand or product of one GEMM of a layer, over all steps and ranks."""
 
     layer: str
@@ -28,8 +29,8 @@ class Place:
     operand: str
     tensor: str
     cast: str
-    steps: set[int] = field(default_factory=set)
-    series: dict[str, dict[int, float]] = field(default_factory=dict)
+    steps: set[int] = field(default_factory=set, repr=False)
+    series: dict[str, dict[int, float]] = field(default_factory=dict, repr=False)
     """Measure -> step -> its worst value, over passes and ranks."""
     worst: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Measure -> its worst value, and the first step that has it; nothing where it was not taken."""
@@ -56,8 +57,8 @@ def worse(measure: str, x: float, y: float) -> float:
     return min(x, y) if measure == "sqnr" else max(x, y)
 
 
-@dataclass(slots=True, kw_only=True)
-class Run:
+@dataclass(slots=True, kw_only=True, repr=False)
+class Run(Shown):
     """A whole file."""
 
     headers: list[dict[str, Any]] = field(default_factory=list)

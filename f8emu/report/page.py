@@ -164,7 +164,8 @@ def fragment(page: Page) -> str:
     """The page as a part of another, a notebook's: its own colours are those of figures alone."""
     key = f"f8emu-{id(page):x}"  # cells of a notebook are in one document
     body = "".join(_section(part, f"{key}-{i}", 4) for i, part in enumerate(page.sections, 1))
-    return f'<div class="f8emu"><style>{STYLE}</style>{_verdict(page.verdict, key)}{body}</div>'
+    style = f"{STYLE}.f8emu figcaption strong {{ display: block; }}"
+    return f'<div class="f8emu"><style>{style}</style>{_verdict(page.verdict, key)}{body}</div>'
 
 
 def render(command: str, page: Page) -> str:

@@ -38,8 +38,8 @@ from f8emu.verdict import Exit, Verdict
 
 COMMAND = "f8emu verify"
 _MAPS = 6
-_SHOWN = 8
-"""Cases of a subject of which an output is shown, unless the command asks for more."""
+_IN_PYTHON = 3
+"""Cases of a subject of which `repr` shows an output."""
 _TONES: dict[Status, Tone] = {
     Status.EQUAL: "good",
     Status.DIFFERENT: "bad",
@@ -56,7 +56,7 @@ class Run:
 
     command: Sequence[str]
     seconds: float
-    errors: int = _SHOWN
+    errors: int = 8
     """The most cases of each subject of which an output is shown."""
     not_run: Mapping[str, str] = field(default_factory=dict)
     """Subjects that could not be loaded, and why."""
@@ -177,7 +177,7 @@ def page(result: Result, run: Run) -> Page:
 
 def result_page(result: Result) -> Page:
     """What Python shows of a result: no diagnosis, no machine."""
-    sections = [_subject(subject, _SHOWN) for subject in result.subjects]
+    sections = [_subject(subject, _IN_PYTHON) for subject in result.subjects]
     return Page(title="Do the bits agree?", verdict=verdict_cell(verdict(result)), sections=sections)
 
 

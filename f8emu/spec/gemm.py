@@ -13,6 +13,7 @@ dimension that its own GEMM sums over. A trace holds what the three computed, in
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from f8emu.shown import fields_of
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, OPERAND_FORMATS
 from f8emu.spec.errors import SpecError
@@ -152,6 +153,9 @@ class OperandTrace(NamedTuple):
     """[rows, summed dimension], of the cast's float8 dtype; in a high precision GEMM the bfloat16 values, and
     amax, inv_scale and scale are None."""
 
+    def __repr__(self) -> str:
+        return fields_of(self)
+
 
 class GemmTrace(NamedTuple):
     """One GEMM: `product = a @ b^T`."""
@@ -160,6 +164,9 @@ class GemmTrace(NamedTuple):
     b: OperandTrace
     product: Any
     """[rows of a, rows of b], in the dtype of the layer's input; before a bias."""
+
+    def __repr__(self) -> str:
+        return fields_of(self)
 
 
 class LinearTrace(NamedTuple):
@@ -170,3 +177,6 @@ class LinearTrace(NamedTuple):
     grad_weight: GemmTrace | None
     result: Any
     """[M, N], the layer's output: `output.product`, plus the bias, if there is one."""
+
+    def __repr__(self) -> str:
+        return fields_of(self)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+from f8emu.shown import fields_of
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import changed_fields
 from f8emu.spec.members import member_by_name
@@ -194,6 +195,9 @@ class DelayedState(NamedTuple):
     initialized: Any
     """[] bool."""
 
+    def __repr__(self) -> str:
+        return fields_of(self)
+
 
 class Float8State(NamedTuple):
     """The states of delayed scaling of a linear layer; None for a tensor without delayed scales.
@@ -205,3 +209,6 @@ class Float8State(NamedTuple):
     input: DelayedState | None
     weight: DelayedState | None
     grad_output: DelayedState | None
+
+    def __repr__(self) -> str:
+        return fields_of(self)

@@ -13,7 +13,7 @@ from f8emu.conformance.diagnosis.search import diagnosed
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.conformance.kernels.known import scaled_mm_kernel
 from f8emu.conformance.run.result import Result
-from f8emu.conformance.run.subject import kernel_subject
+from f8emu.conformance.run.subject import load_subject, name_of
 from f8emu.conformance.run.verify import stages_by_name, stages_with, verify
 from f8emu.environment import printable
 from f8emu.report.diagnosis import diagnosis_lines
@@ -62,8 +62,7 @@ def check_gemm(
     __tracebackhide__ = True
     count("check_gemm", "errors", errors)
     stages, cases = names("check_gemm", "stages", stages), names("check_gemm", "cases", cases)
-    declared = kernel if isinstance(kernel, Kernel) else scaled_mm_kernel(_name_of(kernel), kernel)
-    subject, golden = kernel_subject(declared, arrays), shipped_golden()
+    subject, golden = load_subject(kernel, arrays=arrays), shipped_golden()
     named = stages_by_name(stages or (_THOROUGH if thorough or cases else _QUICK))
     only = stages_with(cases, named, [subject], golden) if cases else named
     with np.errstate(all="ignore"):  # numpy would warn of what the kernel is asked on purpose
@@ -137,7 +136,7 @@ def _check_function(
     __tracebackhide__ = True
     call = "check_cast" if kind == "cast" else "check_quantizer"
     count(call, "errors", errors)
-    name, cases = _name_of(function), names(call, "cases", cases)
+    name, cases = name_of(function), names(call, "cases", cases)
     known, ask = called_function(name, scaled_mm_kernel(name, function), kind, arrays, is_command=False)
     try:
         verified = verify_called(known, ask, wanted, errors=errors, cases=cases, diagnose=diagnose)
@@ -145,12 +144,6 @@ def _check_function(
         raise AssertionError(str(failure)) from None
     diagnosis = verified.diagnosis
     _require_equal(verified.result, [f"{name}: {diagnosis.headline}"] if diagnosis else [], errors)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    named = getattr(function, "func", function)  # of a functools.partial
-    kind = type(named)
-    return f"{getattr(named, '__module__', kind.__module__)}:{getattr(named, '__qualname__', kind.__qualname__)}"
 
 
 def _require_equal(result: Result, diagnosis: Sequence[str], errors: int) -> None:

@@ -30,6 +30,7 @@ from f8emu.conformance.layers.trained import JaxTraining, TorchTraining
 from f8emu.conformance.layers.training import train
 from f8emu.conformance.run.extra_gemms import engine_cases, kernel_cases
 from f8emu.native import library
+from f8emu.shown import screen
 from f8emu.spec import HOPPER, MissingExtraError, SpecError, UnsupportedError
 from f8emu.spec.gemm_call import GroupKind
 
@@ -38,7 +39,7 @@ _STATE_VERBS = ("initial_delayed_state", "update_delayed_state")
 _VERBS = (*_GEMM_VERBS, *_STATE_VERBS, "decode", "cast", "amax", "scale_from_amax", "quantize", "dequantize")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Subject:
     """One implementation under test."""
 
@@ -69,6 +70,9 @@ class Subject:
     """The calls of a declared kernel, in place of verbs: its operands lie where a case says."""
     first_call: tuple[GemmCase, np.ndarray | Exception] | None = None
     """The first GEMM that a kernel was given, before the run, and what it gave; judged with the generated GEMMs."""
+
+    def __repr__(self) -> str:
+        return screen([f"Subject({self.name!r}, engine={self.engine!r})"])
 
     @property
     def offers(self) -> Collection[str]:
@@ -129,8 +133,16 @@ class Subject:
         return case.run(self.verbs)[np.ix_(sample.rows, sample.cols)]
 
 
-def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = None, here: bool = False) -> Subject:
+def load_subject(
+    name: str | Kernel | Callable[..., Any],
+    *,
+    arrays: str = "torch",
+    timeout: float | None = None,
+    here: bool = False,
+) -> Subject:
     """One of `SUBJECTS`, such as `f8ref.numpy` or `torch`, a known kernel or `package.module:attribute`.
+
+    A `Kernel`, or a function that is called as `torch._scaled_mm` is, runs in this process: a notebook's, for example.
 
     `arrays` names the framework whose arrays your own kernel takes: torch, numpy or jax. A kernel runs in its own
     process, so that a crash or a hang is an error of one case only; `timeout`, 120 by default, is in seconds for each
@@ -142,7 +154,16 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
         MissingExtraError: torch or jax is needed and not installed.
         UnsupportedError: the engine is not compiled.
     """
-    return begin_subject(name, arrays=arrays, timeout=timeout, here=here)()
+    if isinstance(name, str):
+        return begin_subject(name, arrays=arrays, timeout=timeout, here=here)()
+    return kernel_subject(name if isinstance(name, Kernel) else scaled_mm_kernel(name_of(name), name), arrays)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """`module:function` of a function, a partial or an object that is called."""
+    named = getattr(function, "func", function)  # of a functools.partial
+    kind = type(named)
+    return f"{getattr(named, '__module__', kind.__module__)}:{getattr(named, '__qualname__', kind.__qualname__)}"
 
 
 def begin_subject(name: str, *, arrays: str, timeout: float | None, here: bool) -> Callable[[], Subject]:

@@ -314,7 +314,11 @@ def described_state(state: Any) -> str:
     """The type of what should be a `Float8State`; dtypes and shapes of one, for errors."""
     if not isinstance(state, Float8State):
         return type(state).__name__
-    return str(jax.tree.map(lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{jnp.shape(leaf)}", state))
+    leaves = [
+        f"{jax.tree_util.keystr(path)[1:]} {getattr(leaf, 'dtype', type(leaf).__name__)}{jnp.shape(leaf)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    return f"Float8State of {', '.join(leaves) or 'nothing'}"
 
 
 def checked_settings(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from html import escape
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -112,8 +113,11 @@ class Inspector:
         known = weakref.WeakValueDictionary(layers)  # while a layer has a tap, what watches it is kept
         self._recorder = Recorder(config, known, first_step, self._rank, self._flush)
         self._logs: list[JsonLog | TensorBoardLog] = []
+        self._log: Path | None = None
         if config.path is not None:
-            self._logs.append(JsonLog(config.path + (f".rank{self._rank}" if self._rank else "")))
+            log = JsonLog(config.path + (f".rank{self._rank}" if self._rank else ""))
+            self._logs.append(log)
+            self._log = Path(log.path).absolute()  # the process may go to another folder
         if config.tensorboard is not None:
             self._logs.append(TensorBoardLog(f"{config.tensorboard}/rank{self._rank}"))
         first = next(iter(layers.values()))
@@ -133,10 +137,9 @@ class Inspector:
         return screen([f"Inspector: {state}, {self._layers} layers, {len(events)} events{log}", *events])
 
     def _repr_html_(self) -> str:
-        path = next((log.path for log in self._logs if isinstance(log, JsonLog)), None)
-        if path is None:
+        if self._log is None or not self._log.exists():
             return f"<pre>{escape(repr(self))}</pre>"
-        return import_module("f8emu.report").inspect(path)._repr_html_()
+        return import_module("f8emu.report").inspect(self._log)._repr_html_()
 
     @property
     def number(self) -> int:

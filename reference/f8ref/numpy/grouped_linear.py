@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from f8emu.shown import fields_of
 from f8emu.spec import HIGH_PRECISION, Chip, LinearTrace, OperandError, Recipe
 from f8ref.numpy.codec import Array, typed_array
 from f8ref.numpy.linear import DelayedStates, linear
@@ -31,6 +32,9 @@ class GroupedLinearTrace(NamedTuple):
     """[T, K]; zeros in the rows beyond the last group."""
     grad_weight: Array | None
     """[E, N, K]; zeros where an expert has no rows."""
+
+    def __repr__(self) -> str:
+        return fields_of(self)
 
 
 def grouped_linear(
