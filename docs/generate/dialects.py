@@ -1,11 +1,21 @@
 """Writes reference/dialects.md: the table of dialects and the scales of blocks of zeros, from DIALECTS."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
-from f8emu.dialects import DIALECTS, Dialect, zero_block_scale
+import ml_dtypes
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from results_records import inline
+
+from f8emu.dialects import DIALECTS, Dialect, dequantize, quantize, zero_block_scale
 from f8emu.dialects.rules import Block
+from f8emu.report.charts import matrix
 
 _HEAD = """# Dialects of other stacks
 
@@ -13,6 +23,11 @@ What [`f8emu.dialects`](api/f8emu.dialects.md) knows of the quantizers of other 
 [Dialects](../concepts/dialects.md) explains them. `s` decodes, `value = code * s`; `t` is multiplied while quantizing;
 `fl` rounds to float32. *compared*: every byte of the package on a CPU, or of its kernels on a GPU for finite x.
 *read*: from the source.
+"""
+_AGREEMENT = """## Who agrees with whom
+
+A bfloat16 matrix [128, 512] of a normal distribution with outliers, quantized and read back as float32. Dialects of one
+line of a list give every bit alike; the first of them stands for all in the matrix.
 """
 _ZERO_BLOCKS = """## Zero blocks
 
@@ -24,7 +39,8 @@ The stored scale of a block of zeros in bfloat16. compressed-tensors gives 2^-10
 
 def page() -> str:
     """The page in markdown."""
-    return "\n".join((_HEAD, *_standing(), *_dialects(), _ZERO_BLOCKS, *_zero_blocks())) + "\n"
+    parts = _HEAD, *_standing(), *_dialects(), _AGREEMENT, *_agreement(), _ZERO_BLOCKS, *_zero_blocks()
+    return "\n".join(parts) + "\n"
 
 
 def _standing() -> Iterator[str]:
@@ -70,6 +86,26 @@ def _notes(one: Dialect) -> str:
     codes = f"Codes within {one.code_steps} step." if one.code_steps else ""
     text = " ".join(part for part in (f"{one.standing}, {one.source}.", one.caveat, bounds, codes) if part)
     return text.replace("*", "\\*").replace("_", "\\_")
+
+
+def _agreement() -> Iterator[str]:
+    # A matrix for each usual block: the share of values that two dialects read back with the same bits.
+    x = np.random.default_rng(0).standard_normal((128, 512)).astype(np.float32)
+    x[::16, ::64] *= 100  # outliers
+    for block, title in (((1, 128), "1x128"), ((128, 128), "128x128"), ((1, None), "row"), ((None, None), "tensor")):
+        groups: dict[bytes, list[str]] = {}
+        for name, dialect in DIALECTS.items():
+            if dialect.scale is not None and block in dialect.blocks:
+                codes, scale = quantize(x.astype(ml_dtypes.bfloat16), name, block=block)
+                values = dequantize(codes, scale, name, block=block, out_dtype="float32")
+                groups.setdefault(values.tobytes(), []).append(name)
+        names = {members[0]: np.frombuffer(values, np.uint32) for values, members in groups.items()}
+        shares = {(a, b): float(np.mean(names[a] == names[b])) for a in names for b in names}
+        alt = f"Blocks {title}: the percentage of values with the same bits; orange is all of them"
+        yield from (f"### {title}", "", inline(matrix([*names], shares), alt), "")
+        alike = [members for members in groups.values() if len(members) > 1]
+        yield from (f"- {', '.join(f'`{name}`' for name in members)}" for members in alike)
+        yield ""
 
 
 def _zero_blocks() -> Iterator[str]:

@@ -178,7 +178,7 @@ def matrix(names: Sequence[str], shares: Mapping[tuple[str, str], float]) -> Svg
     left, size = 168, (WIDTH - 168 - 6) / len(names)
     figure = Svg(WIDTH, 8 + size * len(names) + 24)
     for i, row in enumerate(names):
-        figure.text(left - 5, 8 + size * (i + 0.5) + 3, row, "end", kind="small")
+        figure.text(left - 5, 8 + size * (i + 0.5) + 3, _tail(row, 27), "end", kind="small")
         for j, column in enumerate(names):
             share = shares[row, column]
             level = min(int(share * (_LEVELS - 1)), _LEVELS - 2) if share < 1 else _LEVELS - 1
@@ -186,6 +186,9 @@ def matrix(names: Sequence[str], shares: Mapping[tuple[str, str], float]) -> Svg
             look = f'style="--deep:{100 * level / (_LEVELS - 1):.0f}%;stroke-width:{number(size)}px"'
             title = f"{row} and {column}: {100 * share:.4g} % of the bytes are equal"
             figure.path(place, f"cell {'above' if share == 1 else 'below'}", title, look)
+            if size > 22:
+                middle = left + size * (j + 0.5), 8 + size * (i + 0.5) + 4
+                figure.text(*middle, f"{math.floor(100 * share)}", "middle", kind="small")
     figure.text(left, 8 + size * len(names) + 18, "columns in the order of the rows", kind="quiet")
     return figure
 
