@@ -22,7 +22,8 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 OWN_PARSER = {
-    f"benchmarks.proofs.{name}" for name in ("evidence", "exhaustive", "mutants", "split_k_fit", "split_k_labels")
+    f"benchmarks.proofs.{name}"
+    for name in ("evidence", "exhaustive", "mutants", "outliers", "split_k_fit", "split_k_labels")
 }
 """They run without torch, or need scikit-learn."""
 
@@ -87,6 +88,8 @@ def test_the_readme_claims_what_was_recorded() -> None:
         f"{len(shipped_golden().cases)} of {len(shipped_golden().cases)} GEMMs",
     ):
         assert claim in readme, claim
+    home = (ROOT / "docs" / "index.md").read_text()
+    assert f"**{outputs // 10**6} million outputs**" in home and f"[{total:,} cases]" in home
     assert torch["equal"] and cases + split == total
 
 

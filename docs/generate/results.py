@@ -3,7 +3,7 @@
     python docs/generate/results.py readme            prints the README's speed table
     python docs/generate/results.py readme --write    puts it between the README's <!-- speed --> markers
     python docs/generate/results.py readme --check    exit status 1 if the README has another
-    python docs/generate/results.py svg [--check]     writes docs/figures/speed.svg, or tells whether it is stale
+    python docs/generate/results.py svg [--check]     writes two figures, or tells whether one is stale
     python docs/generate/results.py pages FOLDER      the pages as the site has them, to look at
 
 The pages of `docs/results` are prose with a line `<!-- result: NAME -->` where a table or a plot belongs.
@@ -28,11 +28,11 @@ import results_torch
 from results_index import index
 from results_records import RESULTS, ROOT, names
 
-from f8emu.report.svg import FILE
+from f8emu.report.svg import FILE, STYLE
 
 PAGES = ("index", "gemms", "torch", "jax", "distributed", "proofs", "clients")
 TEMPLATES = ROOT / "docs" / "results"
-PLOT = ROOT / "docs" / "figures" / "speed.svg"
+FIGURES = ROOT / "docs" / "figures"
 README = ROOT / "README.md"
 BLOCKS: dict[str, Callable[[], str]] = {
     "index": index,
@@ -62,10 +62,10 @@ def readme_with_block(text: str) -> str:
     return _README_BLOCK.sub(lambda found: f"{found[1]}\n{results_torch.readme()}\n\n{found[3]}", text)
 
 
-def plot() -> str:
-    """The contents of `docs/figures/speed.svg`."""
-    chart, title = results_torch.speed_plot()
-    return chart.html(title, css=FILE) + "\n"
+def plots() -> dict[Path, str]:
+    """The figures that other pages have, as files: the README's in its own colours, the other in those of its page."""
+    drawn = (("speed", results_torch.speed_plot(), FILE), ("outliers", results_proofs.outliers_plot(), STYLE))
+    return {FIGURES / f"{name}.svg": chart.html(title, css=css) + "\n" for name, (chart, title), css in drawn}
 
 
 def main() -> None:
@@ -98,10 +98,10 @@ def command_line(argv: list[str] | None = None) -> int:
             (given.folder / f"{name}.md").write_text(page(name))
         return 0
     if given.command == "svg":
-        if not given.check:
-            PLOT.parent.mkdir(parents=True, exist_ok=True)
-            PLOT.write_text(plot())
-        return _fresh(PLOT, PLOT.exists() and PLOT.read_text() == plot())
+        for path, text in plots().items():
+            if not given.check:
+                path.write_text(text)
+        return max(_fresh(path, path.exists() and path.read_text() == text) for path, text in plots().items())
     if given.write:
         README.write_text(readme_with_block(README.read_text()))
     if given.check or given.write:

@@ -42,6 +42,7 @@ HELD = {
     "matmul-h200": "GEMMs alone, bfloat16 and every kind of scales",
     "microbatches-h100": "The feed-forward block with four microbatches a step, with weights at rest between steps",
     "moe_train-h100": "A Qwen3-MoE of 16 experts in training on an H100, with the kernels of a step",
+    "outliers-cpu": "The error of casts under every recipe, beside outliers of the input",
     "mutants": "300 seeded one-line mutants of the package, and those that the tests catch",
     "programs-h100": "torchao, torchtitan and grouped experts on an H100, and on its CPU under `f8emu.torch.emulate`",
     "recorded_layers-h200": "SHA-256 digests of layers with few rows; the tests emulate them on a CPU",

@@ -1,10 +1,12 @@
 """The tables of GEMMs alone, of kernels that were checked, and of what is proved."""
 
 from collections.abc import Callable
+from math import log2
 
 from results_records import NO_FIGURE, RECIPES, Entry, count, inline, lines, of, record, source, table, times
 
-from f8emu.report.charts import bars
+from f8emu.report.charts import bars, curves
+from f8emu.report.svg import Svg
 
 _KINDS = ("tensorwise, fast", "tensorwise", "rowwise, fast", "rowwise")
 _KINDS += ("blockwise 1x128 x 128x128", "blockwise 1x128 x 1x128")
@@ -276,7 +278,25 @@ def suites() -> str:
     return "\n\n".join(parts)
 
 
+def outliers_plot() -> tuple[Svg, str]:
+    """The errors of casts beside outliers, for the page that chooses a recipe, and their title."""
+    held = record("outliers-cpu")
+    exponents = [log2(outlier) for outlier in held["outliers"]]
+    shown = ("tensorwise", "rowwise", "blockwise_ue8m0", "blockwise")
+    errors = {name: list(zip(exponents, held["errors"][name], strict=True)) for name in shown}
+    title = "Relative error of the other values of an input in which one value in 4096 is 2^x times larger"
+    return curves(
+        errors, unit="relative error of the other values", x_unit="outliers are 2^x times larger", log=True
+    ), title
+
+
+def outliers() -> str:
+    """The same with its record."""
+    return f"{inline(*outliers_plot())}\n\n{source('outliers-cpu', ('numpy',))}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "outliers": outliers,
     "matmul": matmul,
     "matmul-plot": matmul_plot,
     "emulator": emulator,
