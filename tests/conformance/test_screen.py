@@ -32,24 +32,23 @@ from tests.conformance.command import few_recorded, invoke
 
 GROUP: Any = typer.main.get_group(build_app())
 COMMANDS: dict[str, Any] = dict(GROUP.commands)
-FIT = fitting.fit
 LONG = "model.layers.11.mlp.experts.127.down_proj.an_adapter.with_a_long_name"
 SAMPLES = {
-    "verify": ["verify k.py:f --arrays numpy --golden few --stage golden --no-diagnose"],
-    "fit": ["fit f8emu.native --m 16 --kind", "tensorwise fast"],
-    "inspect": ["inspect run.jsonl"],
-    "replay": ["replay cap_wrong --oracle f8ref.numpy"],
-    "diff": ["diff cap cap_wrong"],
-    "audit": ["audit ck --source source --consumer vllm:h200"],
-    "export": ["export nothing --verify"],
-    "run": ["run -- no-such-program"],
-    "recipes": ["recipes"],
-    "doctor": ["doctor"],
-    "record": ["record nothing/out --seed 1"],
-    "plan": ["plan --invariance --shapes weights.json"],
-    "vectors": ["vectors OUT --scales"],
+    "verify": "verify k.py:f --arrays numpy --golden few --stage golden --no-diagnose",
+    "fit": "fit f8emu.native --m 16 --kind 'tensorwise fast'",
+    "inspect": "inspect run.jsonl",
+    "replay": "replay cap_wrong --oracle f8ref.numpy",
+    "diff": "diff cap cap_wrong",
+    "audit": "audit ck --source source --consumer vllm:h200",
+    "export": "export nothing --verify",
+    "run": "run -- no-such-program",
+    "recipes": "recipes",
+    "doctor": "doctor",
+    "record": "record nothing/out --seed 1",
+    "plan": "plan --invariance --shapes weights.json",
+    "vectors": "vectors OUT --scales",
 }
-"""The words of a call of each command, the last of which may have blanks."""
+"""A call of each command."""
 REPORTING = ("verify", "audit", "inspect", "diff", "replay", "fit", "plan", "doctor")
 KERNEL = "def f(a, b, *args, out_dtype, **options): return (a.astype('f4') @ b.astype('f4')).astype(out_dtype)\n"
 
@@ -86,28 +85,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
-    monkeypatch.setattr(fitting, "fit", fitted)
+    fit, fits = fitting.fit, dict[str, fitting.Fit]()  # one is enough to be printed twice
+    monkeypatch.setattr(fitting, "fit", lambda *a, **options: fits.get("") or fits.setdefault("", fit(*a, **options)))
 
 
-FITS: list[fitting.Fit] = []
-
-
-def fitted(*args: Any, **options: Any) -> fitting.Fit:
-    """One fit is enough to be printed twice."""
-    if not FITS:
-        FITS.append(FIT(*args, **options))
-    return FITS[0]
-
-
-def printed(words: list[str], *options: str, columns: int | None) -> str:
+def printed(words: str, *options: str, columns: int | None) -> str:
     """Both streams of a call, without times, on a terminal of so many columns or in a pipe."""
     shutil.rmtree("OUT", ignore_errors=True)
-    first, *rest = words
-    _, out, error = invoke(*first.split(), *rest, *options, COLUMNS=None if columns is None else str(columns))
+    _, out, error = invoke(*shlex.split(words), *options, COLUMNS=None if columns is None else str(columns))
     return re.sub(r"\d+\.\d s\b", "SECONDS", out + error)
 
 
-def require_whole(words: list[str], *options: str) -> None:
+def require_whole(words: str, *options: str) -> None:
     """Every word is on both as it is, no line is longer than 80 but for a word that alone is, a pipe has no colours."""
     wide, narrow = printed(words, *options, columns=None), printed(words, columns=80)
     assert wide.strip() and "\x1b" not in wide + narrow and "…" not in wide + narrow
@@ -164,7 +153,7 @@ def test_faults_are_found(place: Any, name: str, fault: Callable[..., Any], monk
 
 @pytest.mark.usefixtures("here")
 def test_diff_of_two_recipes_says_so_and_stops() -> None:
-    lines = printed(["diff cap cap_blockwise"], columns=None).splitlines()
+    lines = printed("diff cap cap_blockwise", columns=None).splitlines()
     assert lines[0].startswith(
         "The runs use different recipes (A rowwise, B blockwise), but they already differ before "
     )
@@ -176,7 +165,7 @@ def test_diff_of_two_recipes_says_so_and_stops() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_report_to_standard_output_and_the_verdict_alone() -> None:
-    status, out, error = invoke(*SAMPLES["audit"][0].split(), "--json", "-", "--quiet")
+    status, out, error = invoke(*SAMPLES["audit"].split(), "--json", "-", "--quiet")
     assert status == 1 and json.loads(out)["findings"] and len(error.splitlines()) == 1
     assert error.startswith("FAULTY: ") and "--quiet" in invoke("verify", "--help")[1]
     status, out, error = invoke("inspect", "run.jsonl", "--html", "-")
@@ -246,20 +235,12 @@ def test_a_shell_completes(words: str, completed: list[str]) -> None:
 # Progress
 
 
-def slow() -> Iterator[None]:
-    """The callback of a command that counts and takes three intervals."""
-
-    def command() -> None:
-        with progress.progress_bar() as bar:
-            bar.begin("my_kernel", "formats", 9)
-            bar.advance()
-            time.sleep(0.2)
-
-    command.__annotations__ = {}
-    checked(command)(quiet=False)
-    yield
-    checked(command)(quiet=True)
-    yield
+def command() -> None:
+    """It counts, and takes four intervals."""
+    with progress.progress_bar() as bar:
+        bar.begin("my_kernel", "formats", 9)
+        bar.advance()
+        time.sleep(0.2)
 
 
 def test_a_pipe_has_a_line_every_30_seconds(
@@ -268,11 +249,10 @@ def test_a_pipe_has_a_line_every_30_seconds(
     """Of every command, whatever it does; none with `--quiet`."""
     assert progress.INTERVAL <= 30
     monkeypatch.setattr(progress, "INTERVAL", 0.05)
-    ran = slow()
-    next(ran)
+    checked(command)()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 3 and set(lines) == {"f8emu command: my_kernel: formats, 1 of 9; 0 s"}
-    next(ran)
+    checked(command)(quiet=True)
     assert capsys.readouterr().err == ""
     for info in build_app().registered_commands:
-        assert "quiet" in inspect.signature(info.callback or slow).parameters, "it goes through `checked`"
+        assert "quiet" in inspect.signature(info.callback or command).parameters, "it goes through `checked`"
