@@ -126,6 +126,7 @@ def test_no_line_is_too_long_and_no_name_cut_or_folded(command: str) -> None:
     assert all(item["schema"] >= 1 for item in (data if isinstance(data, list) else [data]))
     assert Path("page.html").read_text().startswith("<!doctype html>")
     if command in ("inspect", "replay", "diff", "audit"):
+        assert "error_total" not in printed(SAMPLES[command], columns=80), "no record has it: no column"
         assert re.search(rf"(^|\s){re.escape(LONG)}", printed(SAMPLES[command], columns=80))
 
 
@@ -165,7 +166,7 @@ def test_diff_of_two_recipes_says_so_and_stops() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_report_to_standard_output_and_the_verdict_alone() -> None:
-    status, out, error = invoke(*SAMPLES["audit"].split(), "--json", "-", "--quiet")
+    status, out, error = invoke(*SAMPLES["audit"].split(), "--json", "-", "--quiet", COLUMNS=None)
     assert status == 1 and json.loads(out)["findings"] and len(error.splitlines()) == 1
     assert error.startswith("FAULTY: ") and "--quiet" in invoke("verify", "--help")[1]
     status, out, error = invoke("inspect", "run.jsonl", "--html", "-")
