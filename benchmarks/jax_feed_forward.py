@@ -80,18 +80,19 @@ def _layers(subject: str, matrices: Sequence[jax.Array]) -> Layers:
         return _of_flax(name, matrices)
     if subject == BASELINE or RECIPES[name].delayed is None:
         bf16 = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
-        product: Any = bf16 if subject == BASELINE else f8emu.jax.dot_general(name)
+        product: Any = bf16 if subject == BASELINE else f8emu.jax.dot_general(RECIPES[name])
         linear = lambda x, w: product(x, w, _last_by_first(x))  # noqa: E731
         return Layers(lambda states: [linear for _ in states], [() for _ in matrices], lambda states, _: states)
-    delayed: Any = f8emu.jax.delayed_dot_general(name)
+    recipe = RECIPES[name]
+    delayed: Any = f8emu.jax.delayed_dot_general(recipe)
 
     def linears(states: Sequence[Any]) -> list[Linear]:
         return [lambda x, w, s=s: delayed(x, w, s, _last_by_first(x)) for s in states]
 
     def updated(states: Sequence[Any], amaxes: Sequence[Any]) -> list[Any]:
-        return [f8emu.jax.linear_delayed_update(*both, name) for both in zip(states, amaxes, strict=True)]
+        return [f8emu.jax.linear_delayed_update(*both, recipe) for both in zip(states, amaxes, strict=True)]
 
-    states = [f8emu.jax.linear_delayed_state(name) for _ in matrices]
+    states = [f8emu.jax.linear_delayed_state(recipe) for _ in matrices]
     return Layers(linears, states, updated, f8emu.jax.linear_delayed_settled)
 
 

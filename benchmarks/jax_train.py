@@ -14,7 +14,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from benchmarks.train import FIGURES, HEAD, WARMUP, Batches, Model, followed, ju
 from f8emu import interop
 from f8emu.interop import DEFAULT_RULES, ParameterRule
 from f8emu.jax.hosts.flax_linen import Float8DotGeneral
-from f8emu.spec import RECIPES
+from f8emu.spec import RECIPES, RecipeName
 
 SIZE: dict[str, Any] = {"layers": 2, "dim": 128, "hidden": 256, "heads": 2, "length": 64}
 BATCHES = Batches(rows=4, length=SIZE["length"], held_out=8)
@@ -43,7 +43,7 @@ class Block(linen.Module):
 
     hidden: int
     heads: int
-    recipe: str | None
+    recipe: RecipeName | None
 
     @linen.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -74,7 +74,7 @@ class Transformer(linen.Module):
     hidden: int
     heads: int
     length: int
-    recipe: str | None = None
+    recipe: RecipeName | None = None
 
     @linen.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -144,7 +144,7 @@ def params_of(model: SameTransformer) -> dict[str, Any]:
 @functools.cache
 def _programs(name: str, steps: int, lr: float) -> tuple[Transformer, Any, Callable[..., Any], Callable[..., Any]]:
     """Model, optimizer, and the compiled step and loss, which all seeds share."""
-    model = Transformer(**SIZE, recipe=None if name == BASELINE else name)
+    model = Transformer(**SIZE, recipe=None if name == BASELINE else cast("RecipeName", name))
     rates = jnp.array([lr * rate(step, steps) for step in range(steps)])
     adamw = optax.adamw(lambda step: rates[step], b1=0.9, b2=0.95, weight_decay=0.1)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import f8emu
+from f8emu.spec import RecipeName
 from f8emu.torch import Float8Linear
 
 _ROOT = str(Path(f8emu.__file__).parent)
@@ -43,7 +44,7 @@ def walked(function: Any, *arguments: Any) -> list[str]:
     return stays
 
 
-def stays_of_layer(recipe: str, *, is_first: bool = False) -> list[str]:
+def stays_of_layer(recipe: RecipeName, *, is_first: bool = False) -> list[str]:
     """The stays of the first or of the second forward pass of a layer."""
     layer = Float8Linear(64, 48, bias=False, dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from f8emu import RECIPES
+from f8emu.spec import Recipe
 from f8emu.torch import convert_to_float8_training
 
 DIM = 256
@@ -27,16 +28,16 @@ def main() -> None:
     bfloat16 = products(layer.bfloat16(), x.bfloat16(), grad_output.bfloat16())
     print(f"{'recipe':20}" + "".join(f"{name:>13}" for name in PRODUCTS))
     print(row("bfloat16", exact, bfloat16))
-    for name in RECIPES:
-        print(row(name, exact, float8_products(name, layer, x.bfloat16(), grad_output.bfloat16())))
+    for name, recipe in RECIPES.items():
+        print(row(name, exact, float8_products(recipe, layer, x.bfloat16(), grad_output.bfloat16())))
 
 
-def float8_products(recipe: str, layer: nn.Linear, x: Tensor, grad_output: Tensor) -> tuple[Tensor, ...]:
+def float8_products(recipe: Recipe, layer: nn.Linear, x: Tensor, grad_output: Tensor) -> tuple[Tensor, ...]:
     """The three products of the layer, converted."""
     converted = nn.Sequential(nn.Linear(DIM, DIM, bias=False, dtype=x.dtype))
     converted[0].load_state_dict(layer.state_dict())
     convert_to_float8_training(converted, config=recipe)
-    if RECIPES[recipe].delayed is not None:  # its scales are those of the pass before
+    if recipe.delayed is not None:  # its scales are those of the pass before
         products(converted, x, grad_output)
     return products(converted, x, grad_output)
 

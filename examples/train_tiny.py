@@ -8,6 +8,7 @@ Runs on a CPU, emulated, and on a Hopper GPU, where `device = "cuda"` is the one
 import torch
 from torch import nn
 
+from f8emu.spec import RecipeName
 from f8emu.torch import convert_to_float8_training, plan_conversion
 
 STEPS = 20
@@ -21,7 +22,7 @@ def main() -> None:
         print(f"{recipe or 'float32':8} loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
-def train(recipe: str | None, device: str = "cpu") -> list[float]:
+def train(recipe: RecipeName | None, device: str = "cpu") -> list[float]:
     """The losses of `STEPS` steps; the same data and weights for every recipe."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, 10))

@@ -22,7 +22,7 @@ from benchmarks.timing import Run, exposure
 from benchmarks.torchtitan import worker
 from benchmarks.walk import stays_of_layer
 from benchmarks.workloads import HIGH_PRECISION_GEMM, Shape
-from f8emu.spec import BLOCKWISE, DELAYED, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE
+from f8emu.spec import BLOCKWISE, DELAYED, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, RecipeName
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor imports it
 ONCE = "--device cpu --tokens 128 --rounds 1 --steps 1"
@@ -102,7 +102,8 @@ def test_training_in_flax_is_traced() -> None:
 
     tokens = jax.ShapeDtypeStruct((1, jax_train.SIZE["length"] + 1), "int32")
     params = jax_train.params_of(jax_train.SameTransformer(**jax_train.SIZE))
-    for recipe, states_of_layers in (("rowwise", 0), ("delayed", 6 * 3 * 3)):  # tensors, fields
+    states_of: dict[RecipeName, int] = {"rowwise": 0, "delayed": 6 * 3 * 3}  # tensors, fields
+    for recipe, states_of_layers in states_of.items():
         model = jax_train.Transformer(**jax_train.SIZE, recipe=recipe)
         variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
         assert jax.tree.map(jax.numpy.shape, params) == jax.tree.map(jax.numpy.shape, variables["params"])

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.proofs.evidence import recordings
 from f8emu.conformance import shipped_golden
-from f8emu.spec import RECIPES, SERVING_RECIPES, UnsupportedError
+from f8emu.spec import RECIPES, SERVING_RECIPES, RecipeName, UnsupportedError
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ def test_figures_are_as_the_code_draws_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES | SERVING_RECIPES)
-def test_the_tables_of_recipes_say_what_torch_takes(name: str) -> None:
+def test_the_tables_of_recipes_say_what_torch_takes(name: RecipeName) -> None:
     """Weights as codes and how many, activations gathered as codes, experts: each asked of the code that refuses."""
     torch = pytest.importorskip("torch")
     from f8emu.torch import Float8Experts, convert_to_float8_training

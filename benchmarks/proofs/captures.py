@@ -21,6 +21,7 @@ from benchmarks.models import TransformerBlock
 from benchmarks.runner import DEVICE, Bench, Entry, draw_entries, option, say
 from f8emu.capture.read import read_capture
 from f8emu.capture.replaying import KINDS, replay
+from f8emu.spec import RecipeName
 from f8emu.torch import capture, convert_to_float8_training
 
 SMALL = {"dim": 64, "hidden": 176, "heads": 2, "kv_heads": 1, "length": 24}
@@ -32,7 +33,7 @@ TEXT = Path(__file__).parents[2] / "README.md"
 class Case(NamedTuple):
     """One training run."""
 
-    recipe: str
+    recipe: RecipeName
     compiled: bool = False
     size: dict[str, int] = SMALL
 

@@ -46,6 +46,7 @@ import f8emu.torch as f8
 from benchmarks.measure import differing
 from benchmarks.ranks import DividedError, Ranks, join
 from benchmarks.runner import DEVICE, Bench, Entry, attempt, draw_entries, option, say
+from f8emu.spec import RecipeName
 from f8emu.spec.formats import E4M3FN
 from f8emu.spec.recipe import DELAYED, TENSORWISE, Cast, Recipe
 from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
@@ -88,11 +89,11 @@ class Setting(NamedTuple):
     sizes: Sizes
     mesh: DeviceMesh
     device: torch.device
-    recipe: str
+    recipe: RecipeName
     mode: str
 
     @property
-    def config(self) -> str | Recipe:
+    def config(self) -> RecipeName | Recipe:
         return E4M3.get(self.recipe, self.recipe)
 
     def run(self, layer: nn.Module) -> Any:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 import f8emu.torch as f8
 from benchmarks.runner import DEVICE, Bench, option, say, write_json
-from f8emu.spec import RECIPES
+from f8emu.spec import RECIPES, RecipeName
 
 RECORDED = Path(__file__).parents[1] / "results" / "recorded_layers-h200.json"
 ROWS = (1, 2, 7, 16, 33, 64, 100, 128)
@@ -37,7 +37,7 @@ _DIGITS = 16
 class Layer(NamedTuple):
     """One layer to run."""
 
-    recipe: str
+    recipe: RecipeName
     m: int
     k: int
     n: int
@@ -50,7 +50,7 @@ class Layer(NamedTuple):
 
 def layers(rows: Sequence[int] = ROWS, sizes: Sequence[tuple[int, int]] = SIZES) -> list[Layer]:
     """All layers of these numbers of rows and sizes."""
-    return [Layer(recipe, m, k, n) for recipe, (k, n), m in product(RECIPES, sizes, rows)]
+    return [Layer(recipe, m, k, n) for recipe, (k, n), m in product(cast("list[RecipeName]", [*RECIPES]), sizes, rows)]
 
 
 def digests(layer: Layer, device: torch.device) -> list[str]:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +32,12 @@ from benchmarks.runner import Bench, draw, option, say
 from f8emu.capture.read import Arrays, read_capture
 from f8emu.capture.record import ForeignRecord
 from f8emu.conformance.cases.distributions import codes_of
-from f8emu.dialects import quantize
+from f8emu.dialects import DialectName, quantize
 from f8emu.dialects.arithmetic import decode
 from f8emu.dialects.stacks import FUSED
 from f8emu.interop import to_numpy, to_torch
+from f8emu.spec import RecipeName
+from f8emu.torch.serving.formats import CheckpointFormat
 
 TOKENS = 301
 """Of the prompt: an odd number, as prompts have."""
@@ -48,11 +50,11 @@ PARTS = ("weights", "requantized", "activation codes", "activation scales", "pro
 class Case(NamedTuple):
     """A recipe, the format in which its weights are served, and what vLLM makes of activations."""
 
-    recipe: str
-    format: str
-    activations: str
+    recipe: RecipeName
+    format: CheckpointFormat
+    activations: DialectName
     """A dialect."""
-    weights: str = ""
+    weights: DialectName | Literal[""] = ""
     """The dialect by which vLLM quantizes the weights again; empty: it serves them as they are."""
     has_ue8m0: bool = True
 
@@ -75,7 +77,7 @@ CASES = (
 # 1 The trainer
 
 
-def trained(recipe: str) -> nn.Module:
+def trained(recipe: RecipeName) -> nn.Module:
     """A Llama after a few steps of AdamW."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

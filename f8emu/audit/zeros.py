@@ -19,8 +19,9 @@ _TOLD = "a scale of zeros, which is the same in every block"
 def of_zeros(*dtypes: str) -> Mapping[float, Sequence[str]]:
     """The scale of a block of zeros -> the dialects that give it; of weights in float32 and bfloat16, or `dtypes`."""
     dialects: dict[float, list[str]] = defaultdict(list)
-    for name in (dialect.name for dialect in DIALECTS.values() if dialect.scale is not None):
-        for scale in {zero_block_scale(name, dtype) for dtype in dtypes or ("float32", "bfloat16")}:
+    for name, dialect in DIALECTS.items():
+        used = dtypes or ("float32", "bfloat16") if dialect.scale is not None else ()
+        for scale in {zero_block_scale(dialect, dtype) for dtype in used}:
             dialects[scale].append(name)
     return dialects
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -33,7 +33,8 @@ from f8emu.report.page import Cell, Page, Row, Table, Tone
 from f8emu.spec import F8Error, MissingExtraError, SpecError
 from f8emu.verdict import Verdict
 
-ORACLES = ("f8ref.numpy", "f8ref.jax")
+OracleName = Literal["f8ref.numpy", "f8ref.jax"]
+ORACLES: tuple[OracleName, ...] = get_args(OracleName)
 KINDS = ("scale", "codes", "product")
 
 
@@ -84,7 +85,7 @@ class Replay(Comparison):
 def replay(
     steps: str | Path | Sequence[CapturedStep],
     *,
-    oracle: str | None = None,
+    oracle: OracleName | None = None,
     outputs: int | None = None,
     errors: int = 20,
     progress: Progress | None = None,

@@ -26,7 +26,7 @@ def add_to(app: "typer.Typer") -> None:
     json_option = typer.Option("--json", metavar="OUT", help=JSON)
     html_option = typer.Option("--html", metavar="OUT", help=HTML)
     errors_option = typer.Option(min=0, max=MOST, help="How many lines of each kind to print.")
-    by_help = "Sort by sqnr, underflow, saturation, error_total, error_quantisation, error_accumulation, nan or inf."
+    by_help = "Sort by sqnr, underflow, saturation, error_total, error_quantization, error_accumulation, nan or inf."
     oracle_help = "By default f8ref.numpy; for GEMMs of a GPU f8ref.jax, if JAX is installed."
     outputs_help = "Check at most this many outputs of each product, chosen at random. All by default."
     map_help = "Rename the layers of A to match those of B; may be repeated."

@@ -7,7 +7,7 @@ from f8emu.cli.frame import ending, guarded
 from f8emu.cli.paths import Input, NewOrNone
 from f8emu.cli.progress import progress_bar
 from f8emu.cli.screen import say
-from f8emu.spec import SpecError
+from f8emu.spec import SpecError, recipe_by_name
 from f8emu.verdict import Exit
 
 if TYPE_CHECKING:
@@ -72,6 +72,6 @@ def _export(model: Path, out: Path | None, format: str | None, recipe: str | Non
 
         cast_weight_from, skip = chosen
         how = {"cast_weight_from": cast_weight_from, "skip": export.SKIPPED if skip is None else skip}
-        export.export_checkpoint(model, out, format=format, config=recipe, **how, progress=progress)
+        export.export_checkpoint(model, out, format=format, config=recipe_by_name(recipe), **how, progress=progress)
     say(f"{out}: written; `f8emu export {out} --verify` compares it with its manifest")
     return 0

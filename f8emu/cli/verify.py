@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 from f8emu.cli import frame
 from f8emu.cli.frame import Arrays, guarded
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import typer
 
     from f8emu.conformance.run.result import Result
+    from f8emu.conformance.run.stages import StageName
     from f8emu.conformance.run.subject import Subject
 
 
@@ -240,7 +241,7 @@ def _verify(options: _Options) -> int:
         with progress_bar() as progress:
             result = verify(
                 subjects,
-                stages=options.stages,
+                stages=cast("Sequence[StageName]", options.stages),  # as `stages_by_name` found them
                 only=only,
                 golden=recorded,
                 errors=options.errors,

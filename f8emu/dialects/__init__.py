@@ -4,6 +4,7 @@ A `Dialect` is data: how a stack computes the scale of a block and its codes, wh
 read, and whether the package itself was compared with it. `DIALECTS` has them by name, `STACK_WHAT`.
 """
 
+from f8emu.dialects.names import DialectName as DialectName
 from f8emu.dialects.quantize import Quantized as Quantized
 from f8emu.dialects.quantize import dequantize as dequantize
 from f8emu.dialects.quantize import quantize as quantize

@@ -14,6 +14,7 @@ import numpy as np
 
 from f8emu.dialects import arithmetic
 from f8emu.dialects.arithmetic import DTYPES, E4M3, Array
+from f8emu.dialects.names import DialectName
 from f8emu.dialects.rules import Block, Dialect
 from f8emu.dialects.stacks import dialect_by_name
 from f8emu.interop.arrays import to_numpy, to_torch
@@ -50,7 +51,7 @@ def _untraced(call: _Call) -> _Call:
 
 
 @_untraced
-def quantize(x: Any, dialect: Dialect | str, *, block: Block | None = None, scale: Any = None) -> Quantized:
+def quantize(x: Any, dialect: Dialect | DialectName, *, block: Block | None = None, scale: Any = None) -> Quantized:
     """The codes and scales of a matrix by a dialect.
 
     `dialect.formula` says how they are computed. `block` is one of `dialect.blocks`, by default the first, or the first
@@ -90,7 +91,9 @@ def quantize(x: Any, dialect: Dialect | str, *, block: Block | None = None, scal
 
 
 @_untraced
-def dequantize(codes: Any, scale: Any, dialect: Dialect | str, *, block: Block | None = None, out_dtype: Any) -> Any:
+def dequantize(
+    codes: Any, scale: Any, dialect: Dialect | DialectName, *, block: Block | None = None, out_dtype: Any
+) -> Any:
     """`code * s`, rounded to float32 and then to `out_dtype`; s is 1/t, rounded, where t is stored.
 
     Without `block`, it is the first of `dialect.blocks` whose grid has the shape of the scales.
@@ -116,7 +119,7 @@ def dequantize(codes: Any, scale: Any, dialect: Dialect | str, *, block: Block |
     return _on_host(run, (codes, scale), (shape, target))[0]
 
 
-def zero_block_scale(dialect: Dialect | str, dtype: Any = "bfloat16") -> float:
+def zero_block_scale(dialect: Dialect | DialectName, dtype: Any = "bfloat16") -> float:
     """The stored scale of a block of zeros in a matrix of `dtype`: it narrows down who wrote a checkpoint.
 
     Raises:

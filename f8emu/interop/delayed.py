@@ -15,6 +15,7 @@ from typing import Any
 from f8emu.interop.arrays import to_jax, to_numpy, to_torch
 from f8emu.interop.parameters import DEFAULT_RULES, ParameterRule, nested, renamed
 from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.names import RecipeName
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import TENSORS, DelayedScaling, DelayedState, Float8State
 
@@ -25,7 +26,7 @@ _UNCALLED = -1.0
 
 def float8_states_from_delayed_state_dict(
     state: Mapping[str, Any],
-    recipe: Recipe | str = "delayed",
+    recipe: Recipe | RecipeName = "delayed",
     *,
     rules: Sequence[ParameterRule] = DEFAULT_RULES,
 ) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def float8_states_from_delayed_state_dict(
 
 
 def delayed_state_dict_from_float8_states(
-    states: Any, recipe: Recipe | str = "delayed", *, rules: Sequence[ParameterRule] = DEFAULT_RULES
+    states: Any, recipe: Recipe | RecipeName = "delayed", *, rules: Sequence[ParameterRule] = DEFAULT_RULES
 ) -> dict[str, Any]:
     """The state of a JAX model, nested dicts of `Float8State`, for `f8emu.torch.load_delayed_state_dict`.
 
@@ -119,7 +120,7 @@ def _stacked(state: Float8State, history_length: int) -> dict[str, Any]:
     return fields
 
 
-def _delayed(call: str, recipe: Recipe | str) -> tuple[Recipe, DelayedScaling]:
+def _delayed(call: str, recipe: Recipe | RecipeName) -> tuple[Recipe, DelayedScaling]:
     recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     if recipe.delayed is None:
         raise SpecError(f"{call}: recipe must have delayed scaling; got {recipe.name!r}, whose scales have no state")

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.export import is_symbolic_dim
 
@@ -18,7 +19,10 @@ from f8emu.spec import formats
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import F8Error, OperandError, SpecError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, FORMATS, HIGH_PRECISION, Format, Specials
+from f8emu.spec.names import FormatName
 
+FormatLike = Format | FormatName | np.dtype[Any] | type[Any]
+"""A format, its name, or its dtype."""
 CHIP = HOPPER
 """The chip whose GEMMs run or are emulated where no other is named."""
 FLOAT8_NAMES: tuple[str, ...] = tuple(format.name for format in FLOAT8)

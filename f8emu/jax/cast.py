@@ -10,18 +10,18 @@ The product of a value and its inv_scale is the one float32 operation that decid
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from f8emu.jax import bits
-from f8emu.jax.bits import FLOAT8_NAMES, float8_format, format_of, output_format
+from f8emu.jax.bits import FLOAT8_NAMES, FormatLike, float8_format, format_of, output_format
 from f8emu.jax.compiling import without_gradient
 from f8emu.jax.scale import Block, checked_scales, spread
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, Format, Overflow, overflow_by_name
+from f8emu.spec.names import GranularityName, OverflowName
 from f8emu.spec.scaling import Granularity
 
 _DECODABLE = (*FLOAT8_NAMES, E8M0FNU.name, BFLOAT16.name, FLOAT16.name)
@@ -43,7 +43,7 @@ def decode(x: jax.Array) -> jax.Array:
     return _decode(without_gradient("decode", jnp.asarray(x)), source)
 
 
-def cast(x: jax.Array, format: Any, *, overflow: Overflow | str = Overflow.SATURATE) -> jax.Array:
+def cast(x: jax.Array, format: FormatLike, *, overflow: Overflow | OverflowName = Overflow.SATURATE) -> jax.Array:
     """Values rounded to the nearest float8, ties to even.
 
     SATURATE gives `+-max` for everything that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the
@@ -65,7 +65,10 @@ def cast(x: jax.Array, format: Any, *, overflow: Overflow | str = Overflow.SATUR
 
 
 def quantize(
-    x: jax.Array, inv_scale: jax.Array | float, format: Any, granularity: Granularity | str = Granularity.TENSORWISE
+    x: jax.Array,
+    inv_scale: jax.Array | float,
+    format: FormatLike,
+    granularity: Granularity | GranularityName = Granularity.TENSORWISE,
 ) -> jax.Array:
     """`cast(float32(x) * inv_scale, SATURATE)`, one rounded float32 product per element.
 
@@ -89,9 +92,9 @@ def quantize(
 def dequantize(
     codes: jax.Array,
     scale: jax.Array | float,
-    granularity: Granularity | str = Granularity.TENSORWISE,
+    granularity: Granularity | GranularityName = Granularity.TENSORWISE,
     *,
-    out_dtype: Any = FLOAT32,
+    out_dtype: FormatLike = FLOAT32,
 ) -> jax.Array:
     """`decode(codes) * scale`, in `out_dtype`.
 

@@ -14,10 +14,11 @@ import numpy as np
 from jax import lax
 
 from f8emu.jax import bits
-from f8emu.jax.bits import float8_format, format_of, rows_of
+from f8emu.jax.bits import FormatLike, float8_format, format_of, rows_of
 from f8emu.jax.compiling import without_gradient
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import FLOAT32, Format
+from f8emu.spec.names import GranularityName
 from f8emu.spec.scaling import (
     MAX_MARGIN,
     AmaxHistoryReduction,
@@ -34,7 +35,7 @@ Block = tuple[int | None, int | None]
 """Extents of the elements that share a scale, None for all of them, as `Granularity.block`."""
 
 
-def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) -> jax.Array:
+def amax(x: jax.Array, granularity: Granularity | GranularityName = Granularity.TENSORWISE) -> jax.Array:
     """The largest magnitude of each group that shares a scale; a group with a NaN gives NaN, an empty one 0.
 
     Shapes:
@@ -54,7 +55,7 @@ def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) 
     return group_amax(without_gradient("amax", jnp.asarray(x)).reshape(rows, k), granularity.block)
 
 
-def scale_from_amax(amax: jax.Array, format: Any, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
+def scale_from_amax(amax: jax.Array, format: FormatLike, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
     """`inv_scale = float32(max * 2^-margin / max(amax, amax_floor))` and `scale = float32(1 / inv_scale)`.
 
     With `rule.power_of_two`, inv_scale loses its fraction bits before scale is taken. amax 0 counts as the floor,
@@ -177,7 +178,7 @@ def estimated(a: jax.Array, b: jax.Array, unit: jax.Array) -> jax.Array:
 
 
 def checked_scales(
-    call: str, x: Any, x_name: str, scale: Any, name: str, granularity: Granularity | str
+    call: str, x: Any, x_name: str, scale: Any, name: str, granularity: Granularity | GranularityName
 ) -> tuple[Granularity, jax.Array, jax.Array]:
     """The granularity, the array `x` [..., K] as a matrix and its scales as an array of the granularity's shape."""
     granularity = granularity_by_name(call, granularity)
@@ -243,7 +244,7 @@ def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
 
 
 def update_delayed_state(
-    state: DelayedState, amax: jax.Array, format: Any, rule: ScaleRule, delayed: DelayedScaling
+    state: DelayedState, amax: jax.Array, format: FormatLike, rule: ScaleRule, delayed: DelayedScaling
 ) -> DelayedState:
     """The new state after a step whose casts had the maximum `amax`, by the rule of `DelayedScaling`.
 

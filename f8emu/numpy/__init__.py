@@ -20,6 +20,7 @@ from f8emu.numpy.cast import initial_delayed_state as initial_delayed_state
 from f8emu.numpy.cast import quantize as quantize
 from f8emu.numpy.cast import scale_from_amax as scale_from_amax
 from f8emu.numpy.cast import update_delayed_state as update_delayed_state
+from f8emu.numpy.error import linear_error as linear_error
 from f8emu.numpy.scaled_mm import grouped_linear as grouped_linear
 from f8emu.numpy.scaled_mm import linear as linear
 from f8emu.numpy.scaled_mm import mm as mm

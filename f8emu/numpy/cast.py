@@ -9,9 +9,10 @@ dtype, rank or shape, SpecError for an unknown format, granularity or margin.
 from __future__ import annotations  # the signatures that `help` shows have names of types, not numpy's unions
 
 import math
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from f8emu.numpy import emulation
 from f8emu.numpy.emulation import Array, dtype_of
@@ -20,12 +21,13 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import chip_by_name
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import FLOAT8, FLOAT32, FORMATS, Format, Overflow, overflow_by_name
+from f8emu.spec.names import FormatName, GranularityName, OverflowName
 from f8emu.spec.scaling import DelayedScaling, DelayedState, Granularity, ScaleRule, Scales
 from f8ref import numpy as oracle
 from f8ref.numpy import initial_delayed_state as initial_delayed_state
 from f8ref.numpy.cast import convert
 
-FormatLike = Format | str | DTypeLike
+FormatLike = Format | FormatName | np.dtype[Any] | type[Any]
 """A format, its name, or its dtype."""
 
 
@@ -116,7 +118,7 @@ def decode(x: ArrayLike) -> NDArray[np.float32]:
     return oracle.decode(array_of("decode", "x", x))
 
 
-def cast(x: ArrayLike, format: FormatLike, *, overflow: Overflow | str = Overflow.SATURATE) -> Array:
+def cast(x: ArrayLike, format: FormatLike, *, overflow: Overflow | OverflowName = Overflow.SATURATE) -> Array:
     """Values rounded once to the nearest float8, ties to even, float64 too.
 
     SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the format
@@ -136,7 +138,10 @@ def cast(x: ArrayLike, format: FormatLike, *, overflow: Overflow | str = Overflo
 
 
 def quantize(
-    x: ArrayLike, inv_scale: ArrayLike, format: FormatLike, granularity: Granularity | str = Granularity.TENSORWISE
+    x: ArrayLike,
+    inv_scale: ArrayLike,
+    format: FormatLike,
+    granularity: Granularity | GranularityName = Granularity.TENSORWISE,
 ) -> Array:
     """`cast(float32(x) * inv_scale, SATURATE)`, one rounded float32 product per element.
 
@@ -156,7 +161,7 @@ def quantize(
 def dequantize(
     codes: ArrayLike,
     scale: ArrayLike,
-    granularity: Granularity | str = Granularity.TENSORWISE,
+    granularity: Granularity | GranularityName = Granularity.TENSORWISE,
     *,
     out_dtype: FormatLike = FLOAT32,
 ) -> Array:
@@ -194,7 +199,7 @@ def _to_odd(x: NDArray[np.float64]) -> NDArray[np.float32]:
     return (codes | is_inexact.astype(np.uint32)).view(np.float32)
 
 
-def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE) -> NDArray[np.float32]:
+def amax(x: ArrayLike, granularity: Granularity | GranularityName = Granularity.TENSORWISE) -> NDArray[np.float32]:
     """The largest magnitude of each group that shares a scale; a group with a NaN gives NaN, an empty one 0.
 
     Shapes:

@@ -18,8 +18,9 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import BFLOAT16, E4M3FN, FORMATS
-from f8emu.spec.gemm import LAYER_LAYOUTS, OPERANDS, LinearTrace
+from f8emu.spec.gemm import GEMM_NAMES, LAYER_LAYOUTS, OPERANDS, LinearTrace
 from f8emu.spec.gemm_call import layer_call
+from f8emu.spec.names import ChipName, GemmName, GranularityName, RecipeName
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import DelayedState, Granularity
 from f8emu.split_k.ask import split_of
@@ -40,10 +41,10 @@ def scaled_mm(
     bias: ArrayLike | None = None,
     out_dtype: FormatLike = "bfloat16",
     use_fast_accum: bool = False,
-    granularity_a: Granularity | str | None = None,
-    granularity_b: Granularity | str | None = None,
+    granularity_a: Granularity | GranularityName | None = None,
+    granularity_b: Granularity | GranularityName | None = None,
     split_k: int | None = None,
-    chip: Chip | str = HOPPER,
+    chip: Chip | ChipName = HOPPER,
 ) -> Array:
     """The float8 GEMM of a chip's tensor core, Hopper's by default: `out = round(accumulate(a @ b) * scales + bias)`.
 
@@ -102,7 +103,7 @@ def scaled_grouped_mm(
     *,
     out_dtype: FormatLike = "bfloat16",
     use_fast_accum: bool = False,
-    chip: Chip | str = HOPPER,
+    chip: Chip | ChipName = HOPPER,
 ) -> Array:
     """`(acc * scale_a) * scale_b` of every group, each a GEMM of its own [EPI-6].
 
@@ -142,7 +143,7 @@ def mm(
     *,
     out_dtype: FormatLike = "bfloat16",
     split_k: int | None = None,
-    chip: Chip | str = HOPPER,
+    chip: Chip | ChipName = HOPPER,
 ) -> Array:
     """The bfloat16 GEMM of a chip's tensor core, Hopper's by default, for GEMMs kept in high precision [BF16-1].
 
@@ -161,7 +162,7 @@ def mm(
 
 
 def mma(
-    a: ArrayLike, b: ArrayLike, c: ArrayLike, *, chip: Chip | str = HOPPER, out_dtype: FormatLike = "float32"
+    a: ArrayLike, b: ArrayLike, c: ArrayLike, *, chip: Chip | ChipName = HOPPER, out_dtype: FormatLike = "float32"
 ) -> Array:
     """`dot(a, b) + c` of every case by one matrix instruction of the chip, or several in a row where K is longer.
 
@@ -188,15 +189,15 @@ def _planned(gemm: GemmArrays) -> GemmArrays:
 
 
 def linear(
-    recipe: Recipe | str,
+    recipe: Recipe | RecipeName,
     input: ArrayLike,
     weight: ArrayLike,
     grad_output: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
     delayed_state: Mapping[str, DelayedState] | None = None,
-    split_k: Mapping[str, int] | None = None,
-    chip: Chip | str | None = None,
+    split_k: Mapping[GemmName, int] | None = None,
+    chip: Chip | ChipName | None = None,
 ) -> LinearTrace:
     """Every amax, scale, code and product of a linear layer; the backward too if `grad_output` is given.
 
@@ -221,17 +222,6 @@ def linear(
     tensors = {"input": typed("linear", "input", input), "weight": typed("linear", "weight", weight)}
     if grad_output is not None:
         tensors["grad_output"] = typed("linear", "grad_output", grad_output)
-    slices = dict(split_k or {})
-    if not slices.keys() <= OPERANDS.keys():
-        raise SpecError(f"linear: split_k must name GEMMs, {', '.join(OPERANDS)}; got {', '.join(map(str, slices))}")
-    if all(x.ndim == 2 for x in tensors.values()):  # if not, the oracle says so
-        (m, k), n = tensors["input"].shape, tensors["weight"].shape[0]
-        sizes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
-        out = FORMATS[tensors["input"].dtype.name]
-        for name, gemm in plan.gemms.items():
-            if name not in slices and set(OPERANDS[name]) <= tensors.keys():
-                call = layer_call(gemm, sizes[name], out, on)
-                slices[name] = split_of(_CALLER, call, LAYER_LAYOUTS[name]).split_k
     return traced(
         plan,
         tensors["input"],
@@ -239,21 +229,39 @@ def linear(
         tensors.get("grad_output"),
         None if bias is None else typed("linear", "bias", bias),
         delayed_state=delayed_state,
-        split_k=slices,
+        split_k=dict(planned_slices(plan, tensors, split_k, on).items()),
         chip=on,
         verbs=emulation.VERBS,
     )
 
 
+def planned_slices(
+    plan: Recipe, tensors: Mapping[str, Array], split_k: Mapping[GemmName, int] | None, on: Chip
+) -> dict[GemmName, int]:
+    """The slices of K of a layer's GEMMs: those of `split_k`, and for the others the plan's."""
+    slices = dict(split_k or {})
+    if not slices.keys() <= OPERANDS.keys():
+        raise SpecError(f"linear: split_k must name GEMMs, {', '.join(OPERANDS)}; got {', '.join(map(str, slices))}")
+    if all(x.ndim == 2 for x in tensors.values()):  # if not, the oracle says so
+        (m, k), n = tensors["input"].shape, tensors["weight"].shape[0]
+        sizes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
+        out = FORMATS[tensors["input"].dtype.name]
+        for name, gemm in zip(GEMM_NAMES, plan.gemms.values(), strict=True):
+            if name not in slices and set(OPERANDS[name]) <= tensors.keys():
+                call = layer_call(gemm, sizes[name], out, on)
+                slices[name] = split_of(_CALLER, call, LAYER_LAYOUTS[name]).split_k
+    return slices
+
+
 def grouped_linear(
-    recipe: Recipe | str,
+    recipe: Recipe | RecipeName,
     input: ArrayLike,
     weight: ArrayLike,
     offs: ArrayLike,
     grad_output: ArrayLike | None = None,
     *,
     delayed_state: Sequence[Mapping[str, DelayedState]] | None = None,
-    chip: Chip | str | None = None,
+    chip: Chip | ChipName | None = None,
 ) -> GroupedLinearTrace:
     """Every amax, scale, code and product of a grouped linear layer; the backward too if `grad_output` is given.
 
@@ -272,8 +280,8 @@ def grouped_linear(
     call, plan = "grouped_linear", recipe if isinstance(recipe, Recipe) else recipe_by_name(recipe)
     x, weights = typed(call, "input", input), typed(call, "weight", weight)
     is_bfloat16 = x.dtype.name == BFLOAT16.name
-    gemms = plan.gemms.items() if is_bfloat16 else ()
-    unsplit = {name: 1 for name, gemm in gemms if {gemm.a.format, gemm.b.format} <= {E4M3FN, None}}
+    gemms = zip(GEMM_NAMES, plan.gemms.values(), strict=True) if is_bfloat16 else ()
+    unsplit: dict[GemmName, int] = {name: 1 for name, gemm in gemms if {gemm.a.format, gemm.b.format} <= {E4M3FN, None}}
 
     def expert(number: int, x: Array, w: Array, g: Array | None) -> LinearTrace:
         state = None if delayed_state is None else delayed_state[number]

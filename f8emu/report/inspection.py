@@ -48,7 +48,7 @@ def inspect(log: str | Path, *, by: str = "sqnr", top: int = 20) -> Inspection:
 
     Args:
         log: the JSON lines.
-        by: the measure that sorts: sqnr, underflow, saturation, error_total, error_quantisation, error_accumulation,
+        by: the measure that sorts: sqnr, underflow, saturation, error_total, error_quantization, error_accumulation,
             nan or inf.
         top: the most places.
 

@@ -7,12 +7,15 @@ from typing import Any
 
 from f8emu.shown import Shown
 from f8emu.spec import SpecError
+from f8emu.spec.errors import warn_of_old_name
 from f8emu.strict import Fault, faults_as, open_regular, parsed, require
 
 SCHEMA = 1
 """The newest that this reader knows."""
-MEASURES = tuple("sqnr underflow saturation error_total error_quantisation error_accumulation nan inf".split())
+MEASURES = tuple("sqnr underflow saturation error_total error_quantization error_accumulation nan inf".split())
 """The measures by which places can be sorted; of sqnr the lowest is the worst, of all others the highest."""
+OLD_KEYS = {"error_quantisation": "error_quantization"}
+"""Keys of files that an older f8emu wrote -> the present ones."""
 NAMES = ("layer", "gemm", "operand", "tensor")
 _LONGEST = 1 << 20
 """Bytes of a line; ours have a few hundred, with first values at most a third of this."""
@@ -108,6 +111,9 @@ def read_run(path: Path) -> Run:
 
 def _add(run: Run, places: dict[tuple[str, ...], Place], record: dict[str, Any]) -> None:
     require(bool(run.headers) or "schema" in record, "a first line with the schema", "none")
+    for old in OLD_KEYS.keys() & record.keys():
+        warn_of_old_name(f"the key {old!r} of an inspected run", repr(OLD_KEYS[old]))
+        record[OLD_KEYS[old]] = record.pop(old)
     # 1. A header: of the first run, or of one that went on with the file.
     if "schema" in record:
         schema = record["schema"]

@@ -3,6 +3,9 @@
 Every message states the call, what was expected, what was observed and the remedy.
 """
 
+import sys
+import warnings
+
 
 class F8Error(Exception):
     """The base class of every error that f8emu raises on purpose."""
@@ -32,3 +35,11 @@ class MissingExtraError(F8Error, ImportError):
             f"{call} needs the package '{package}', which is not installed; "
             f"install it with: pip install 'f8emu[{extra}]'"
         )
+
+
+def warn_of_old_name(old: str, new: str) -> None:
+    """Warn, at the line outside of f8emu that uses it, that a name is old."""
+    frame, level = sys._getframe(1), 2  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("f8emu"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{old} is an older name; write {new}", DeprecationWarning, stacklevel=level)

@@ -18,9 +18,10 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, OPERAND_FORMATS
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import Format
+from f8emu.spec.names import GemmName
 from f8emu.spec.scaling import Granularity, ScaleRule, granularity_by_name
 
-GEMM_NAMES = ("output", "grad_input", "grad_weight")
+GEMM_NAMES: tuple[GemmName, ...] = ("output", "grad_input", "grad_weight")
 """The three GEMMs of a linear layer, in the order in which they run."""
 OPERANDS: dict[str, tuple[str, str]] = {
     "output": ("input", "weight"),
@@ -140,6 +141,23 @@ class Gemm:
             return None
         formats, granularities = (self.a.format, self.b.format), self.scaled_gemm_granularities
         return chip.refusal(formats, granularities, use_fast_accum=self.use_fast_accum)
+
+
+def error_parts(exact: Any, dequantized: Any, accumulated: Any, product: Any) -> dict[str, Any]:
+    """The error of a GEMM by its causes, the last of them all together; of float64 arrays of any kind.
+
+    Args:
+        exact: the product of the operands before their casts.
+        dequantized: the product of what their codes and scales stand for.
+        accumulated: the tensor core's float32, scales applied.
+        product: the output.
+    """
+    return {
+        "error_quantization": dequantized - exact,
+        "error_accumulation": accumulated - dequantized,
+        "error_rounding": product - accumulated,
+        "error_total": product - exact,
+    }
 
 
 class OperandTrace(NamedTuple):

@@ -15,7 +15,7 @@ from html import escape
 from f8emu.spec.cast_plan import CastPlans, RecipePlans, cast_plans
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
-from f8emu.spec.errors import SpecError
+from f8emu.spec.errors import SpecError, warn_of_old_name
 from f8emu.spec.formats import E4M3FN, E5M2
 from f8emu.spec.gemm import GEMM_NAMES as GEMM_NAMES
 from f8emu.spec.gemm import HIGH_PRECISION_CAST as HIGH_PRECISION_CAST
@@ -303,6 +303,8 @@ def recipe_by_name(name: str) -> Recipe:
         SpecError: an unknown recipe; the message lists the known names.
     """
     recipes = RECIPES | SERVING_RECIPES
+    if name in RECIPE_ALIASES:
+        warn_of_old_name(f"recipe {name!r}", repr(RECIPE_ALIASES[name]))
     recipe = recipes.get(RECIPE_ALIASES.get(name, name))
     if recipe is None:
         known = ", ".join(recipes)

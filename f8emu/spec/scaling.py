@@ -21,8 +21,9 @@ from f8emu.shown import fields_of
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import changed_fields
 from f8emu.spec.members import member_by_name
+from f8emu.spec.names import TensorName
 
-TENSORS = ("input", "weight", "grad_output")
+TENSORS: tuple[TensorName, ...] = ("input", "weight", "grad_output")
 """The tensors of a linear layer that are cast."""
 BLOCK = 128
 """Elements along K, and rows of a square, that share a scale under blockwise scaling [EPI-5]."""

@@ -27,10 +27,11 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
+        from f8emu.spec.chips import chip_by_name
         from f8emu.torch.emulated.switch import emulate
 
         chip, _, bf16 = self.options.partition(",")
-        emulate(chip, bf16=bf16 == "bf16")
+        emulate(chip_by_name("f8emu run", chip), bf16=bf16 == "bf16")
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -13,6 +13,7 @@ from f8emu.conformance.diagnosis.search import diagnosed
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.conformance.kernels.known import scaled_mm_kernel
 from f8emu.conformance.run.result import Result
+from f8emu.conformance.run.stages import StageName
 from f8emu.conformance.run.subject import load_subject, name_of
 from f8emu.conformance.run.verify import stages_by_name, stages_with, verify
 from f8emu.environment import printable
@@ -20,6 +21,7 @@ from f8emu.report.diagnosis import diagnosis_lines
 from f8emu.report.verify import mismatch_lines, stage_lines, verdict
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import Format, Overflow, float8_format, overflow_by_name
+from f8emu.spec.names import ArraysName, Float8Name, GranularityName, OverflowName
 from f8emu.spec.scaling import Granularity, granularity_by_name
 from f8emu.testing.arguments import count, names
 
@@ -30,9 +32,9 @@ _THOROUGH = ("golden", "gemms", "live")
 def check_gemm(
     kernel: Kernel | Callable[..., Any],
     *,
-    arrays: str = "torch",
+    arrays: ArraysName = "torch",
     thorough: bool = False,
-    stages: Sequence[str] | str = (),
+    stages: Sequence[StageName] | StageName = (),
     cases: Sequence[str] | str = (),
     errors: int = 3,
     diagnose: bool = True,
@@ -61,9 +63,9 @@ def check_gemm(
     """
     __tracebackhide__ = True
     count("check_gemm", "errors", errors)
-    stages, cases = names("check_gemm", "stages", stages), names("check_gemm", "cases", cases)
+    asked, cases = names("check_gemm", "stages", stages), names("check_gemm", "cases", cases)
     subject, golden = load_subject(kernel, arrays=arrays), shipped_golden()
-    named = stages_by_name(stages or (_THOROUGH if thorough or cases else _QUICK))
+    named = stages_by_name(asked or (_THOROUGH if thorough or cases else _QUICK))
     only = stages_with(cases, named, [subject], golden) if cases else named
     with np.errstate(all="ignore"):  # numpy would warn of what the kernel is asked on purpose
         result = verify([subject], only=only, golden=golden, errors=errors)
@@ -75,9 +77,9 @@ def check_gemm(
 def check_cast(
     function: Callable[..., Any],
     *,
-    arrays: str = "torch",
-    format: Format | str | None = None,
-    overflow: Overflow | str | None = None,
+    arrays: ArraysName = "torch",
+    format: Format | Float8Name | None = None,
+    overflow: Overflow | OverflowName | None = None,
     cases: Sequence[str] | str = (),
     errors: int = 3,
     diagnose: bool = True,
@@ -101,9 +103,9 @@ def check_cast(
 def check_quantizer(
     function: Callable[..., Any],
     *,
-    arrays: str = "torch",
-    format: Format | str | None = None,
-    granularity: Granularity | str | None = None,
+    arrays: ArraysName = "torch",
+    format: Format | Float8Name | None = None,
+    granularity: Granularity | GranularityName | None = None,
     cases: Sequence[str] | str = (),
     errors: int = 3,
     diagnose: bool = True,

@@ -10,6 +10,7 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, OPERAND_FORMATS, chip_by_name
 from f8emu.spec.formats import FLOAT32, Format
 from f8emu.spec.gemm_call import GemmCall, Shaped, scaled_mm_call
+from f8emu.spec.names import ChipName, GranularityName
 from f8emu.spec.scaling import BLOCK, Granularity, granularity_by_name
 from f8emu.split_k.ask import split_of
 from f8emu.testing.accumulator import Operand, chain, nothing, promoted, slices
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 def _out(call: str, out_dtype: "FormatLike | torch.dtype") -> Format:
     # By its name where it is torch's, which is not imported here.
-    named: Any = str(out_dtype) if str(out_dtype).startswith("torch.") else out_dtype
-    return output_format(call, named.removeprefix("torch.") if isinstance(named, str) else named)
+    named: Any = str(out_dtype).removeprefix("torch.") if str(out_dtype).startswith("torch.") else out_dtype
+    return output_format(call, named)
 
 
 class _Gemm(NamedTuple):
@@ -45,10 +46,10 @@ def gemm_tolerance(
     bias: Any = None,
     out_dtype: "FormatLike | torch.dtype" = "bfloat16",
     use_fast_accum: bool = False,
-    granularity_a: Granularity | str | None = None,
-    granularity_b: Granularity | str | None = None,
+    granularity_a: Granularity | GranularityName | None = None,
+    granularity_b: Granularity | GranularityName | None = None,
     split_k: int | None = None,
-    chip: Chip | str | None = "H100",
+    chip: Chip | ChipName | None = "H100",
 ) -> Array:
     """How far each output may be from the exact `sum over k of a * b * scale_a * scale_b + bias`: an error bound.
 
@@ -120,10 +121,10 @@ def gemm_tolerance_from_maxima(
     bias: float = 0.0,
     out_dtype: "FormatLike | torch.dtype" = "bfloat16",
     use_fast_accum: bool = False,
-    granularity_a: Granularity | str = Granularity.TENSORWISE,
-    granularity_b: Granularity | str = Granularity.TENSORWISE,
+    granularity_a: Granularity | GranularityName = Granularity.TENSORWISE,
+    granularity_b: Granularity | GranularityName = Granularity.TENSORWISE,
     split_k: int = 1,
-    chip: Chip | str | None = "H100",
+    chip: Chip | ChipName | None = "H100",
 ) -> float:
     """The `gemm_tolerance` of every GEMM with so long a K, and codes, scales and biases of no larger magnitude.
 

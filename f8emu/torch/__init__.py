@@ -37,6 +37,7 @@ from f8emu.torch.gemm.scaled_mm import mm as mm
 from f8emu.torch.gemm.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
 from f8emu.torch.gemm.scaled_mm import scaled_mm as scaled_mm
 from f8emu.torch.inspection.config import InspectConfig as InspectConfig
+from f8emu.torch.inspection.config import InspectOptions as InspectOptions
 from f8emu.torch.inspection.inspector import Inspector as Inspector
 from f8emu.torch.inspection.inspector import inspect as inspect
 from f8emu.torch.layer.delayed_update import DelayedScalingState as DelayedScalingState

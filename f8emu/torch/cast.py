@@ -9,6 +9,7 @@ from torch import Tensor
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import Format, Overflow, overflow_by_name
+from f8emu.spec.names import Float8Name, GranularityName, HighPrecisionName, OverflowName
 from f8emu.spec.scaling import Granularity, granularity_by_name
 from f8emu.torch import cpu_casts
 from f8emu.torch.chip import (
@@ -43,7 +44,9 @@ def decode(x: Tensor) -> Tensor:
     return canonical_nan(x.detach().float())
 
 
-def cast(x: Tensor, format: Format | str | torch.dtype, *, overflow: Overflow | str = Overflow.SATURATE) -> Tensor:
+def cast(
+    x: Tensor, format: Format | Float8Name | torch.dtype, *, overflow: Overflow | OverflowName = Overflow.SATURATE
+) -> Tensor:
     """Values rounded to the nearest float8, ties to even.
 
     SATURATE gives `+-max` for everything that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the
@@ -66,8 +69,8 @@ def cast(x: Tensor, format: Format | str | torch.dtype, *, overflow: Overflow | 
 def quantize(
     x: Tensor,
     inv_scale: Tensor | float,
-    format: Format | str | torch.dtype,
-    granularity: Granularity | str = Granularity.TENSORWISE,
+    format: Format | Float8Name | torch.dtype,
+    granularity: Granularity | GranularityName = Granularity.TENSORWISE,
 ) -> Tensor:
     """`cast(float32(x) * inv_scale, SATURATE)`, one rounded float32 product per element.
 
@@ -97,9 +100,9 @@ def quantize(
 def dequantize(
     codes: Tensor,
     scale: Tensor | float,
-    granularity: Granularity | str = Granularity.TENSORWISE,
+    granularity: Granularity | GranularityName = Granularity.TENSORWISE,
     *,
-    out_dtype: torch.dtype | Format | str = torch.float32,
+    out_dtype: torch.dtype | Format | HighPrecisionName = torch.float32,
 ) -> Tensor:
     """`decode(codes) * scale`, in `out_dtype`.
 

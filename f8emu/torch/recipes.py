@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from f8emu.spec.errors import SpecError, UnsupportedError
 from f8emu.spec.members import member_by_name
+from f8emu.spec.names import RecipeName
 from f8emu.spec.recipe import HIGH_PRECISION_CAST, RECIPES, Cast, CastFrom, Gemm, Recipe, recipe_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.chip import CHIP, float8_format
@@ -21,7 +22,7 @@ class TorchaoConfig(Protocol):
     def gemm_config_output(self) -> Any: ...
 
 
-RecipeLike = Recipe | str | Enum | TorchaoConfig
+RecipeLike = Recipe | RecipeName | Enum | TorchaoConfig
 """A recipe, its name, or torchao's `Float8LinearRecipeName` or `Float8LinearConfig` for it."""
 
 
@@ -30,7 +31,7 @@ def torchao_options(config: RecipeLike | None) -> set[str]:
     return {name for name in _OPTIONS if type(config).__name__ == "Float8LinearConfig" and getattr(config, name, False)}
 
 
-def resolve_recipe(call: str, config: RecipeLike, cast_weight_from: CastFrom | str | None = None) -> Recipe:
+def resolve_recipe(call: str, config: RecipeLike | str, cast_weight_from: CastFrom | str | None = None) -> Recipe:
     """The recipe itself, the one of that name, or the one that torchao's configuration or enum stands for.
 
     `cast_weight_from` takes the place of the recipe's own, unless it is None.

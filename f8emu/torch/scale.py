@@ -9,6 +9,7 @@ from torch import Tensor
 
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import Format
+from f8emu.spec.names import Float8Name, GranularityName
 from f8emu.spec.scaling import (
     BLOCK,
     MAX_MARGIN,
@@ -30,7 +31,7 @@ _FLOAT32_NAN = 0x7FFFFFFF  # the one NaN that f8emu emits [SPEC-1]
 _FRACTION_CLEARED = -0x800000  # 0xFF800000 as int32, a mask: the sign and exponent bits of a float32
 
 
-def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> Tensor:
+def amax(x: Tensor, granularity: Granularity | GranularityName = Granularity.TENSORWISE) -> Tensor:
     """The largest magnitude of each group that shares a scale; a group with a NaN gives NaN, an empty one 0.
 
     Shapes:
@@ -70,7 +71,7 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
 
 
 def scale_from_amax(
-    amax: Tensor, format: Format | str | torch.dtype, rule: ScaleRule = ScaleRule(), *, margin: int = 0
+    amax: Tensor, format: Format | Float8Name | torch.dtype, rule: ScaleRule = ScaleRule(), *, margin: int = 0
 ) -> Scales:
     """`inv_scale = float32(max * 2^-margin / max(amax, amax_floor))` and `scale = float32(1 / inv_scale)`.
 
@@ -114,7 +115,11 @@ def initial_delayed_state(delayed: DelayedScaling, *, device: torch.device | str
 
 
 def update_delayed_state(
-    state: DelayedState, amax: Tensor, format: Format | str | torch.dtype, rule: ScaleRule, delayed: DelayedScaling
+    state: DelayedState,
+    amax: Tensor,
+    format: Format | Float8Name | torch.dtype,
+    rule: ScaleRule,
+    delayed: DelayedScaling,
 ) -> DelayedState:
     """The new state after a step whose casts had the maximum `amax`, by the rule of `DelayedScaling`.
 

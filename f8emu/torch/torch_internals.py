@@ -152,7 +152,10 @@ def _named_modules(module: nn.Module, name: str, seen: set[nn.Module] | None) ->
             yield from _named_modules(child, name if is_wrapped else f"{name}.{key}" if name else key, seen)
 
 
-def replace_modules(module: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def replace_modules(module: _Module, new: Mapping[int, nn.Module]) -> _Module:
     """The module with `new[id(part)]` in the place of each part, also of parts that hold others; changed in place."""
     kept = [part for part in modules_of(module) if id(part) not in new]
     for holder in (*kept, *new.values()):
@@ -161,7 +164,7 @@ def replace_modules(module: nn.Module, new: Mapping[int, nn.Module]) -> nn.Modul
                 holder.register_module(name, new[id(part)])
                 if name == _COMPILED:
                     cast("Any", holder)._initialize()  # torch.compile has stored the old part's forward
-    return new.get(id(module), module)
+    return cast("_Module", new.get(id(module), module))  # a new part has the class of the old one
 
 
 def copied_attributes(module: nn.Module) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from f8emu.audit import Severity, audit
-from f8emu.dialects import quantize
+from f8emu.dialects import DialectName, quantize
 from f8emu.dialects.arithmetic import E8M0
 from f8emu.dialects.rules import MX_GROUP, ROW, SQUARE, TENSOR, Block
 from f8emu.dialects.stacks import FUSED
@@ -198,7 +198,7 @@ def is_linear(name: str) -> bool:
 
 
 def coded(
-    source: Tensors, dialect: str, block: Block, scale_name: str, change: Any = np.asarray, **arguments: Any
+    source: Tensors, dialect: DialectName, block: Block, scale_name: str, change: Any = np.asarray, **arguments: Any
 ) -> Tensors:
     """The linear layers in float8: `scale_name` is a template of {w} and {m}, `change` lays the scale out."""
     tensors: Tensors = {}
@@ -253,7 +253,7 @@ def llm_compressor(draw: Draw) -> Sound:
         scale = {f"{key}.weight": (one / 448 * 0.9).astype(BF16) for key, one in amax.items()}
         given["scale"] = {key: np.where(one == 0, BF16(2**-7), one) for key, one in scale.items()}
     layout = (lambda s: s.view(np.uint8)) if variant == "mxfp8" else flat if is_static else np.asarray
-    tensors = coded(source, name, block, "{w}_scale", layout, **given)
+    tensors = coded(source, cast(DialectName, name), block, "{w}_scale", layout, **given)
     if is_static:
         tensors |= {f"{module}.input_scale": draw.scale(1, dtype=BF16) for module in modules(source)}
     if variant == "cache":
@@ -295,7 +295,7 @@ def model_optimizer(draw: Draw) -> Sound:
         of = {key: shards.get(key.rpartition(".")[2], (key.rpartition(".")[2],)) for key in amax}
         largest = {key: max(amax[f"{key.rpartition('.')[0]}.{last}"] for last in of[key]) for key in amax}
         given["scale"] = {f"{key}.weight": np.full((1, 1), one) / np.float32(448) for key, one in largest.items()}
-    tensors = coded(source, name, block, "{w}_scale", layout, **given)
+    tensors = coded(source, cast(DialectName, name), block, "{w}_scale", layout, **given)
     if algorithm == "FP8":
         tensors |= {f"{module}.input_scale": draw.scale() for module in modules(source)}
         tensors |= {f"{m}.{m[-6]}_scale": draw.scale() for m in modules(source) if m.endswith(("k_proj", "v_proj"))}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from f8emu.audit import audit
-from f8emu.dialects import DIALECTS, quantize
+from f8emu.dialects import DIALECTS, DialectName, quantize
 from f8emu.dialects.rules import MX_GROUP, ROW, SQUARE, TENSOR
 from tests.audit.checkpoints import BF16, MXFP8, checkpoint, compressed, fp8
 from tests.audit.sound import TOOLS, accused, sound
@@ -50,7 +50,7 @@ WITHOUT_FLOORS = (
 
 
 @pytest.mark.parametrize("name", WITHOUT_FLOORS)
-def test_no_fault_is_invented(name: str, tmp_path: Path) -> None:
+def test_no_fault_is_invented(name: DialectName, tmp_path: Path) -> None:
     for seed, (dtype, shape) in enumerate([(BF16, (256, 256)), (np.float32, (200, 320))]):
         for kind, x in [*weights(*shape, seed).items()][seed::2]:
             x = x.astype(np.float32).astype(dtype)

@@ -9,7 +9,7 @@ import pytest
 
 from f8emu.audit import audit
 from f8emu.audit.counts import Counts, wrong_cast
-from f8emu.dialects import quantize
+from f8emu.dialects import DialectName, dialect_by_name, quantize
 from tests.audit.checkpoints import BF16, E4M3, E5M2, MXFP8, checkpoint, compressed, fp8, normal
 from tests.audit.test_clean import weights
 
@@ -59,7 +59,7 @@ UNDER_POWERS = ("256 and more as 448", "clipped at 240", "clipped at 224", "roun
     ("dialect", "name"),
     [*(("deep_gemm_block", one) for one in CASTS), *(("deep_gemm_block_ue8m0", one) for one in UNDER_POWERS)],
 )
-def test_a_wrong_cast_is_told_by_its_codes(dialect: str, name: str, tmp_path: Path) -> None:
+def test_a_wrong_cast_is_told_by_its_codes(dialect: DialectName, name: str, tmp_path: Path) -> None:
     """Without a source: three weights, each too small to tell alone what is rare."""
     tensors: dict[str, Array] = {}
     for i in range(3):
@@ -131,7 +131,7 @@ def test_codes_that_were_lost_are_told_from_zeros(name: str, tmp_path: Path) -> 
             x = normal(1024, 512, seed=i) * BF16(2.0**-i)
             if i == 1 and not is_lost and name != "half of a tensor":
                 lose(x.view(np.uint16))
-            codes, scale = quantize(x, dialect)
+            codes, scale = quantize(x, dialect_by_name(dialect))
             if i == 1 and is_lost:
                 lose(codes.view(np.uint8))
             scale = scale.view(np.uint8) if dialect == "modelopt_mxfp8" else scale.copy()

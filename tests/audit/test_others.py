@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from f8emu.audit import Severity, audit
-from f8emu.dialects import quantize
+from f8emu.dialects import DialectName, dialect_by_name, quantize
 from tests.audit.checkpoints import BF16, E4M3, E5M2, MXFP8, checkpoint, codes, compressed, f32, fp8, normal
 
 Tensors = dict[str, np.ndarray]
@@ -18,7 +18,7 @@ CONFIGS = {BLOCK: fp8(), CHANNEL: compressed("channel"), MX: MXFP8}
 S, W, C = "l.1.weight_scale_inv", "l.1.weight", "l.1.weight_scale"
 
 
-def quantized(dialect: str, source: Tensors = SOURCE) -> Tensors:
+def quantized(dialect: DialectName, source: Tensors = SOURCE) -> Tensors:
     tensors: Tensors = {}
     for name, x in source.items():
         made = quantize(x, dialect)
@@ -36,7 +36,7 @@ def with_maximum(largest: float) -> Tensors:
     return tensors
 
 
-def put(name: str, change: Callable[[np.ndarray], object], dialect: str = BLOCK) -> Callable[[], Tensors]:
+def put(name: str, change: Callable[[np.ndarray], object], dialect: DialectName = BLOCK) -> Callable[[], Tensors]:
     """`change` gives another tensor, or None after it changed this one."""
 
     def plant() -> Tensors:
@@ -56,7 +56,7 @@ def swapped(a: str, b: str) -> Tensors:
     return tensors | {a: tensors[b], b: tensors[a]}
 
 
-def renamed(old: str, new: str, dialect: str = BLOCK) -> Tensors:
+def renamed(old: str, new: str, dialect: DialectName = BLOCK) -> Tensors:
     tensors = quantized(dialect)
     return {new if name == old else name: array for name, array in tensors.items()}
 
@@ -185,7 +185,7 @@ def test_codes_of_other_weights_are_an_error_and_explained_zeros_are_none(tmp_pa
 
 
 @pytest.mark.parametrize("dialect", NAMES)
-def test_codes_of_a_master_beside_its_copy_and_the_reverse(dialect: str, tmp_path: Path) -> None:
+def test_codes_of_a_master_beside_its_copy_and_the_reverse(dialect: DialectName, tmp_path: Path) -> None:
     """Each is told, and nothing else; with a faulty code a weight is neither's."""
     generator = np.random.default_rng(7)
     masters: Tensors = {W: (SOURCE[W] * generator.uniform(0.99, 1.01, (512, 512))).astype(np.float32)}
@@ -202,7 +202,7 @@ def test_codes_of_a_master_beside_its_copy_and_the_reverse(dialect: str, tmp_pat
 
 
 @pytest.mark.parametrize("dialect", NAMES)
-def test_without_a_fault_nothing_is_named(dialect: str, tmp_path: Path) -> None:
+def test_without_a_fault_nothing_is_named(dialect: DialectName, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model", quantized(dialect), CONFIGS[dialect])
     result = audit(path, source=checkpoint(tmp_path / "source", SOURCE), consumer="transformers:h100")
     assert result.verdict.status == 0 and not result.findings and dialect in result.dialects
@@ -305,7 +305,7 @@ def test_the_shards_of_a_fused_weight_are_compared_each_with_its_source(scheme: 
     shapes = {"q_proj": (512, 256), "k_proj": (128, 256), "v_proj": (128, 256)}
     source = {f"l.{name}.weight": normal(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
     dialect = "vllm_tensor" if scheme == "shard" else scheme
-    made = [quantize(x, dialect) for x in source.values()]
+    made = [quantize(x, dialect_by_name(dialect)) for x in source.values()]
     scale = np.concatenate([finding.scale.view(np.uint8) if scheme == MX else finding.scale for finding in made])
     weight = np.concatenate([finding.codes for finding in made])
     name = "l.qkv_proj.weight_scale" + "_inv" * (scheme == BLOCK)

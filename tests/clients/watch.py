@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import f8emu.torch as f8
+from f8emu.spec import RecipeName
 from tests.torch_path.states import assert_same_state, state_of
 
 
 class Watch:
     """The models of one run under one recipe. A script converts by it and tells it the losses."""
 
-    def __init__(self, recipe: str) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: RecipeName) -> None:
+        self.recipe: RecipeName = recipe
         self.losses: list[float] = []
         self.resumes: bool | None = None
         """Whether a run that was resumed from the library's checkpoint has the same bits; None: not tried."""

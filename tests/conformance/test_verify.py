@@ -23,6 +23,7 @@ from f8emu.conformance.run.check import Case
 from f8emu.conformance.run.oracle import gemm_oracle, value_oracle
 from f8emu.conformance.run.processes import parts_of, processes_for
 from f8emu.conformance.run.result import Silent, StageResult, Tally, joined
+from f8emu.conformance.run.stages import StageName
 from f8emu.conformance.run.subject import SUBJECTS, NotOffered, without_split_k
 from f8emu.native import library
 from f8emu.spec import E4M3FN, FLOAT32, TENSORWISE, SpecError
@@ -185,7 +186,8 @@ def test_every_subject_takes_and_gives_numpy(name: str) -> None:
 def test_processes_ask_the_same(tmp_path: Path) -> None:
     """Workers give what one process gives, in its order."""
     few = few_recorded(tmp_path / "few.safetensors", 0, 1)
-    subjects, chosen = [load_subject("f8ref.numpy")], ["golden", "live"]
+    subjects = [load_subject("f8ref.numpy")]
+    chosen: list[StageName] = ["golden", "live"]
     one, *others = (verify(subjects, stages=chosen, golden=few, processes=n).subjects[0].stages for n in (1, 2, 3))
     for several in others:
         assert [replace(stage, seconds=0) for stage in several] == [replace(stage, seconds=0) for stage in one]
@@ -289,7 +291,8 @@ class AfterOne(Silent):
 
 def test_ctrl_c_keeps_what_processes_finished(tmp_path: Path) -> None:
     few, stopped = few_recorded(tmp_path / "few.safetensors", 0, 1), AfterOne(raising(KeyboardInterrupt()))
-    subjects, chosen = [load_subject("f8ref.numpy")], ["formats", "scales"]
+    subjects = [load_subject("f8ref.numpy")]
+    chosen: list[StageName] = ["formats", "scales"]
     result = verify(subjects, stages=chosen, golden=few, processes=2, progress=stopped)
     assert result.is_interrupted and not result.is_equal
     assert [stage.stage in chosen for stage in result.subjects[0].stages] == [True]
@@ -305,7 +308,7 @@ def test_a_worker_that_is_gone_is_told(
     gone = AfterOne(lambda: [process.kill() for process in started])
 
     def run() -> int:
-        names = ["golden", "live", "layers"]
+        names = ("golden", "live", "layers")
         verify([load_subject("f8ref.numpy")], stages=names, golden=few, processes=2, progress=gone)
         return 0
 

@@ -12,7 +12,16 @@ import pytest
 from numpy.typing import NDArray
 
 import f8emu.numpy
-from f8emu.dialects import DIALECTS, Dialect, arithmetic, dequantize, dialect_by_name, quantize, zero_block_scale
+from f8emu.dialects import (
+    DIALECTS,
+    Dialect,
+    DialectName,
+    arithmetic,
+    dequantize,
+    dialect_by_name,
+    quantize,
+    zero_block_scale,
+)
 from f8emu.dialects.rules import GROUP, ROW, SQUARE, TENSOR, Block
 from f8emu.spec import F8Error, Granularity, OperandError, ScaleRule, SpecError, UnsupportedError
 
@@ -54,7 +63,7 @@ def test_zero_blocks() -> None:
         448e12: "torchao_tensorwise",
     }
     for scale, names in known.items():
-        assert [zero_block_scale(name) for name in names.split()] == pytest.approx(
+        assert [zero_block_scale(dialect_by_name(name)) for name in names.split()] == pytest.approx(
             [scale] * len(names.split()), rel=2e-7
         )
     assert zero_block_scale("compressed_tensors_block", "float16") == 2.0**-10
@@ -63,7 +72,7 @@ def test_zero_blocks() -> None:
 
 def test_codes_of_zero_blocks_and_nans() -> None:
     x = np.array([[0.0, -0.0, 0.0, 0.0], [1.0, np.nan, 2.0, -4.0]], BF16)
-    codes = {
+    codes: dict[DialectName, tuple[list[int], Any]] = {
         "vllm_tensor": ([0x7E] * 4, TENSOR),
         "torchao_inference": ([0x7F] * 4, ROW),
         "vllm_token": ([0, 0x80, 0, 0], ROW),
@@ -71,7 +80,12 @@ def test_codes_of_zero_blocks_and_nans() -> None:
     }
     for name, (expected, block) in codes.items():
         assert bits(quantize(x[:1], name, block=block).codes).tolist() == [expected]
-    of_nan = {"vllm_token": 0x7E, "vllm_group": 0xFE, "torchao_inference": 0x7F, "modelopt_channel": 0x7F}
+    of_nan: dict[DialectName, int] = {
+        "vllm_token": 0x7E,
+        "vllm_group": 0xFE,
+        "torchao_inference": 0x7F,
+        "modelopt_channel": 0x7F,
+    }
     for name, expected in of_nan.items():
         assert bits(quantize(x[1:], name).codes)[0, 1] == expected
 
@@ -197,7 +211,7 @@ def test_text_of_torch(device: str) -> None:
             name = f"{name}_cuda" if device == "cuda" and f"{name}_cuda" in DIALECTS else name
             blocks = tensor.view(256 // (rows or 256), rows or 256, 384 // (k or 384), k or 384)
             values, scale = text(blocks, blocks.abs().amax((1, 3), keepdim=True))
-            made = quantize(tensor, name, block=(rows, k))
+            made = quantize(tensor, dialect_by_name(name), block=(rows, k))
             apart = made.scale != scale[:, 0, :, 0]
             if name == "fbgemm_torch" and dtype != torch.float32:  # its caveat: zeros in 16 bits
                 assert apart[0, 0]
@@ -265,7 +279,7 @@ NAMES = "vllm_group torchao_rowwise compressed_tensors_block transformers_block_
 
 
 @pytest.mark.parametrize("name", NAMES.split())
-def test_libraries_agree(name: str) -> None:
+def test_libraries_agree(name: DialectName) -> None:
     torch: Any = pytest.importorskip("torch")
     jax: Any = pytest.importorskip("jax")
     from f8emu import interop
@@ -309,7 +323,7 @@ def test_fused_shards() -> None:
 
 X = np.ones((2, 128), np.float32)
 REFUSED: dict[str, tuple[type[F8Error], str, Callable[[], object]]] = {
-    "name": (SpecError, "unknown dialect 'vllm'", lambda: quantize(X, "vllm")),
+    "name": (SpecError, "unknown dialect 'vllm'", lambda: quantize(X, "vllm")),  # pyright: ignore[reportArgumentType]
     "block": (SpecError, "block must be one that vllm_group has", lambda: quantize(X, "vllm_group", block=(1, 64))),
     "dtype": (OperandError, "x must be a matrix", lambda: quantize(X.astype(np.float64), "vllm_group")),
     "rank": (OperandError, "got float32 [128]", lambda: quantize(X[0], "vllm_group")),

@@ -287,7 +287,7 @@ def refusals() -> None:
         (OperandError, "one that varies along .'data'.", lambda: traced(rows, layer(DELAYED))),
         (UnsupportedError, "leave check_vma True", unchecked),
         (OperandError, "must be the PartitionSpecs", lambda: layer(DELAYED, in_specs=P(DATA))),
-        (OperandError, "sharded_k must be one of", lambda: f8.dot_general("rowwise", sharded_k="add")),
+        (OperandError, "sharded_k must be one of", lambda: f8.dot_general("rowwise", sharded_k="add")),  # pyright: ignore[reportArgumentType]
         (OperandError, "under jax.jit alone leave in_specs out", lambda: delayed(x, w, state, KERNEL)),
         (OperandError, "at most its 2 dimensions", lambda: with_specs(P(DATA), P(None, None, None))),
         (OperandError, "along the same axes", lambda: with_specs(P(DATA, MODEL), P())),

@@ -28,6 +28,7 @@ from f8emu.spec import (
     ROWWISE_WITH_GW_HP,
     TENSORWISE,
     Recipe,
+    RecipeName,
     SpecError,
     UnsupportedError,
     recipe_from_json,
@@ -53,7 +54,7 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(jnp.dtype(name))
 
 
-def layer(recipe: Recipe | str = TENSORWISE, numbers: Any = WEIGHT, **options: Any) -> Callable[[Any, Any], Any]:
+def layer(recipe: Recipe | RecipeName = TENSORWISE, numbers: Any = WEIGHT, **options: Any) -> Callable[[Any, Any], Any]:
     multiply = f8.dot_general(recipe, **options)
     return lambda x, w: multiply(x, w, numbers)
 

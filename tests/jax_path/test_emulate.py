@@ -334,7 +334,7 @@ def test_refusals() -> None:
     with pytest.raises(UnsupportedError, match=r"emulate the derivative: f8emu.jax.emulate\(jax.grad\(f\)\)"):
         jax.grad(f8.emulate(lambda s: plain((A.astype(F32) * s).astype(E4), B).sum()))(1.0)
     with pytest.raises(SpecError, match="chip"):
-        f8.emulate(plain, chip="H1000")
+        f8.emulate(plain, chip="H1000")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_dot_in_a_primitive_that_is_not_opened_is_refused_by_name() -> None:

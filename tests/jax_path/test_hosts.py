@@ -22,7 +22,7 @@ from f8emu.jax.hosts import flax_linen, flax_nnx
 from f8emu.jax.hosts.einsum import einsum
 from f8emu.jax.hosts.equinox import Float8Linear, convert_linears
 from f8emu.jax.hosts.qwix import Float8Provider, Float8Rule
-from f8emu.spec import Float8State, OperandError, SpecError, UnsupportedError
+from f8emu.spec import Float8State, OperandError, RecipeName, SpecError, UnsupportedError
 from tests.jax_path.layers import KERNEL, assert_same_bits
 
 
@@ -37,7 +37,7 @@ def same(a: Any, b: Any) -> None:
 
 
 @functools.cache
-def wanted(recipe: str) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def wanted(recipe: RecipeName) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The product of x and kernel, and the gradients of its squares' sum: from `dot_general` itself."""
     product = f8.dot_general(recipe)
 
@@ -49,7 +49,7 @@ def wanted(recipe: str) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return y, grads
 
 
-def of_host(host: str, recipe: str) -> Callable[[jax.Array, jax.Array], Any]:
+def of_host(host: str, recipe: RecipeName) -> Callable[[jax.Array, jax.Array], Any]:
     """A linear layer of the library, as a function of input and kernel."""
     product: Any = f8.dot_general(recipe)
     layer: Any
@@ -375,7 +375,7 @@ def test_rules_that_qwix_cannot_keep() -> None:
     with pytest.raises(SpecError, match="delayed"):
         Float8Provider([Float8Rule(recipe="delayed")])
     with pytest.raises(SpecError, match="nosuch"):
-        Float8Provider([Float8Rule(recipe="nosuch")])
+        Float8Provider([Float8Rule(recipe="nosuch")])  # pyright: ignore[reportArgumentType]
 
 
 def test_attention_of_flax_takes_recipes() -> None:

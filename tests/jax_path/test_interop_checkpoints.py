@@ -11,7 +11,7 @@ from torch import nn
 import f8emu.jax
 import f8emu.torch as f8
 from f8emu import interop
-from f8emu.spec import RECIPES, Float8State
+from f8emu.spec import RECIPES, Float8State, RecipeName
 from tests.torch_path.states import through_file
 
 DENSE = (((1,), (0,)), ((), ()))
@@ -34,7 +34,7 @@ def draw(step: int) -> tuple[np.ndarray, np.ndarray]:
     return x * np.float32(1.5) ** step, g
 
 
-def torch_model(recipe: str) -> Model:
+def torch_model(recipe: RecipeName) -> Model:
     torch.manual_seed(0)
     model = Model()
     f8.convert_to_float8_training(model, config=recipe)
@@ -59,7 +59,7 @@ def torch_step(model: Model, step: int) -> list[bytes]:
     return bits
 
 
-def jax_step(recipe: str, params: Any, states: Any, step: int) -> tuple[Any, Any, list[bytes]]:
+def jax_step(recipe: RecipeName, params: Any, states: Any, step: int) -> tuple[Any, Any, list[bytes]]:
     """The same step: the parameters and states after it, and its bits."""
     x, g = interop.to_jax(draw(step))
 
@@ -85,7 +85,7 @@ def raw(x: Any) -> bytes:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise_with_gw_hp"])
-def test_training_goes_on_in_the_other_library(recipe: str) -> None:
+def test_training_goes_on_in_the_other_library(recipe: RecipeName) -> None:
     """Two steps in torch, two in JAX, two in torch again, beside six in torch: 0 differing bits in every step."""
     is_delayed = RECIPES[recipe].delayed is not None
     alone, moving = torch_model(recipe), torch_model(recipe)

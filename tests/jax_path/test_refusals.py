@@ -52,7 +52,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     # GEMMs
     (OperandError, r"a must be a JAX array; got list", lambda: f8.scaled_mm([1.0], A.T, ONE, ONE)),  # pyright: ignore
     (UnsupportedError, "float8 output", lambda: f8.scaled_mm(A, A.T, ONE, ONE, out_dtype="float8_e4m3fn")),
-    (OperandError, r"engine must be one of", lambda: f8.mm(LHS, LHS.T, engine="cuda")),
+    (OperandError, r"engine must be one of", lambda: f8.mm(LHS, LHS.T, engine="cuda")),  # pyright: ignore[reportArgumentType]
     (OperandError, "scaled_mm", lambda: f8.scaled_grouped_mm(A, A, ONE, ONE, jnp.ones(1, jnp.int32))),
     (UnsupportedError, r"got .*cpu", lambda: f8.engine_of(None, "hardware")),
     (UnsupportedError, r"codes have no gradient.* differentiate f8emu\.jax\.dot_general", lambda: gradient(ONE)),
@@ -69,12 +69,12 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (UnsupportedError, r"precision must be None; got HIGHEST", lambda: layer(LHS, LHS, WEIGHT, "HIGHEST")),
     (UnsupportedError, r"element_type .* got float8_e5m2", lambda: layer(LHS, LHS, WEIGHT, None, jnp.float8_e5m2)),
     (SpecError, r"element_type must be one of .*; got float64", lambda: layer(LHS, LHS, WEIGHT, None, np.float64)),
-    (SpecError, r"rowise", lambda: f8.dot_general("rowise")),
+    (SpecError, r"rowise", lambda: f8.dot_general("rowise")),  # pyright: ignore[reportArgumentType]
     (SpecError, r"known when the function is traced", lambda: jax.jit(lambda r: f8.dot_general(r))(1.0)),
     (TypeError, r"Recipe", lambda: jax.jit(lambda r: 1)(ROWWISE)),
     (SpecError, r"with delayed scaling; use delayed_dot_general", lambda: f8.dot_general("delayed")),
     (SpecError, r"without delayed scaling; use dot_general", lambda: f8.delayed_dot_general("rowwise")),
-    (OperandError, r"engine must be one of auto, hardware", lambda: f8.dot_general("rowwise", engine="gpu")),
+    (OperandError, r"engine must be one of auto, hardware", lambda: f8.dot_general("rowwise", engine="gpu")),  # pyright: ignore[reportArgumentType]
     (UnsupportedError, r"got .*cpu.*; run it on one, or pass [^,;]* on any device$", lambda: layer(engine="hardware")),
     (UnsupportedError, r"needs a CUDA device", lambda: f8.jit(lambda x: layer(x, engine="hardware"))(LHS)),
     (UnsupportedError, r"jax.export must know them; got \(b, 32\), .*; export a program for", lambda: exported(layer)),

@@ -215,4 +215,4 @@ def test_overflow_is_a_member_or_its_name() -> None:
     x = jnp.array([448.0, 1e9])
     assert cast(x, "float8_e4m3fn", overflow="nonfinite").view(np.uint8).tolist() == [0x7E, 0x7F]
     with pytest.raises(SpecError, match="overflow must be one of saturate, nonfinite; got 'bogus'"):
-        cast(x, "float8_e4m3fn", overflow="bogus")
+        cast(x, "float8_e4m3fn", overflow="bogus")  # pyright: ignore[reportArgumentType]

@@ -25,6 +25,7 @@ from f8emu.spec import (
     Granularity,
     OperandError,
     Overflow,
+    RecipeName,
     SpecError,
     UnsupportedError,
 )
@@ -166,7 +167,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "large integer": (lambda: f8.amax([[2**63 - 1]]), OperandError, "9223372036854775807 is no float32"),
     "bfloat16": (lambda: f8.mm([[0.1]], [[1]]), OperandError, r"np\.asarray\(a, ml_dtypes\.bfloat16\)"),
     "format": (lambda: f8.cast(X, np.float64), SpecError, "format must be one of float8_e4m3fn, "),
-    "no format": (lambda: f8.cast(X, "e4m3"), SpecError, "by name, as a dtype or as a Format; got 'e4m3'"),
+    "no format": (lambda: f8.cast(X, "e4m3"), SpecError, "by name, as a dtype or as a Format; got 'e4m3'"),  # pyright: ignore[reportArgumentType]
     "no dtype": (lambda: f8.cast(X, object), SpecError, "got <class 'object'>"),
     "float8 output": (
         lambda: f8.scaled_mm(X.astype(E4M3), X.T.astype(E4M3), 1, 1, out_dtype=E5M2),
@@ -180,14 +181,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         OperandError,
         r"\[4, 1\] and \[1, 4\] for rowwise x rowwise; or .*; got \[4, 1\] and \[4, 1\]",
     ),
-    "recipe": (lambda: f8.linear("rowise", X, X), SpecError, "unknown recipe 'rowise'"),
+    "recipe": (lambda: f8.linear("rowise", X, X), SpecError, "unknown recipe 'rowise'"),  # pyright: ignore[reportArgumentType]
     "GEMM": (
-        lambda: f8.linear("rowwise", X, X, split_k={"outputs": 2}),
+        lambda: f8.linear("rowwise", X, X, split_k={"outputs": 2}),  # pyright: ignore[reportArgumentType]
         SpecError,
         "split_k must name GEMMs, output, ",
     ),
     "shapes": (lambda: f8.mm(X.astype(ml_dtypes.bfloat16), X.astype(ml_dtypes.bfloat16)), OperandError, r"weight\.T"),
-    "chip": (lambda: f8.mm(X, X, chip="Turing"), SpecError, "chip must be one of 'Hopper'"),
+    "chip": (lambda: f8.mm(X, X, chip="Turing"), SpecError, "chip must be one of 'Hopper'"),  # pyright: ignore[reportArgumentType]
 }
 
 
@@ -255,7 +256,48 @@ def test_a_shape_without_a_plan_is_said_once() -> None:
 
 @pytest.mark.parametrize("cast", [f8.cast, oracle.cast], ids=["f8emu.numpy", "f8ref.numpy"])
 def test_overflow_is_a_member_or_its_name(cast: Callable[..., np.ndarray]) -> None:
-    x = np.float32([448, 1e9])
+    x = np.array([448, 1e9], np.float32)
     assert cast(x, "float8_e4m3fn", overflow="nonfinite").view(np.uint8).tolist() == [0x7E, 0x7F]
     with pytest.raises(SpecError, match="overflow must be one of saturate, nonfinite; got 'bogus'"):
-        cast(x, "float8_e4m3fn", overflow="bogus")
+        cast(x, "float8_e4m3fn", overflow="bogus")  # pyright: ignore[reportArgumentType]
+
+
+def norm_ratio(part: np.ndarray, whole: np.ndarray) -> float:
+    return float(np.linalg.norm(part) / np.linalg.norm(whole))
+
+
+@pytest.mark.parametrize("recipe", ("tensorwise", "rowwise_with_gw_hp", "blockwise"))
+def test_the_error_of_a_layer_in_its_parts(recipe: RecipeName) -> None:
+    """The parts of every GEMM from codes and scales of `linear`, decoded here by ml_dtypes."""
+    x, w, g = (values(*shape).astype(ml_dtypes.bfloat16) for shape in ((32, 256), (48, 256), (32, 48)))
+    trace, errors = f8.linear(recipe, x, w, g), f8.linear_error(recipe, x, w, g)
+    assert [*errors] == ["output", "grad_input", "grad_weight"]
+    x64, w64, g64 = (tensor.astype(np.float64) for tensor in (x, w, g))
+    exact = {"output": x64 @ w64.T, "grad_input": g64 @ w64, "grad_weight": g64.T @ x64}
+    for name, parts in errors.items():
+        gemm = getattr(trace, name)
+        decoded = []
+        for operand in (gemm.a, gemm.b):
+            value = operand.codes.astype(np.float64)
+            scales = np.ones((1, 1)) if operand.scale is None else operand.scale
+            for axis in (0, 1):
+                group = 1 if scales.shape[axis] == value.shape[axis] else min(128, value.shape[axis])
+                group = value.shape[axis] if scales.shape[axis] == 1 else group
+                scales = np.repeat(scales, group, axis)[: value.shape[0], : value.shape[1]]
+            decoded.append(value * scales)
+        dequantized, product = decoded[0] @ decoded[1].T, gemm.product.astype(np.float64)
+        assert parts["error_quantization"] == pytest.approx(
+            norm_ratio(dequantized - exact[name], exact[name]), rel=1e-9
+        )
+        assert parts["error_total"] == pytest.approx(norm_ratio(product - exact[name], exact[name]), rel=1e-9)
+        behind = norm_ratio(product - dequantized, exact[name])  # accumulator and rounding together
+        assert parts["error_accumulation"] > 0 and parts["error_rounding"] > 0
+        assert abs(parts["error_accumulation"] - parts["error_rounding"]) <= behind
+        assert behind <= parts["error_accumulation"] + parts["error_rounding"]
+    of_output = f8.linear_error(recipe, x.astype(np.float32), w)
+    assert [*of_output] == ["output"] and of_output["output"]["error_rounding"] == 0  # the product is float32
+
+
+def test_an_exact_layer_has_no_error() -> None:
+    x, w = np.eye(32, dtype=np.float32), np.full((16, 32), 2.0, np.float32)
+    assert {*f8.linear_error("rowwise", x, w)["output"].values()} == {0.0}

@@ -92,7 +92,9 @@ def test_gemms_and_their_operands() -> None:
 def test_recipes_are_found_by_name_and_by_older_names() -> None:
     assert all(recipe_by_name(name) is recipe for name, recipe in RECIPES.items())
     older = {"all_tensorwise": TENSORWISE, "all_axiswise": ROWWISE, "lw_axiswise_with_gw_hp": ROWWISE_WITH_GW_HP}
-    assert {name: recipe_by_name(name) for name in RECIPE_ALIASES} == older
+    with pytest.warns(DeprecationWarning, match="is an older name; write") as warned:
+        assert {name: recipe_by_name(name) for name in RECIPE_ALIASES} == older
+    assert {warning.filename for warning in warned} == {__file__}, "the line that uses the name"
 
 
 @pytest.mark.parametrize("name", ["rowise", "TENSORWISE", "", "axiswise"])

@@ -117,7 +117,7 @@ def test_stages_are_chosen() -> None:
     with pytest.raises(SpecError, match="unknown stage 'all'"):
         GEMM(right, stages=["all"])
     with pytest.raises(SpecError, match="arrays must be one of torch, numpy, jax"):
-        check_gemm(right, arrays="tensorflow")
+        check_gemm(right, arrays="tensorflow")  # pyright: ignore[reportArgumentType]
 
 
 def test_thorough_runs_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:

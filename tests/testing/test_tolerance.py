@@ -1,7 +1,7 @@
 """The bound of a GEMM's error: never exceeded by an emulated chip, nearly reached by operands that lose the most."""
 
 from functools import reduce
-from typing import Any
+from typing import Any, cast, get_args
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 import f8emu.numpy as hopper
 from f8emu import interop
-from f8emu.spec import CHIPS, F8Error, SpecError
+from f8emu.spec import CHIPS, ChipName, F8Error, HighPrecisionName, SpecError
 from f8emu.testing import accumulator, gemm_tolerance, gemm_tolerance_from_maxima
 from f8emu.testing.near import Near, power_of
 
@@ -54,7 +54,7 @@ def exact(a: Array, b: Array, scale_a: Array, scale_b: Array) -> Array:
     return (a.astype(np.float64) * scale_a[:, along]) @ (b.astype(np.float64) * scale_b[along])
 
 
-def in_bounds(a: Array, b: Array, scales: tuple[Array, Array], chip: str, **options: Any) -> Array:
+def in_bounds(a: Array, b: Array, scales: tuple[Array, Array], chip: ChipName, **options: Any) -> Array:
     """The distances of a chip's outputs from the exact ones, in bounds; 0 where an output is infinite, as its bound."""
     with np.errstate(over="ignore"):
         output = hopper.scaled_mm(a, b, *scales, chip=chip, **options).astype(np.float64)
@@ -70,7 +70,7 @@ def test_no_output_of_a_chip_is_beyond_its_bound() -> None:
     r, ratios = np.random.default_rng(0), {chip: np.zeros(0) for chip in CHIPS}
     lengths = [*LENGTHS * 24, *(2048, 4096) * 4]
     for number, k in enumerate(lengths):
-        chip = [*CHIPS][number % 7 % len(CHIPS)]
+        chip = cast("ChipName", [*CHIPS][number % 7 % len(CHIPS)])
         for turn, draw in enumerate(DRAWS):
             is_blockwise = (number + turn) % 3 == 0 and chip in ("Hopper", "H100")
             pair = dtypes_of(chip)[0 if is_blockwise else (number + turn) % len(dtypes_of(chip))]
@@ -112,7 +112,7 @@ def lossy(chip: str, *, fast: bool, k: int = 4096) -> tuple[Array, Array]:
     ("chip", "least"),
     [("H100", 0.93), ("Ada", 0.88), ("Blackwell mma.sync", 0.7), ("Blackwell tcgen05", 0.8), ("CDNA3", 0.7)],
 )
-def test_the_bound_is_nearly_reached(chip: str, least: float, fast: bool) -> None:
+def test_the_bound_is_nearly_reached(chip: ChipName, least: float, fast: bool) -> None:
     a, b = lossy(chip, fast=fast)
     reached = in_bounds(a, b, UNIT, chip, out_dtype="float32", use_fast_accum=fast, split_k=1).item()
     print(f"{chip}: {reached:.3f} of the bound")
@@ -219,7 +219,7 @@ def test_a_bound_from_maxima_is_reached_to_a_third() -> None:
 def test_arguments_are_those_of_the_verb() -> None:
     a = np.ones((16, 32), ml_dtypes.float8_e4m3fn)
     with pytest.raises(SpecError, match="chip must be one of"):
-        gemm_tolerance(a, a.T, *UNIT, chip="H1000")
+        gemm_tolerance(a, a.T, *UNIT, chip="H1000")  # pyright: ignore[reportArgumentType]
     with pytest.raises(F8Error, match=r"a must be \[M, K\] and b \[K, N\]"):
         gemm_tolerance(a, a, *UNIT)
     with pytest.raises(F8Error, match="no fast accumulation beside block scales"):
@@ -257,8 +257,8 @@ def test_arrays_of_any_framework_are_taken() -> None:
 
 
 def test_the_output_s_dtype_may_be_torch_s() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        named = gemm_tolerance_from_maxima(64, 1, 1, out_dtype=str(dtype).removeprefix("torch."))
+    for name in get_args(HighPrecisionName):
+        named, dtype = gemm_tolerance_from_maxima(64, 1, 1, out_dtype=name), getattr(torch, name)
         assert gemm_tolerance_from_maxima(64, 1, 1, out_dtype=dtype) == named
     with pytest.raises(SpecError, match="out_dtype must be one of"):
         gemm_tolerance_from_maxima(64, 1, 1, out_dtype=torch.int8)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import f8emu.torch as f8
-from f8emu.spec import DELAYED, Recipe
+from f8emu.spec import DELAYED, Recipe, format_by_name
 from f8emu.spec.scaling import DelayedState
 from f8emu.torch.casts.delayed_state import DelayedBuffers
 from f8emu.torch.layer.delayed_update import UpdateGroup
@@ -110,7 +110,7 @@ def by_tensors(model: nn.Module) -> None:
             if state["amax"][i] < 0:
                 continue
             old = DelayedState(*(state[field][i] for field in DelayedState._fields))
-            new = f8.update_delayed_state(old, state["amax"][i], format, rule, delayed)
+            new = f8.update_delayed_state(old, state["amax"][i], format_by_name(format), rule, delayed)
             buffers.amax_history[i] = new.amax_history
             if new.initialized:
                 buffers.inv_scales[i].fill_(new.inv_scale)

@@ -22,7 +22,7 @@ from f8emu.capture.read import read_capture
 from f8emu.conformance.layers.trace import engine_linear
 from f8emu.conformance.run.subject import load_subject
 from f8emu.dialects import quantize
-from f8emu.spec import CastFrom, Recipe, SpecError, recipe_by_name, recipe_from_json
+from f8emu.spec import CastFrom, CastFromName, Recipe, RecipeName, SpecError, recipe_by_name, recipe_from_json
 from f8emu.torch.serving.export import export_checkpoint
 from tests.torch_path.bits import assert_all_same_bits, assert_same_bits
 from tests.torch_path.layers import draw
@@ -125,7 +125,7 @@ def test_every_module_casts_what_a_bfloat16_copy_holds() -> None:
         ("delayed", {"float8_primary_weights": True}),
     ],
 )
-def test_what_fsdp_gathers_as_float8_is_what_it_gathers_in_bfloat16(name: str, options: Any) -> None:
+def test_what_fsdp_gathers_as_float8_is_what_it_gathers_in_bfloat16(name: RecipeName, options: Any) -> None:
     """Under `param_dtype=bfloat16`: outputs and gradients of float8 all-gather are those without; not by default."""
 
     def run(**given: Any) -> list[Tensor]:
@@ -160,7 +160,7 @@ def test_the_rule_as_text_and_in_a_trace_of_verbs() -> None:
     assert recipe.content_hash != recipe_by_name("rowwise").content_hash
     assert recipe.label.endswith(" of bfloat16 weights") and "rounded to bfloat16" in recipe.explain()
     with pytest.raises(SpecError, match="cast_weight_from must be one of parameter, bfloat16; got 'float16'"):
-        f8.convert_to_float8_training(nn.Linear(K, N), cast_weight_from="float16")
+        f8.convert_to_float8_training(nn.Linear(K, N), cast_weight_from="float16")  # pyright: ignore[reportArgumentType]
 
 
 def test_an_export_and_two_captures(tmp_path: Path) -> None:
@@ -169,7 +169,8 @@ def test_an_export_and_two_captures(tmp_path: Path) -> None:
     plain: Any = nn.Sequential(nn.Linear(256, 128, bias=False))
     x = draw(16, 256, seed=3)
     models: dict[str, Any] = {}
-    for name, rule in (("bfloat16", "bfloat16"), ("parameter", None), ("server", None)):
+    rules: dict[str, CastFromName | None] = {"bfloat16": "bfloat16", "parameter": None, "server": None}
+    for name, rule in rules.items():
         models[name] = copy.deepcopy(plain)
         f8.convert_to_float8_training(models[name], config="blockwise", cast_weight_from=rule)
     models["server"].bfloat16()

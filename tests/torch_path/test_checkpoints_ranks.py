@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 
 import f8emu.torch as f8
-from f8emu.spec import MissingExtraError
+from f8emu.spec import MissingExtraError, recipe_by_name
 from f8emu.torch.parallel.checkpoints import export_safetensors
 from tests.torch_path import ranks
 from tests.torch_path.beside import whole
@@ -40,15 +40,15 @@ TIMEOUT = 20
 TRAINER = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
 
-def build(recipe: str, mesh: DeviceMesh, seed: int) -> tuple[Any, Optimizer]:
+def build(case: str, mesh: DeviceMesh, seed: int) -> tuple[Any, Optimizer]:
     """An embedding tied to the head, and two converted layers whose weights are gathered as float8, or rest as it."""
     torch.manual_seed(seed)
-    recipe, _, kind = recipe.partition(", ")
+    recipe, _, kind = case.partition(", ")
     model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 32, bias=False))
     model[3].weight = model[0].weight
     f8.convert_to_float8_training(
         model,
-        config=recipe,
+        config=recipe_by_name(recipe),
         module_filter_fn=lambda _, fqn: fqn != "3",
         float8_primary_weights=bool(kind),
         enable_fsdp_float8_all_gather=not kind,

@@ -79,7 +79,7 @@ def test_what_is_said_and_refused() -> None:
     with pytest.warns(UserWarning, match=r"no split-K plan for Blackwell tcgen05 \(unverified\)"):
         f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Blackwell tcgen05")
     with pytest.raises(SpecError, match="scaled_mm: chip must be one of 'Hopper', 'H100', 'Ada'"):
-        f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Volta")
+        f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Volta")  # pyright: ignore[reportArgumentType]
     blocks = {"granularity_a": "blockwise_1x128", "granularity_b": "blockwise_1x128"}
     with pytest.raises(UnsupportedError, match="scaled_mm: Ada takes scales tensorwise x tensorwise"):
         f8.scaled_mm(a, a.t(), torch.ones(16, 1), torch.ones(1, 16), out_dtype=torch.float32, chip="Ada", **blocks)  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import f8emu.torch as f8
-from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, ScaleRule, SpecError, UnsupportedError
+from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, RecipeName, ScaleRule, SpecError, UnsupportedError
 from f8emu.torch import Outcome
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 from tests.torch_path.bits import assert_same_bits
@@ -180,7 +180,7 @@ def test_torchao_quantizes_what_was_converted_back(torchao: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["rowwise", "delayed"])
-def test_the_way_back_to_nn_linear(name: str) -> None:
+def test_the_way_back_to_nn_linear(name: RecipeName) -> None:
     shared = nn.Linear(32, 32)
     last = nn.Linear(32, 48, bias=False).eval()
     model: Any = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU()), "c": last})

@@ -19,6 +19,7 @@ from f8emu.spec import (
     ROWWISE,
     TENSORWISE,
     OperandError,
+    RecipeName,
     ScaleRule,
     SpecError,
 )
@@ -52,7 +53,7 @@ def outcomes(report: f8.ConversionReport) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_conversion_in_place(name: str) -> None:
+def test_conversion_in_place(name: RecipeName) -> None:
     model = Model()
     before = dict(model.named_parameters(remove_duplicate=False))
     converted = f8.convert_to_float8_training(model, config=name, engine="emulated")
@@ -278,14 +279,17 @@ def test_hooks_mode_and_attributes_stay() -> None:
 
 
 def test_configurations() -> None:
-    assert f8.plan_conversion(nn.Linear(32, 32), config="all_axiswise").recipe is ROWWISE
+    with pytest.warns(DeprecationWarning, match="recipe 'all_axiswise' is an older name; write 'rowwise'"):
+        old = f8.plan_conversion(nn.Linear(32, 32), config="all_axiswise")  # pyright: ignore[reportArgumentType]
+    assert old.recipe is ROWWISE
     with pytest.raises(SpecError, match="unknown recipe 'mxfp8'"):
-        f8.convert_to_float8_training(nn.Linear(32, 32), config="mxfp8")
+        f8.convert_to_float8_training(nn.Linear(32, 32), config="mxfp8")  # pyright: ignore[reportArgumentType]
     with pytest.raises(SpecError, match="must be a Recipe or the name of one; got dict"):
         f8.convert_to_float8_training(nn.Linear(32, 32), config={})  # type: ignore[arg-type]
     with pytest.raises(OperandError, match="engine must be one of"):
-        f8.convert_to_float8_training(nn.Linear(32, 32), engine="fast")
-    layer = f8.swap_linear_with_float8_linear(nn.Linear(32, 32), config=ROWWISE)
+        f8.convert_to_float8_training(nn.Linear(32, 32), engine="fast")  # pyright: ignore[reportArgumentType]
+    with pytest.warns(DeprecationWarning, match="an older name; call convert_to_float8_training"):
+        layer = f8.swap_linear_with_float8_linear(nn.Linear(32, 32), config=ROWWISE)
     assert isinstance(layer, f8.Float8Linear) and layer.recipe is ROWWISE
 
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import f8emu.torch as f8
 from benchmarks.models import FeedForward
-from f8emu.spec import RECIPES, UnsupportedError
+from f8emu.spec import RECIPES, RecipeName, UnsupportedError
 from f8emu.torch.gemm import emulation
 from tests.torch_path.bits import assert_all_same_bits
 from tests.torch_path.layers import both_passes
@@ -25,7 +25,7 @@ PARTITIONED = "aot_eager_decomp_partition"
 """A backend that runs what Inductor would compile."""
 
 
-def converted(name: str, *, recompute_casts: bool = False) -> nn.Module:
+def converted(name: RecipeName, *, recompute_casts: bool = False) -> nn.Module:
     torch.manual_seed(0)
     return f8.convert_to_float8_training(FeedForward(32, 48).to(BF16), config=name, recompute_casts=recompute_casts)
 
@@ -77,7 +77,7 @@ EAGER_AND_TRACED = [(name, None) for name in RECIPES] + [(name, PARTITIONED) for
 
 
 @pytest.mark.parametrize("name, backend", EAGER_AND_TRACED)
-def test_a_policy_that_knows_aten(name: str, backend: str | None, gemms: list[str]) -> None:
+def test_a_policy_that_knows_aten(name: RecipeName, backend: str | None, gemms: list[str]) -> None:
     """It keeps two of three products and every amax, without a word of f8emu; the gradients keep their bits."""
     model = converted(name)
     expected = step(model, model)
@@ -103,7 +103,7 @@ def test_a_policy_that_knows_aten(name: str, backend: str | None, gemms: list[st
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_flops_are_those_of_bfloat16(name: str) -> None:
+def test_flops_are_those_of_bfloat16(name: RecipeName) -> None:
     counts = []
     for model in (FeedForward(32, 48).to(BF16), converted(name)):
         with FlopCounterMode(display=False) as counter:
@@ -135,7 +135,7 @@ class Reader(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_mode_that_reads(name: str) -> None:
+def test_a_mode_that_reads(name: RecipeName) -> None:
     model = converted(name)
     expected = step(model, model)
     model = converted(name)
@@ -187,7 +187,7 @@ def kept_codes(run: Callable[[Tensor], Tensor], *shape: int) -> list[tuple[int, 
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
-def test_codes_are_recomputed_if_that_is_wanted(name: str) -> None:
+def test_codes_are_recomputed_if_that_is_wanted(name: RecipeName) -> None:
     """Then a compiler's partitioner keeps none of a block whose inputs are kept anyway or cheap to recompute."""
     model, plain = converted(name, recompute_casts=True), converted(name)
     compiled = torch.compile(model, backend=PARTITIONED)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
+from f8emu.spec import RecipeName
 from f8emu.spec.errors import SpecError
 from f8emu.torch.emulated import switch
 from tests.torch_path import operator_calls
@@ -198,7 +199,7 @@ def test_a_bfloat16_linear_layer_is_that_of_the_chip_and_others_are_torch_s() ->
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_torchao_trains_with_the_bits_of_the_chip(torchao: Any, recipe: str) -> None:
+def test_torchao_trains_with_the_bits_of_the_chip(torchao: Any, recipe: RecipeName) -> None:
     """torchao's layers, unchanged, beside ours, which have a GPU's bits: two steps of AdamW, one layer checkpointed."""
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
     torch.manual_seed(0)
@@ -249,7 +250,7 @@ def test_a_gpu_gives_the_bits_of_another_chip_and_then_its_own() -> None:
 
 def test_an_unknown_chip_is_refused() -> None:
     with pytest.raises(SpecError, match="chip must be one of"):
-        f8.emulate("H1000")
+        f8.emulate("H1000")  # pyright: ignore[reportArgumentType]
 
 
 # Programs and suites that do not know f8emu

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from f8emu.spec import E4M3FN, RECIPES, Cast, OperandError, UnsupportedError
+from f8emu.spec import E4M3FN, RECIPES, Cast, OperandError, UnsupportedError, recipe_by_name
 from tests.torch_path.bits import assert_all_same_bits, assert_same_bits, to_numpy
 from tests.torch_path.layers import both_passes, draw, passes
 
@@ -103,7 +103,7 @@ def test_refusals() -> None:
         ((x, w.to("meta"), offs), "rowwise", OperandError, "one device"),
     ):
         with pytest.raises(error, match=message):
-            f8.grouped_linear(*arguments, recipe=recipe)
+            f8.grouped_linear(*arguments, recipe=recipe_by_name(recipe))
     with pytest.raises(OperandError, match="down"):
         f8.float8_experts(x, w, w, offs)
 

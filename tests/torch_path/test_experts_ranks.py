@@ -21,7 +21,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
-from f8emu.spec import OperandError, UnsupportedError
+from f8emu.spec import OperandError, RecipeName, UnsupportedError
 from f8emu.torch.parallel import expert_parallel as expert_parallel_module
 from f8emu.torch.weights.coded_weight import CodedWeight
 from tests.torch_path.beside import assert_same, assert_same_states, train_beside
@@ -58,7 +58,7 @@ def adamw(module: nn.Module) -> Any:
     return AdamW(module.parameters(), lr=1e-2, foreach=False)
 
 
-def make(recipe: str) -> Any:
+def make(recipe: RecipeName) -> Any:
     torch.manual_seed(0)
     return f8.Float8Experts(EXPERTS, DIM, HIDDEN, recipe=recipe, dtype=torch.bfloat16)
 
@@ -66,7 +66,7 @@ def make(recipe: str) -> Any:
 class Mixture(nn.Module):
     """Blocks of experts, each added to its input."""
 
-    def __init__(self, recipe: str) -> None:
+    def __init__(self, recipe: RecipeName) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([make(recipe) for _ in range(2)])
         self.is_checkpointed = False
@@ -78,7 +78,13 @@ class Mixture(nn.Module):
 
 
 def fsdp(
-    recipe: str, *, dim: int = 0, gathers: bool = False, checkpoints: bool = False, backend: Any = None, **options: Any
+    recipe: RecipeName,
+    *,
+    dim: int = 0,
+    gathers: bool = False,
+    checkpoints: bool = False,
+    backend: Any = None,
+    **options: Any,
 ) -> None:
     """FSDP2, beside one device that is given the batches of the ranks in turn; weights may be gathered as float8."""
     alone, model = Mixture(recipe), Mixture(recipe)
@@ -113,14 +119,16 @@ def _require_codes(weight: Any) -> None:
     assert type(weight) is CodedWeight, type(weight)
 
 
-def float8_gather(recipe: str, *, experts: int = EXPERTS, **options: Any) -> None:
+def float8_gather(recipe: RecipeName, *, experts: int = EXPERTS, **options: Any) -> None:
     """Weights that FSDP2 gathers as float8: of any number of experts, of which a rank may have none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[__name__], "EXPERTS", experts)
         fsdp(recipe, gathers=True, **options)
 
 
-def expert_parallel(recipe: str, *, replicas: int = 1, checkpoints: bool = False, backend: str | None = None) -> None:
+def expert_parallel(
+    recipe: RecipeName, *, replicas: int = 1, checkpoints: bool = False, backend: str | None = None
+) -> None:
     """Experts over ranks, and FSDP2 over replicas of those ranks, beside one device with all tokens of a replica."""
     rank, ranks = dist.get_rank(), dist.get_world_size() // replicas
     mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("replicate", "expert"))
@@ -188,7 +196,7 @@ def expert_parallel_of_transformers() -> None:
     mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("expert", "tensor"))
     plan = {"0.gate_up_proj": "grouped_gemm", "0.down_proj": "grouped_gemm", "0": "ep_dispatch_experts"}
 
-    def made(recipe: str) -> Any:
+    def made(recipe: RecipeName) -> Any:
         model = nn.Sequential(MixtralExperts(config).to(torch.bfloat16))
         for i, parameter in enumerate(model.parameters()):
             parameter.data = draw(*parameter.shape, seed=i) / 8

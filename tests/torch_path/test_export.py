@@ -14,7 +14,7 @@ from torch.export import Dim
 from torch.utils._pytree import tree_leaves
 
 import f8emu.torch as f8
-from f8emu.spec import RECIPES
+from f8emu.spec import DELAYED, RECIPES, ROWWISE, Recipe, RecipeName
 from f8emu.spec.errors import UnsupportedError
 from tests.torch_path.bits import assert_all_same_bits
 from tests.torch_path.layers import both_passes, draw
@@ -30,7 +30,7 @@ SIZES = ((1, 1), (3, 5), (3, 43))
 """Leading dimensions: a row, which torch likes to take for a constant; an odd number; more than a block of 128."""
 
 
-def converted(recipe: str, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Sequential:
+def converted(recipe: RecipeName | Recipe, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Sequential:
     """Two layers, the second with sizes that are padded."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(144, 160), nn.ReLU(), nn.Linear(160, 40)).to(dtype)
@@ -38,7 +38,7 @@ def converted(recipe: str, dtype: torch.dtype = torch.float32, *, seed: int = 0)
     return model
 
 
-def stepped(recipe: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def stepped(recipe: RecipeName, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """`converted`, after a pass: delayed scaling has scales that are not those of the next input."""
     model = converted(recipe, dtype)
     model(draw(16, 144, seed=1)).sum().backward()
@@ -53,7 +53,7 @@ def stepped(recipe: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         ("delayed", False, False),
     ],
 )
-def test_exported_programs_serve_every_size(recipe: str, strict: bool, trained: bool) -> None:
+def test_exported_programs_serve_every_size(recipe: RecipeName, strict: bool, trained: bool) -> None:
     model = stepped(recipe)  # float32 biases of bfloat16 products
     dims = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} if trained else {0: Dim("batch"), 1: Dim("tokens")}
     with torch.set_grad_enabled(trained):
@@ -126,9 +126,9 @@ KEEPS_STATE = ("symbolic",)
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_traced_programs_train(tracer: str) -> None:
     """Ten steps with the bits of the eager layers; under delayed scaling one error, of the trace."""
-    for recipe in RECIPES if tracer == "export" else ("rowwise", "delayed"):
+    for recipe in RECIPES.values() if tracer == "export" else (ROWWISE, DELAYED):
         model, x = converted(recipe, torch.bfloat16), draw(16, 144, seed=2).bfloat16()
-        if recipe == "delayed" and tracer not in KEEPS_STATE:
+        if recipe == DELAYED and tracer not in KEEPS_STATE:
             with pytest.raises(Exception) as caught:
                 TRACERS[tracer](model, x)
             assert "delayed scaling has a state" in str(caught.value) + str(caught.value.__cause__)
@@ -139,7 +139,7 @@ def test_traced_programs_train(tracer: str) -> None:
 
 
 class Experts(nn.Module):
-    def __init__(self, recipe: str) -> None:
+    def __init__(self, recipe: RecipeName) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.before, self.experts = nn.Linear(64, 64), f8.Float8Experts(3, 64, 32, recipe=recipe)
@@ -184,7 +184,7 @@ def stepped_losses(forward: Any, model: nn.Module, x: Tensor, steps: int = 10) -
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])  # whose casts and GEMMs look most at sizes
-def test_compiled_layers_of_symbolic_sizes_are_compiled_once(recipe: str) -> None:
+def test_compiled_layers_of_symbolic_sizes_are_compiled_once(recipe: RecipeName) -> None:
     compiled, eager = converted(recipe), converted(recipe)
     counted = CompileCounterWithBackend("aot_eager")
     forward: Any = torch.compile(compiled, backend=counted, fullgraph=True)

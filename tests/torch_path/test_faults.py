@@ -28,6 +28,7 @@ from f8emu.spec import (
     AmaxHistoryReduction,
     DelayedScaling,
     DelayedState,
+    RecipeName,
     UnsupportedError,
 )
 from f8emu.spec.gemm_call import Shaped, mm_call
@@ -148,7 +149,7 @@ def pass_through(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_module_used_twice(name: str) -> None:
+def test_a_module_used_twice(name: RecipeName) -> None:
     """A module used twice is two layers of equal weights; its state has seen both uses, and moves once."""
     shared = nn.Linear(32, 32, dtype=BF16)
     apart = nn.Sequential(copy.deepcopy(shared), nn.ReLU(), copy.deepcopy(shared))
@@ -184,7 +185,7 @@ class LanguageModel(nn.Module):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_weight_tied_to_an_embedding(name: str) -> None:
+def test_a_weight_tied_to_an_embedding(name: RecipeName) -> None:
     """Its gradient is the sum of both, a step moves both, and delayed scaling watches it as any other weight."""
     tied = LanguageModel(is_tied=True)
     apart = f8.convert_to_float8_training(LanguageModel(is_tied=False), config=name)
@@ -315,7 +316,7 @@ def test_doctor_says_which_chip_the_gpu_is(monkeypatch: pytest.MonkeyPatch) -> N
     ids=["no float8", "other block scales"],
 )
 def test_a_model_on_another_gpu_is_refused_at_conversion(
-    config: str, capability: tuple[int, int], remedy: Any, wanted: str, monkeypatch: pytest.MonkeyPatch
+    config: RecipeName, capability: tuple[int, int], remedy: Any, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(nn.Linear(32, 32, device="meta"))
     with FakeTensorMode():  # without gradient: autograd would look for the device

@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
-from f8emu.spec import RECIPES, OperandError
+from f8emu.spec import RECIPES, OperandError, RecipeName
 from f8emu.torch.layer import feed_forward
 from tests.torch_path.bits import assert_all_same_bits
 from tests.torch_path.layers import draw
@@ -54,7 +54,9 @@ class LlamaMLP(nn.Module):
 Pair = tuple[f8.Float8FeedForward, nn.Module]
 
 
-def pair_of(name: str = "delayed", dim: int = 32, hidden: int = 48, dtype: torch.dtype = BF16, **options: Any) -> Pair:
+def pair_of(
+    name: RecipeName = "delayed", dim: int = 32, hidden: int = 48, dtype: torch.dtype = BF16, **options: Any
+) -> Pair:
     """The fused block, and the same layers one after the other."""
     block = FeedForward(dim, hidden, dtype, **options)
     fused_block = f8.Float8FeedForward.from_float(block, recipe=name)
@@ -99,7 +101,9 @@ def assert_same_steps() -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(("name", "sizes"), [*((n, (32, 48)) for n in RECIPES), ("delayed", (21, 150))])
-def test_equals_three_layers(name: str, sizes: tuple[int, int], fusions: list[int], assert_same_steps: Any) -> None:
+def test_equals_three_layers(
+    name: RecipeName, sizes: tuple[int, int], fusions: list[int], assert_same_steps: Any
+) -> None:
     pair = pair_of(name, *sizes)
     assert_same_steps(pair, 3, 7, sizes[0])
     assert_same_steps(pair, 0, sizes[0], steps=1)

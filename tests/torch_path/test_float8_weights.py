@@ -17,7 +17,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import f8emu.torch as f8
-from f8emu.spec import OperandError, Recipe, UnsupportedError
+from f8emu.spec import OperandError, Recipe, RecipeName, UnsupportedError
 from tests.torch_path.bits import assert_all_same_bits, assert_same_bits
 from tests.torch_path.states import assert_same_state, through_file
 
@@ -30,13 +30,13 @@ def plain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 48, dtype=dtype), nn.Linear(48, 16, bias=False, dtype=dtype))
 
 
-def convert(model: nn.Module, config: str | Recipe, **settings: Any) -> nn.Sequential:
+def convert(model: nn.Module, config: RecipeName | Recipe, **settings: Any) -> nn.Sequential:
     converted = f8.convert_to_float8_training(model, config=config, **settings)
     assert isinstance(converted, nn.Sequential)
     return converted
 
 
-def primary(config: str | Recipe, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+def primary(config: RecipeName | Recipe, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     return convert(plain(dtype), config, float8_primary_weights=True)
 
 
@@ -73,7 +73,7 @@ def assert_same_model(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
-def test_bits_are_those_of_a_layer_whose_weight_is_the_master(name: str, compiled: bool) -> None:
+def test_bits_are_those_of_a_layer_whose_weight_is_the_master(name: RecipeName, compiled: bool) -> None:
     """Outputs, gradients, masters, scales, optimizer state; with gradient accumulation, decay and a schedule.
 
     The other layer casts its weight anew in every pass, so its codes come from outside of what is tested. Under delayed
@@ -105,7 +105,7 @@ def test_bits_are_those_of_a_layer_whose_weight_is_the_master(name: str, compile
 
 
 @pytest.mark.parametrize(("name", "vectors"), [("tensorwise", (0, 0)), ("rowwise", (48, 32)), ("delayed", (0, 0))])
-def test_memory(name: str, vectors: tuple[int, int]) -> None:
+def test_memory(name: RecipeName, vectors: tuple[int, int]) -> None:
     """One byte an element, two where the second cast has other codes, and the scales; nothing else is a parameter.
 
     The values are on the host, where an optimizer finds them, and none of them is left there afterwards.
@@ -128,7 +128,7 @@ def test_memory(name: str, vectors: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_copy_goes_on_with_the_same_bits(name: str) -> None:
+def test_every_copy_goes_on_with_the_same_bits(name: RecipeName) -> None:
     """Checkpoints of both kinds, deepcopy and pickles; none of them shares anything with what it was made from."""
     model = primary(name)
     optimizer = f8.MasterWeights(model.parameters(), AdamW, lr=0.05)
@@ -164,7 +164,7 @@ def test_every_copy_goes_on_with_the_same_bits(name: str) -> None:
         assert_same_model(other, model)
 
 
-def restarted(name: str) -> tuple[nn.Sequential, f8.MasterWeights]:
+def restarted(name: RecipeName) -> tuple[nn.Sequential, f8.MasterWeights]:
     """With other values."""
     model = primary(name)
     for layer in model:
@@ -175,7 +175,7 @@ def restarted(name: str) -> tuple[nn.Sequential, f8.MasterWeights]:
 
 @pytest.mark.parametrize("name", ["rowwise", "delayed"])
 @pytest.mark.filterwarnings("ignore:Float8Linear. the state dict has no state of delayed scaling")
-def test_weights_are_written_as_those_of_any_layer(name: str) -> None:
+def test_weights_are_written_as_those_of_any_layer(name: RecipeName) -> None:
     """Written by initializations, the meta device, plain checkpoints and changes of dtype; then converted back."""
 
     def assert_like(observed: nn.Module, expected: nn.Module) -> None:

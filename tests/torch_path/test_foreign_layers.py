@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from f8emu.capture import CaptureError, ForeignRecord
 from f8emu.capture.explain import Side, explained, first_block
 from f8emu.capture.read import read_capture
-from f8emu.dialects import Dialect, Quantized, dialect_by_name, quantize
-from f8emu.spec import SpecError
+from f8emu.dialects import Dialect, DialectName, Quantized, dialect_by_name, quantize
+from f8emu.spec import RecipeName, SpecError
 from f8emu.torch import capture, convert_to_float8_training, scaled_mm
 from tests.conformance.command import invoke
 
@@ -77,9 +77,12 @@ def captured(model: nn.Module, path: Path, *, mode: Any = torch.no_grad) -> Path
 class ServedLinear(nn.Module):
     """vLLM's linear layer after `process_weights_after_loading`: attributes, operators, a pair of outputs."""
 
-    def __init__(self, weight: Quantized, block: list[int] | None = None, activation: str = "vllm_token") -> None:
+    def __init__(
+        self, weight: Quantized, block: list[int] | None = None, activation: DialectName = "vllm_token"
+    ) -> None:
         super().__init__()
-        self.quant_method, self.activation = object(), activation
+        self.quant_method = object()
+        self.activation: DialectName = activation
         self.weight_block_size = block
         self.logical_widths = list(SIZES.values())
         codes, scale = (nn.Parameter(x, requires_grad=False) for x in weight)
@@ -139,7 +142,7 @@ def test_what_is_not_as_its_record_says_is_refused(tmp_path: Path) -> None:
     """And a call that fails leaves nothing behind; a replay says that it computed nothing."""
     layer = ServedLinear(quantize(torch.cat(list(weights().values())), "vllm_weight_channel"))
     with capture(layer, tmp_path), torch.inference_mode():
-        layer.activation = "no such dialect"
+        layer.activation = "no such dialect"  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(SpecError):
             layer(draw())
         assert _get_current_dispatch_mode() is None
@@ -177,7 +180,7 @@ def up(scale: Tensor) -> Tensor:
 def test_what_gives_a_side() -> None:
     """Blocks cut by the edges: of a dialect, of the value or its bfloat16; of a scale rounded later; of nothing."""
 
-    def side(name: str, x: Any) -> Side:
+    def side(name: DialectName, x: Any) -> Side:
         codes, scale = quantize(x, name, block=(128, 128))
         return Side(codes=codes, scale=scale, block=(128, 128), stack="vllm")
 
@@ -202,7 +205,7 @@ def test_what_gives_a_side() -> None:
 
 
 def served(
-    path: Path, weight: Quantized | dict[str, Quantized], block: list[int] | None = None, **options: str
+    path: Path, weight: Quantized | dict[str, Quantized], block: list[int] | None = None, **options: DialectName
 ) -> Path:
     """A capture of a server with a fused layer."""
     if isinstance(weight, dict):
@@ -212,7 +215,7 @@ def served(
     return captured(model, path, mode=torch.inference_mode)  # as servers run
 
 
-def trained(path: Path, recipe: str) -> Path:
+def trained(path: Path, recipe: RecipeName) -> Path:
     model = linears()
     convert_to_float8_training(model, config=recipe)
     return captured(model, path)
@@ -243,7 +246,7 @@ FLOORED = replace(BLOCKWISE, name="floored", scale=replace(BLOCKWISE.scale, amax
     ],
 )
 def test_a_planted_difference_is_named(
-    dialect: Dialect | str, change: Any, first: str, expected: str, tmp_path: Path
+    dialect: Dialect | DialectName, change: Any, first: str, expected: str, tmp_path: Path
 ) -> None:
     """Layer, matrix and block at which a server's blocks part from a trainer's, and what gives either."""
     weight = {}
@@ -341,7 +344,7 @@ def test_torchao_trains_with_our_codes_and_scales(torchao: Any, tmp_path: Path) 
         compare_with_torchao(torchao, recipe, tmp_path / recipe)
 
 
-def compare_with_torchao(torchao: Any, recipe: str, tmp_path: Path) -> None:
+def compare_with_torchao(torchao: Any, recipe: RecipeName, tmp_path: Path) -> None:
     """Codes and scales of both operands are ours; the products of torchao's emulation are those of float32."""
     config = replace(torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     # not by its own convert_to_float8_training, which changes Inductor for the whole process

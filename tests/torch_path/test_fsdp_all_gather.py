@@ -23,7 +23,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
-from f8emu.spec import UnsupportedError, recipe_by_name
+from f8emu.spec import RecipeName, UnsupportedError, recipe_by_name
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.weights import codes as weight_codes
 from f8emu.torch.weights import master_weights
@@ -57,7 +57,7 @@ class Block(nn.Module):
         return x + self.w2(torch.relu(self.w1(x)))
 
 
-def make(recipe: str, gather: bool, *, hidden: int = 112, bias: bool = True, rests: bool | None = None) -> Any:
+def make(recipe: RecipeName, gather: bool, *, hidden: int = 112, bias: bool = True, rests: bool | None = None) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(Block(48, 80, bias), Block(48, hidden, bias))
     rests = RESTS.get() if rests is None else rests
@@ -87,7 +87,7 @@ def batch(step: int, rank: int, part: int = 0) -> Tensor:
 
 
 def compare(
-    recipe: str,
+    recipe: RecipeName,
     *,
     sharded: Any = None,
     dtype: torch.dtype = torch.float32,
@@ -135,11 +135,11 @@ def train(model: Any, optimizer: Any, step: int, change: Callable[[Any], None] =
     return output
 
 
-def bits(recipe: str, reshards: bool, precomputes: bool) -> None:
+def bits(recipe: RecipeName, reshards: bool, precomputes: bool) -> None:
     compare(recipe, sharded=shard(make(recipe, True), reshard_after_forward=reshards), precomputes=precomputes)
 
 
-def mixed_precision(recipe: str) -> None:
+def mixed_precision(recipe: RecipeName) -> None:
     """Weights are cast from float32, gradients are bfloat16; two microbatches, of which the second is reduced."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard(make(recipe, True, bias=False), mp_policy=policy)
@@ -153,7 +153,7 @@ def hybrid() -> None:
     compare("rowwise", sharded=shard(make("rowwise", True), mesh=mesh))
 
 
-def from_meta(recipe: str) -> None:
+def from_meta(recipe: RecipeName) -> None:
     """Converted and sharded without memory, then filled."""
     with torch.device("meta"):
         model = make(recipe, True)
@@ -174,7 +174,7 @@ def hidden_of(backend: str | None) -> int:
     return 112 if backend is None else 80
 
 
-def checkpointed(recipe: str, backend: str | None, **options: Any) -> None:
+def checkpointed(recipe: RecipeName, backend: str | None, **options: Any) -> None:
     """The recomputed forward pass reads other codes than the backward pass around it."""
     hidden = hidden_of(backend)
     compare(recipe, sharded=shard(prepared(make(recipe, True, hidden=hidden), True, backend)), hidden=hidden, **options)
@@ -210,7 +210,7 @@ def recomputed_on_one_rank(backend: str | None) -> None:
     compare("rowwise", before=change, hidden=hidden_of(backend))
 
 
-def unusual_weights(recipe: str) -> None:
+def unusual_weights(recipe: RecipeName) -> None:
     """A frozen weight, a block that is used twice in a step, one that is recomputed in one of its two uses only."""
 
     def prepare(model: Any) -> None:
@@ -224,7 +224,7 @@ def unusual_weights(recipe: str) -> None:
     compare(recipe, prepare=prepare, before=use_again, before_alone=use_again)
 
 
-def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str | None = None) -> None:
+def traffic(recipe: RecipeName, part: float, *, checkpoints: bool = False, backend: str | None = None) -> None:
     """Bytes that are gathered in a step, beside those of the same model in bfloat16; nothing but the codes."""
     found: list[int] = []
     count = 0
@@ -311,7 +311,7 @@ def scale_of_one_rank() -> None:
             compare("tensorwise", precomputes=False)
 
 
-def not_a_number(recipe: str) -> None:
+def not_a_number(recipe: RecipeName) -> None:
     """A NaN in the weight of one rank: all ranks have what one device has."""
 
     def plant(model: Any) -> None:
@@ -341,7 +341,7 @@ def what_was_precomputed_is_forgotten() -> None:
         assert_same([model(batch(0, rank))], [alone(batch(0, rank))], "output")
 
 
-def loaded(recipe: str) -> None:
+def loaded(recipe: RecipeName) -> None:
     """Between steps a state dict is loaded, for which FSDP2 pads the shard of the last rank anew."""
 
     def load(model: Any, step: int) -> None:
@@ -377,7 +377,7 @@ def codes_are_no_values() -> None:
     assert all(isinstance(parameter, ShardedWeight) for parameter in block.parameters())
 
 
-def by_accelerate(recipe: str, **settings: Any) -> None:
+def by_accelerate(recipe: RecipeName, **settings: Any) -> None:
     """accelerate knows the optimizer's parameters by their addresses: all train, with the losses of torch's FSDP2."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState

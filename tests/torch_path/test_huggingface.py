@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import f8emu.torch as f8
-from f8emu.spec import RECIPES
+from f8emu.spec import RECIPES, RecipeName
 from f8emu.torch import Outcome
 from f8emu.torch.layer import first_step
 from tests.torch_path.bits import assert_all_same_bits
@@ -75,7 +75,7 @@ def answer(model: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-def test_models_train_and_come_back(build: Any, name: str, tmp_path: Path) -> None:
+def test_models_train_and_come_back(build: Any, name: RecipeName, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build()
     keys, (converted, other) = list(model.state_dict()), MODELS[build]

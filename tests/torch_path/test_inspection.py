@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
+import f8emu.numpy as f8np
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from benchmarks.models import Corpus, Llama
 from f8emu import cli
+from f8emu.report.inspection_log import read_run
 from f8emu.spec import (
     BLOCKWISE,
     DELAYED,
@@ -238,7 +240,7 @@ def test_statistics_are_those_of_numpy(recipe: Recipe, tmp_path: Path) -> None:
     x = draw(m, k, seed=1) * torch.logspace(-5, 1, k).to(BF16)
     path = tmp_path / "run.jsonl"
     wanted = ["underflow", "saturation", "sqnr", "amax", "error", "scale_max", "zero_codes", "nan"]
-    config = {"path": str(path), "statistics": wanted, "sample": 64, "gemms": ["output"]}
+    config: Any = {"path": str(path), "statistics": wanted, "sample": 64, "gemms": ["output"]}
     with f8.inspect(model, config) as inspector:
         output = model(x)
         inspector.step()
@@ -270,17 +272,19 @@ def test_statistics_are_those_of_numpy(recipe: Recipe, tmp_path: Path) -> None:
     float32 = reference.scaled_mm(
         codes["a"], codes["b"].T, scales["a"], scales["b"].T, out_dtype="float32", split_k=split, **options
     ).astype(np.float64)
-    exact, dequantised = (x["a"].astype(np.float64) @ x["b"].astype(np.float64).T for x in (values, decoded))
+    exact, dequantized = (x["a"].astype(np.float64) @ x["b"].astype(np.float64).T for x in (values, decoded))
     product = to_numpy(output).astype(np.float64)
     parts = {
-        "quantisation": dequantised - exact,
-        "accumulation": float32 - dequantised,
+        "quantization": dequantized - exact,
+        "accumulation": float32 - dequantized,
         "rounding": product - float32,
         "total": product - exact,
     }
+    of_numpy = f8np.linear_error(recipe, values["a"], values["b"], split_k={"output": split})["output"]
     for name, part in parts.items():
         share = np.linalg.norm(part) / np.linalg.norm(exact)
         assert share > 0, name
+        assert of_numpy[f"error_{name}"] == pytest.approx(share, rel=1e-12), name
         assert records["product"][f"error_{name}"] == pytest.approx(share, rel=1e-6), name
     assert records["product"]["error_bits"] == 1
 
@@ -296,7 +300,7 @@ def test_a_layer_that_overflows_at_step_40_is_named(tmp_path: Path, caplog: pyte
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
     path, told = tmp_path / "run.jsonl", list[Any]()
-    config = {"path": str(path), "start": 36, "every": 2, "statistics": ["saturation", "amax"]}
+    config: f8.InspectOptions = {"path": str(path), "start": 36, "every": 2, "statistics": ["saturation", "amax"]}
     with caplog.at_level(logging.WARNING, "f8emu"):
         with f8.inspect(model, config, optimizer=optimizer, first_step=36, on_event=told.append) as inspector:
             for step in range(36, 42):
@@ -481,7 +485,7 @@ def test_the_configuration_refuses_what_it_does_not_know(tmp_path: Path) -> None
         ({"end": -1}, "not before start"),
     ):
         with pytest.raises(SpecError, match=message):
-            config_of(keys)
+            config_of(cast(Any, keys))
     model = model_of(ROWWISE, layers=1)
     with pytest.raises(OperandError, match=r"'w1[$].'; the model has 3: 0[.]w1, "):
         f8.inspect(model, {"layers": "w1$."})
@@ -499,7 +503,12 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     model, lines = model_of(ROWWISE, layers=1), tmp_path / "run.jsonl"
-    options = {"layers": "w1", "what_if": ["tensorwise"], "path": str(lines), "tensorboard": str(tmp_path)}
+    options: f8.InspectOptions = {
+        "layers": "w1",
+        "what_if": ["tensorwise"],
+        "path": str(lines),
+        "tensorboard": str(tmp_path),
+    }
     with f8.inspect(model, options) as inspector:
         for _ in range(2):
             model(draw(32, 32, seed=1)).sum().backward()
@@ -523,3 +532,15 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def float32(value: float) -> float:
     return float(np.float32(value))
+
+
+def test_a_key_of_an_older_file_is_read(tmp_path: Path) -> None:
+    place = {"layer": "0", "gemm": "output", "operand": "product", "tensor": "product"}
+    lines: list[dict[str, Any]] = [{"schema": 1, "layers": 1}, {"step": 1, **place, "error_quantisation": 0.5}]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.warns(
+        DeprecationWarning, match="'error_quantisation' of an inspected run is an older name; write 'error_"
+    ):
+        run = read_run(path)
+    assert run.places[0].worst == {"error_quantization": (0.5, 1)}

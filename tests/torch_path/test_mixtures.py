@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import f8emu.torch as f8
-from f8emu.spec import RECIPES, OperandError
+from f8emu.spec import RECIPES, OperandError, RecipeName
 from f8emu.torch import Outcome
 from f8emu.torch.conversion.mixtures import speed_of_experts
 from tests.torch_path.bits import assert_all_same_bits, assert_same_bits
@@ -69,7 +69,7 @@ def results(experts: Any, index: Tensor, x: Tensor, weights: Tensor, call: Any =
 class Loop(nn.Module):
     """The experts of transformers, each by Float8Linear layers of its own."""
 
-    def __init__(self, experts: Any, recipe: str) -> None:
+    def __init__(self, experts: Any, recipe: RecipeName) -> None:
         super().__init__()
         for name in ("gate_up_proj", "down_proj"):
             setattr(self, name, nn.ModuleList())
@@ -95,13 +95,13 @@ class Loop(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise", "delayed"])
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
-def test_experts_have_the_bits_of_a_loop_of_layers(kind: str, recipe: str) -> None:
+def test_experts_have_the_bits_of_a_loop_of_layers(kind: str, recipe: RecipeName) -> None:
     is_mixed = kind == "Mixtral"  # float32 weights, tokens in bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
         compare_with_loop(model_of(kind).float() if is_mixed else model_of(kind), recipe)
 
 
-def compare_with_loop(model: Any, recipe: str) -> None:
+def compare_with_loop(model: Any, recipe: RecipeName) -> None:
     experts = experts_in(f8.convert_to_float8_training(model, config=recipe))
     loop = Loop(experts, recipe)
     for seed in range(3 if recipe == "delayed" else 1):
@@ -314,7 +314,9 @@ def test_torchtitan_and_others_that_call_grouped_gemms(monkeypatch: pytest.Monke
         assert_all_same_bits([output, *(p.grad for p in experts.parameters()), inputs[0].grad], of_layers)
     # What no grouped GEMM multiplies stays, and so does what a recipe or a size excludes.
     for recipe, i, reason in (("blockwise", 0, "blockwise"), ("delayed", 2, "way of their own")):
-        entry = f8.plan_conversion(MoE(class_in(files[i])(16, DIM, HIDDEN, names[i])), config=recipe).entries[0]
+        entry = f8.plan_conversion(MoE(class_in(files[i])(16, DIM, HIDDEN, names[i])), config=RECIPES[recipe]).entries[
+            0
+        ]
         assert entry.outcome is Outcome.TYPE and reason in entry.reason
     odd = f8.plan_conversion(class_in(files[0])(4, DIM, 40, names[0]), config="rowwise").entries[0]
     assert odd.outcome is Outcome.TYPE and odd.reason == "not multiples of 16"
@@ -372,7 +374,7 @@ def test_the_model_of_bytes_says_where_bfloat16_is_faster() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-def test_observers_see_every_expert(recipe: str, tmp_path: Path) -> None:
+def test_observers_see_every_expert(recipe: RecipeName, tmp_path: Path) -> None:
     model = f8.convert_to_float8_training(model_of("Qwen3Moe"), config=recipe)
     other, (x, index, weights) = copy.deepcopy(model), routing()
     experts = experts_in(model)
@@ -381,7 +383,11 @@ def test_observers_see_every_expert(recipe: str, tmp_path: Path) -> None:
         results(experts_in(other), index, x, weights)
     expected = results(experts_in(other), index, x, weights)
     path = tmp_path / "run.jsonl"
-    config = {"layers": "layers[.]0[.]mlp[.]experts", "statistics": ["underflow", "amax"], "path": str(path)}
+    config: f8.InspectOptions = {
+        "layers": "layers[.]0[.]mlp[.]experts",
+        "statistics": ["underflow", "amax"],
+        "path": str(path),
+    }
     with f8.inspect(model, config) as inspector, f8.capture(model, tmp_path / "capture", layers="experts"):
         observed = results(experts, index, x, weights)
         inspector.step()

@@ -26,6 +26,7 @@ from f8emu.spec import (
     TENSORWISE,
     CastFrom,
     OperandError,
+    RecipeName,
     SpecError,
     UnsupportedError,
 )
@@ -190,7 +191,7 @@ def test_a_buffer_that_is_filled_behind_torchs_back_is_cast_again(requires_grad:
     assert_same_bits(layer(x), layer(x.clone()))
 
 
-def block_of(name: str) -> Any:
+def block_of(name: RecipeName) -> Any:
     """The block of the benchmarks, small."""
     torch.manual_seed(0)
     return f8.convert_to_float8_training(FeedForward(32, 48).to(BF16), config=name)
@@ -208,7 +209,7 @@ def checkpointed(block: nn.Module, mode: str) -> Any:
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_activation_checkpointing_gives_the_same_bits(name: str, mode: str) -> None:
+def test_activation_checkpointing_gives_the_same_bits(name: RecipeName, mode: str) -> None:
     block, x = block_of(name), draw(16, 32, seed=3, dtype=BF16)
 
     def run(mode: str, x: Tensor) -> tuple[list[Tensor], OpCounter]:
@@ -333,7 +334,7 @@ class Float8Made(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_full_checkpointing_keeps_no_float8_copy(name: str) -> None:
+def test_full_checkpointing_keeps_no_float8_copy(name: RecipeName) -> None:
     """However it would be kept: one copy of each input is alive after a forward pass, none where it is recomputed."""
     block, x = block_of(name), draw(16, 32, seed=3, dtype=BF16).requires_grad_()
     inputs = 0 if RECIPES[name].grad_weight.is_high_precision else 3 if name == "delayed" else 2
@@ -383,7 +384,7 @@ def test_only_what_is_asked_for_is_computed() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_meta_device(name: str) -> None:
+def test_meta_device(name: RecipeName) -> None:
     layer = f8.Float8Linear(32, 16, device="meta", dtype=BF16, recipe=name)
     output = layer(torch.empty(4, 8, 32, device="meta", dtype=BF16, requires_grad=True))
     assert output.is_meta and output.shape == (4, 8, 16)
@@ -412,9 +413,9 @@ def test_bad_calls_are_refused() -> None:
     with pytest.raises(OperandError, match=r"input must be float32, bfloat16 or float16; got torch\.float64"):
         layer(torch.zeros(4, 32, dtype=torch.float64))
     with pytest.raises(OperandError, match="engine must be one of auto, hardware, emulated; got 'gpu'"):
-        f8.Float8Linear(32, 16, engine="gpu")
+        f8.Float8Linear(32, 16, engine="gpu")  # pyright: ignore[reportArgumentType]
     with pytest.raises(SpecError, match="unknown recipe 'float8'"):
-        f8.Float8Linear(32, 16, recipe="float8")
+        f8.Float8Linear(32, 16, recipe="float8")  # pyright: ignore[reportArgumentType]
     with pytest.raises(OperandError, match="not a subclass; got Float8Linear"):
         f8.Float8Linear.from_float(layer)
     with pytest.raises(UnsupportedError, match="engine='hardware' needs tensors on a CUDA device"):

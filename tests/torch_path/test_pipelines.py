@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import f8emu.torch as f8
-from f8emu.spec import RECIPES
+from f8emu.spec import RECIPES, RecipeName
 from tests.torch_path.beside import whole
 from tests.torch_path.ranks import Cases, ranks_test
 from tests.torch_path.states import assert_same_state
@@ -49,7 +49,7 @@ class Fused(nn.Module):
         return x + self.experts(self.shared(x), torch.tensor([7, x.shape[0]], dtype=torch.int32))
 
 
-def make(recipe: str, stages: int, block: Callable[[], nn.Module] = Block) -> list[nn.Module]:
+def make(recipe: RecipeName, stages: int, block: Callable[[], nn.Module] = Block) -> list[nn.Module]:
     """A converted model, cut into stages."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(block() for _ in range(stages))).bfloat16()
@@ -130,7 +130,9 @@ def placed(schedule: str, ranks: int) -> list[list[int]]:
     return [[rank] if schedule in ("GPipe", "1F1B") else [rank, ranks + rank] for rank in range(ranks)]
 
 
-def trains(schedule: str, recipe: str, block: Callable[[], nn.Module] = Block, kind: str = "", steps: int = 1) -> None:
+def trains(
+    schedule: str, recipe: RecipeName, block: Callable[[], nn.Module] = Block, kind: str = "", steps: int = 1
+) -> None:
     """Losses, gradients and states of one process. Of some kinds each stage is that of two ranks."""
     is_spread = kind in ("fsdp2", "tp", "ddp")
     pipe, inner = [mesh.get_group() for mesh in meshes()] if is_spread else (dist.group.WORLD, None)

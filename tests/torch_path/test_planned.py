@@ -14,7 +14,7 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.layers.layer import LayerCase, LayerMode
 from f8emu.conformance.layers.trace import layer_parts, planned_slices
 from f8emu.conformance.run.subject import load_subject
-from f8emu.spec import BLOCKWISE, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Granularity, Recipe
+from f8emu.spec import BLOCKWISE, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, GemmName, Granularity, Recipe
 from f8emu.spec.gemm_call import layer_call
 from f8emu.split_k import ask
 from f8emu.split_k.gemm import Source, Split
@@ -123,7 +123,7 @@ def test_zero_padding_leaves_the_layout_as_it_is() -> None:
     tensors = [ARRAYS.store(tensor) for tensor in (x, weight, grad)]
     assert layer.weight.grad is not None
     for split_k in (None, 2):
-        slices = None if split_k is None else {"grad_weight": split_k}
+        slices: dict[GemmName, int] | None = None if split_k is None else {"grad_weight": split_k}
         trace = f8emu.numpy.linear(ROWWISE_WITH_GW_HP, *tensors, split_k=slices)
         assert trace.grad_weight is not None
         assert equal(layer.weight.grad, trace.grad_weight.product) is (split_k is None)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -22,7 +22,18 @@ import f8emu.torch as f8
 import f8ref.numpy as oracle
 from f8emu.cli import build_app
 from f8emu.dialects import dequantize, dialect_by_name, quantize, serving_recipe
-from f8emu.spec import BLOCKWISE_UE8M0, ROWWISE, TENSORS, CastFrom, F8Error, Granularity, Recipe, ScaleRule
+from f8emu.spec import (
+    BLOCKWISE_UE8M0,
+    ROWWISE,
+    TENSORS,
+    TENSORWISE,
+    CastFrom,
+    F8Error,
+    Granularity,
+    Recipe,
+    RecipeName,
+    ScaleRule,
+)
 from f8emu.torch.casts.operand import Operand
 from f8emu.torch.layer.matmul import gemm
 from f8emu.torch.serving.export import export_checkpoint
@@ -35,7 +46,7 @@ LLAMA: dict[str, Any] = {"vocab_size": 64, "num_hidden_layers": 1, "num_attentio
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "max_position_embeddings": 64}
 
 
-def llama(recipe: str, **options: Any) -> Any:
+def llama(recipe: RecipeName | Recipe, **options: Any) -> Any:
     """A tiny Llama in float32 whose layers are float8, but for its head: the default."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **SIZES))
@@ -125,10 +136,11 @@ def test_a_recipe_of_dialects() -> None:
         for operand, name in zip((trace.a, trace.b), names.values(), strict=True):
             block = next(one for one in dialect_by_name(name).blocks if _grid(one) == operand.scale.shape)
             granularity = next(one for one in Granularity if one.block == block)
-            theirs = quantize(x.numpy(), name, block=block)
+            dialect = dialect_by_name(name)
+            theirs = quantize(x.numpy(), dialect, block=block)
             assert (operand.codes.view(np.uint8) == theirs.codes.view(np.uint8)).all()
             value = oracle.dequantize(operand.codes, operand.scale, granularity)
-            assert (value == dequantize(*theirs, name, block=block, out_dtype=np.float32)).all()
+            assert (value == dequantize(*theirs, dialect, block=block, out_dtype=np.float32)).all()
     for names, why in (
         (
             {"input": "vllm_token", "weight": "vllm_weight_channel"},
@@ -260,8 +272,8 @@ def compressed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 def test_compressed_tensors_decompresses_to_what_was_trained(compressed_tensors: None, tmp_path: Path) -> None:
     """Their own package does it; the codes of float8 primary weights are those that the layers hold."""
-    for recipe, is_primary in (("rowwise", True), ("tensorwise", False)):
-        model, path = llama(recipe, float8_primary_weights=is_primary), tmp_path / recipe
+    for recipe, is_primary in ((ROWWISE, True), (TENSORWISE, False)):
+        model, path = llama(recipe, float8_primary_weights=is_primary), tmp_path / recipe.name
         f8.export_float8(model, path, format="compressed-tensors")
         loaded_weights_are_ours(model, path, transformers.CompressedTensorsConfig(dequantize=True))
         if is_primary:
@@ -326,7 +338,7 @@ def test_a_sharded_model_is_exported_whole(one_rank: None, tmp_path: Path) -> No
 def test_what_is_refused(trained: tuple[Any, Path], tmp_path: Path) -> None:
     """Each with what to do; nothing is left behind."""
 
-    def layer(recipe: str = "tensorwise", n: int = 64) -> Any:
+    def layer(recipe: RecipeName = "tensorwise", n: int = 64) -> Any:
         return f8.convert_to_float8_training(nn.Sequential(nn.Linear(128, n)), config=recipe)
 
     tied = layer()
@@ -343,7 +355,7 @@ def test_what_is_refused(trained: tuple[Any, Path], tmp_path: Path) -> None:
         (nn.ModuleList([layer(), f8.Float8Experts(2, 16, 16)]), "compressed-tensors", "no format here .* experts"),
     ):
         with pytest.raises(F8Error, match=why):
-            f8.export_float8(model, tmp_path / "out", format=format)
+            f8.export_float8(model, tmp_path / "out", format=cast(Any, format))
     _, path = trained
     shutil.copytree(path, tmp_path / "copy")
     with pytest.raises(F8Error, match="must not exist"):

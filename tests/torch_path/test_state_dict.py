@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import f8emu.torch as f8
-from f8emu.spec import RECIPES, ROWWISE
+from f8emu.spec import RECIPES, ROWWISE, RecipeName
 from tests.torch_path.bits import assert_same_bits
 from tests.torch_path.states import assert_same_state, through_file
 
@@ -29,7 +29,7 @@ class Model(nn.Module):
         return self.head(self.blocks["again"](self.blocks["first"](self.embed(tokens))))
 
 
-def converted(name: str, seed: int = 0) -> Model:
+def converted(name: RecipeName, seed: int = 0) -> Model:
     model = Model(seed).bfloat16()
     assert f8.convert_to_float8_training(model, config=name) is model
     return model
@@ -51,7 +51,7 @@ def new_start(name: str) -> AbstractContextManager[Any]:
 
 @pytest.mark.parametrize(("is_converted", "into_converted"), [(False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_file_of_one_model_loads_into_another(name: str, is_converted: bool, into_converted: bool) -> None:
+def test_a_file_of_one_model_loads_into_another(name: RecipeName, is_converted: bool, into_converted: bool) -> None:
     """Strictly, after steps too; nothing of float8 is in the file but the state of delayed scaling in its metadata."""
     model, other = (
         converted(name, seed) if is_own else Model(seed).bfloat16()

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
+from f8emu.spec import RecipeName
 from f8emu.spec.cast_plan import cast_plans
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import recipe_by_name
@@ -40,7 +41,9 @@ GATHERED = ("tensorwise", "rowwise", "delayed")
 BATCH, TOKENS, K, N = 2, 8, 32, 32
 
 
-def convert(recipe: str, *sizes: tuple[int, int], bias: bool = False, gathers: bool = False, zeros: Any = None) -> Any:
+def convert(
+    recipe: RecipeName, *sizes: tuple[int, int], bias: bool = False, gathers: bool = False, zeros: Any = None
+) -> Any:
     """Layers [out, in] called "0", "1", ..., the same on every rank; FSDP2 gathers them as float8 if `gathers`.
 
     `zeros`: the index of the first weight's elements that are zero.
@@ -169,7 +172,7 @@ class Traffic(TorchDispatchMode):
         return sum(size for kind, _, size in self.sent if kind == name)
 
 
-def parallel(recipe: str, by: str, dim: int | None = None, bias: bool = False, size: int | None = None) -> None:
+def parallel(recipe: RecipeName, by: str, dim: int | None = None, bias: bool = False, size: int | None = None) -> None:
     """A layer by rows or by columns: slices, and a sum over ranks (the output or grad_input).
 
     With `dim` the output is scattered along tokens by f8emu's style, and its gradient gathered as float8. Three steps
@@ -211,7 +214,7 @@ def parallel(recipe: str, by: str, dim: int | None = None, bias: bool = False, s
         updated(alone, ours)
 
 
-def sequence_parallel_input(recipe: str, dim: int = 1) -> None:
+def sequence_parallel_input(recipe: RecipeName, dim: int = 1) -> None:
     """Two layers share an input that is sharded along tokens; it is gathered once, one byte an element."""
     mesh = mesh_of_all()
     alone, ours = (Several(convert(recipe, (N, K), (2 * N, K))) for _ in range(2))
@@ -253,7 +256,7 @@ def sequence_parallel_input(recipe: str, dim: int = 1) -> None:
 class FeedForward(nn.Module):
     """SwiGLU's shape, without its arithmetic."""
 
-    def __init__(self, recipe: str, gathers: bool = False) -> None:
+    def __init__(self, recipe: RecipeName, gathers: bool = False) -> None:
         super().__init__()
         self.w1, self.w2, self.w3 = convert(recipe, (N, K), (K, N), (N, K), gathers=gathers)
 
@@ -285,7 +288,7 @@ def results(model: nn.Module, x: Tensor, grad_output: Tensor | None = None) -> l
     return [local(y) for y in both_passes(lambda x: model(x * 1), x, grad=grad, parameters=model.parameters())]
 
 
-def compiled(recipe: str) -> None:
+def compiled(recipe: RecipeName) -> None:
     """Compiled as one graph, sequence-parallel layers have the bits of eager ones; the input is gathered once."""
     mesh = mesh_of_all()
     found: list[list[Tensor]] = []
@@ -364,14 +367,20 @@ def refusals() -> None:
     mesh = mesh_of_all()
     x = draw(BATCH, TOKENS, K, seed=20)
 
-    def refused(message: str, plan: Any, recipe: str = "tensorwise", *, n: int = N, k: int = K, x: Any = None) -> None:
+    def refused(
+        message: str, plan: Any, recipe: RecipeName = "tensorwise", *, n: int = N, k: int = K, x: Any = None
+    ) -> None:
         """The style, or a call with `x`."""
         layers = convert(recipe, (n, k))
         with pytest.raises((OperandError, UnsupportedError), match=message):
             parallelize_module(layers, mesh, plan)
             layers[0](x)
 
-    for recipe, reason in (("rowwise_with_gw_hp", "operands in high precision"), ("blockwise", "blocks of tokens")):
+    reasons: dict[RecipeName, str] = {
+        "rowwise_with_gw_hp": "operands in high precision",
+        "blockwise": "blocks of tokens",
+    }
+    for recipe, reason in reasons.items():
         for style in (f8.Float8ColwiseParallel(), f8.Float8RowwiseParallel()):
             refused(rf"Float8.*Parallel: recipe {recipe} has .*{reason}", {"0": style}, recipe)
         refused(f"PrepareFloat8ModuleInput: recipe {recipe}", prepared_input(), recipe)
@@ -424,7 +433,7 @@ def inspected() -> None:
             same(watched, plain)
 
 
-def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -> None:
+def with_fsdp2(recipe: RecipeName, gathers: bool = False, backend: str | None = None) -> None:
     """FSDP2, gathering float8 or not, over one dimension of the mesh, tensor and sequence parallelism over the other.
 
     Equal to tensor parallelism alone with the gradients averaged over the other dimension, whose ranks have other data.
@@ -458,7 +467,7 @@ def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -
         same(observed, expected)
 
 
-def copied(recipe: str) -> None:
+def copied(recipe: RecipeName) -> None:
     """A copy of a model at rest has codes and scales of its own: training of one leaves the other as it was."""
     mesh = mesh_of_all()
     model: Any = parallelize_module(convert(recipe, (N, K)), mesh, {"0": ColwiseParallel()})

@@ -23,6 +23,7 @@ import numpy as np
 from f8emu.spec import BFLOAT16, HOPPER, Format, Granularity, SpecError
 from f8emu.spec.gemm_call import GroupKind
 from f8emu.spec.members import member_by_name
+from f8emu.spec.names import ArraysName
 
 
 class Arg(Enum):
@@ -158,7 +159,7 @@ class Kernel:
     """Multiples of M, N and K with block scales."""
     leaves_rows_behind: bool = False
     """Whether a grouped kernel may leave the rows behind the last group as they are; otherwise they must be zeros."""
-    arrays: str | None = None
+    arrays: ArraysName | None = None
     """torch, numpy or jax; None leaves it to the command line."""
     imports: tuple[str, ...] = ()
     """Modules to import before the function; `package.module:function` must be there too."""

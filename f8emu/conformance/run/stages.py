@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
+from typing import Literal
 
 import numpy as np
 
@@ -37,6 +38,9 @@ from f8emu.conformance.run.gemm_text import describe_gemm, gemm_traits, options_
 from f8emu.conformance.run.oracle import OwnSplit, gemm_oracle, layer_oracle, value_oracle
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import HIGH_PRECISION, HOPPER
+
+StageName = Literal["formats", "scales", "golden", "gemms", "layers", "live"]
+"""A stage by name: `STAGES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

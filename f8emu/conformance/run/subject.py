@@ -33,6 +33,7 @@ from f8emu.native import library
 from f8emu.shown import screen
 from f8emu.spec import HOPPER, MissingExtraError, SpecError, UnsupportedError
 from f8emu.spec.gemm_call import GroupKind
+from f8emu.spec.names import ArraysName
 
 _GEMM_VERBS = ("scaled_mm", "scaled_grouped_mm", "mm")
 _STATE_VERBS = ("initial_delayed_state", "update_delayed_state")
@@ -136,7 +137,7 @@ class Subject:
 def load_subject(
     name: str | Kernel | Callable[..., Any],
     *,
-    arrays: str = "torch",
+    arrays: ArraysName = "torch",
     timeout: float | None = None,
     here: bool = False,
 ) -> Subject:

@@ -12,7 +12,7 @@ from f8emu.conformance.run.processes import Workers, parts_of, shares_of
 from f8emu.conformance.run.result import Progress, Result, Silent, StageResult, SubjectResult, joined
 from f8emu.conformance.run.result import Status as Status
 from f8emu.conformance.run.runner import Runner
-from f8emu.conformance.run.stages import STAGES, Stage
+from f8emu.conformance.run.stages import STAGES, Stage, StageName
 from f8emu.conformance.run.subject import SUBJECTS, NotOffered, Subject
 from f8emu.environment import printable
 from f8emu.spec import SpecError
@@ -79,7 +79,7 @@ def _cases(stage: Stage, subject: Subject, golden: GoldenFile) -> list[Case]:
 def verify(
     subjects: Sequence[Subject],
     *,
-    stages: Sequence[str] = (),
+    stages: Sequence[StageName] = (),
     only: Sequence[Stage] | None = None,
     golden: GoldenFile | None = None,
     errors: int = 20,

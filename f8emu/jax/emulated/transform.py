@@ -23,6 +23,7 @@ from f8emu.jax.emulated.program import Atom, Read, aval_of, closed, evaluate, fl
 from f8emu.jax.gemm.call import is_at_hand
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
+from f8emu.spec.names import ChipName
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,7 +36,7 @@ _REFUSAL = (
 )
 
 
-def emulate(f: Callable[P, R], *, chip: Chip | str = HOPPER, force: bool = False) -> Callable[P, R]:
+def emulate(f: Callable[P, R], *, chip: Chip | ChipName = HOPPER, force: bool = False) -> Callable[P, R]:
     """`f`, whose float8 GEMMs have the bits that XLA's have on a Hopper GPU.
 
         step = jax.jit(f8emu.jax.emulate(step))  # outermost: around gradients, inside jit alone

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,14 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import Format
 from f8emu.spec.gemm_call import GemmCall
+from f8emu.spec.names import EngineName
 from f8emu.spec.scaling import BLOCK, Granularity
 from f8emu.split_k.ask import split_of
 
 _CALLER = "f8emu.jax"
-SUM, GATHER = "sum", "gather"
-WAYS = (SUM, GATHER)
+ShardedK = Literal["sum", "gather"]
+WAYS: tuple[ShardedK, ...] = ("sum", "gather")
+SUM, GATHER = WAYS
 """The ways to multiply two operands that are both divided along K."""
 
 Names = tuple[str | None, ...]
@@ -59,7 +61,7 @@ class EngineCall(NamedTuple):
 
     gemm: GemmCall
     """Its `split_k` is that of the caller; None: the library's or the plan's."""
-    engine: str = "auto"
+    engine: EngineName = "auto"
     is_transposed: bool = False
     """Whether the product is wanted as [N, M]."""
     layout: str = "nn"

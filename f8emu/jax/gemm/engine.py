@@ -32,6 +32,7 @@ from f8emu.jax.gemm.call import EngineCall, in_parts
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.names import ChipName, EngineName
 
 AUTO, HARDWARE, EMULATED = ENGINES = ("auto", "hardware", "emulated")
 """The engines of a GEMM; "auto": the hardware on a GPU that is the requested chip, else the emulation."""
@@ -43,7 +44,7 @@ def check_engine(call: str, engine: str) -> None:
         raise OperandError(f"{call}: engine must be one of {', '.join(ENGINES)}; got {engine!r}")
 
 
-def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HOPPER) -> str:
+def engine_of(device: Any = None, engine: EngineName = "auto", *, chip: Chip | ChipName = HOPPER) -> str:
     """The engine that computes a GEMM of arrays on `device`, in words for a report; None is JAX's default device, a
     name the first device of that platform.
 

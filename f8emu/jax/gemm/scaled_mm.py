@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from f8emu.jax.bits import output_format, require_known_sizes
+from f8emu.jax.bits import FormatLike, output_format, require_known_sizes
 from f8emu.jax.compiling import without_gradient
 from f8emu.jax.gemm import engine as engines
 from f8emu.jax.gemm.call import EngineCall
@@ -14,6 +14,7 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.gemm_call import GemmCall, GroupKind, Shaped, mm_call, scaled_grouped_mm_call, scaled_mm_call
+from f8emu.spec.names import ChipName, EngineName, GranularityName
 from f8emu.spec.scaling import Granularity
 
 
@@ -24,13 +25,13 @@ def scaled_mm(
     scale_b: jax.Array,
     *,
     bias: jax.Array | None = None,
-    out_dtype: Any = "bfloat16",
+    out_dtype: FormatLike = "bfloat16",
     use_fast_accum: bool = False,
-    engine: str = "auto",
-    granularity_a: Granularity | str | None = None,
-    granularity_b: Granularity | str | None = None,
+    engine: EngineName = "auto",
+    granularity_a: Granularity | GranularityName | None = None,
+    granularity_b: Granularity | GranularityName | None = None,
     split_k: int | None = None,
-    chip: Chip | str = HOPPER,
+    chip: Chip | ChipName = HOPPER,
 ) -> jax.Array:
     """The float8 GEMM of a chip's tensor core, Hopper's by default: `out = round(accumulate(a @ b) * scales + bias)`.
 
@@ -66,10 +67,10 @@ def scaled_grouped_mm(
     scale_b: jax.Array,
     offs: jax.Array | None = None,
     *,
-    out_dtype: Any = "bfloat16",
+    out_dtype: FormatLike = "bfloat16",
     use_fast_accum: bool = False,
-    engine: str = "auto",
-    chip: Chip | str = HOPPER,
+    engine: EngineName = "auto",
+    chip: Chip | ChipName = HOPPER,
 ) -> jax.Array:
     """`(acc * scale_a) * scale_b` per group of rows, each with its own `b[i]` [EPI-6].
 
@@ -94,10 +95,10 @@ def mm(
     a: jax.Array,
     b: jax.Array,
     *,
-    out_dtype: Any = "bfloat16",
-    engine: str = "auto",
+    out_dtype: FormatLike = "bfloat16",
+    engine: EngineName = "auto",
     split_k: int | None = None,
-    chip: Chip | str = HOPPER,
+    chip: Chip | ChipName = HOPPER,
 ) -> jax.Array:
     """The bfloat16 GEMM of a chip's tensor core, Hopper's by default, for GEMMs kept in high precision [BF16-1].
 
@@ -114,8 +115,8 @@ def _product(
     describe: Callable[..., GemmCall],
     operands: Mapping[str, Any],
     out_dtype: Any,
-    engine: str,
-    chip: Chip | str,
+    engine: EngineName,
+    chip: Chip | ChipName,
     **options: Any,
 ) -> jax.Array:
     call = describe.__name__.removesuffix("_call")

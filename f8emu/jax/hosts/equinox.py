@@ -12,7 +12,7 @@ not gathered: gradients of single examples have the bits of single calls.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -25,8 +25,11 @@ from f8emu.jax.compiling import is_eager, lower_jaxpr
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
 from f8emu.spec.exports import public
+from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import Float8State
+
+_Model = TypeVar("_Model")
 
 
 class Float8Linear(eqx.Module):
@@ -41,9 +44,9 @@ class Float8Linear(eqx.Module):
     bias: jax.Array | None
     state: Float8State | None
     recipe: Recipe = eqx.field(static=True)
-    engine: str = eqx.field(static=True)
+    engine: EngineName = eqx.field(static=True)
 
-    def __init__(self, linear: eqx.nn.Linear, recipe: Recipe | str, *, engine: str = "auto") -> None:
+    def __init__(self, linear: eqx.nn.Linear, recipe: Recipe | RecipeName, *, engine: EngineName = "auto") -> None:
         self.recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
         self.weight, self.bias, self.engine = linear.weight, linear.bias, engine
         self.state = None if self.recipe.delayed is None else linear_delayed_state(self.recipe)
@@ -71,12 +74,28 @@ class Float8Linear(eqx.Module):
         return wl.bracketed(begin=begin, docs=docs, sep=wl.comma, end=end, indent=indent)
 
 
+@overload
+def convert_linears(
+    model: eqx.nn.Linear,
+    recipe: Recipe | RecipeName,
+    *,
+    where: Callable[[str, eqx.nn.Linear], bool] = ...,
+    engine: EngineName = "auto",
+) -> Any: ...
+@overload
+def convert_linears(
+    model: _Model,
+    recipe: Recipe | RecipeName,
+    *,
+    where: Callable[[str, eqx.nn.Linear], bool] = ...,
+    engine: EngineName = "auto",
+) -> _Model: ...
 def convert_linears(
     model: Any,
-    recipe: Recipe | str,
+    recipe: Recipe | RecipeName,
     *,
     where: Callable[[str, eqx.nn.Linear], bool] = lambda path, linear: True,
-    engine: str = "auto",
+    engine: EngineName = "auto",
 ) -> Any:
     """The model with every `equinox.nn.Linear` that `where` selects replaced by a `Float8Linear`.
 
@@ -107,7 +126,7 @@ class _Product(NamedTuple):
     """`x [..., K], weight [N, K], state -> [..., N]`, as a function of the leaves of its arguments."""
 
     recipe: Recipe
-    engine: str
+    engine: EngineName
     tree: Any
 
     def __call__(self, *leaves: jax.Array) -> jax.Array:

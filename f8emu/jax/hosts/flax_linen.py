@@ -18,6 +18,7 @@ from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradien
 from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.exports import public
+from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import Float8State
 
@@ -35,8 +36,8 @@ class Float8DotGeneral(nn.Module):
     `overwrites=False`. An empty batch keeps the scales.
     """
 
-    recipe: Recipe | str = "delayed"
-    engine: str = "auto"
+    recipe: Recipe | RecipeName = "delayed"
+    engine: EngineName = "auto"
     overwrites: bool = True
     """Whether the gradient of the state is the next state. False: the gradient is made of amaxes, for gradient
     accumulation: take `linear_delayed_maximum` over the batches, then `linear_delayed_update` of every layer."""

@@ -25,6 +25,7 @@ from flax.nnx import reprlib
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general
 from f8emu.spec.exports import public
+from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe
 
 
@@ -48,7 +49,9 @@ class Float8DotGeneral(nnx.Module):
         SpecError: a recipe without delayed scaling.
     """
 
-    def __init__(self, recipe: Recipe | str = "delayed", *, engine: str = "auto", overwrites: bool = True) -> None:
+    def __init__(
+        self, recipe: Recipe | RecipeName = "delayed", *, engine: EngineName = "auto", overwrites: bool = True
+    ) -> None:
         self.overwrites = overwrites
         self.function = delayed_dot_general(recipe, engine=engine)
         self.state = OverwriteWithGradient(linear_delayed_state(recipe))

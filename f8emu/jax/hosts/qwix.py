@@ -14,6 +14,7 @@ from qwix import QuantizationProvider, QuantizationRule
 from f8emu.jax.layer.dot_general import DotGeneral, dot_general
 from f8emu.spec.errors import SpecError
 from f8emu.spec.exports import public
+from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe
 
 _OP = "dot_general"
@@ -23,9 +24,9 @@ _OP = "dot_general"
 class Float8Rule(QuantizationRule):
     """A recipe for the modules that match `module_path`; of the other fields of qwix's rule, `op_names` counts too."""
 
-    recipe: Recipe | str | None = None
+    recipe: Recipe | RecipeName | None = None
     """None leaves the modules in high precision. Delayed scaling is refused: qwix has no place for its state."""
-    engine: str = "auto"
+    engine: EngineName = "auto"
 
 
 class Float8Provider(QuantizationProvider):

@@ -30,11 +30,12 @@ from f8emu.jax import bits
 from f8emu.jax.layer.dot_general import described_state
 from f8emu.jax.scale import initial_delayed_state, update_delayed_state
 from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.names import RecipeName
 from f8emu.spec.recipe import TENSORS, Recipe, recipe_by_name
 from f8emu.spec.scaling import DelayedState, Float8State
 
 
-def linear_delayed_state(recipe: Recipe | str = "delayed") -> Float8State:
+def linear_delayed_state(recipe: Recipe | RecipeName = "delayed") -> Float8State:
     """The state of a linear layer before its first step: empty histories, scales that are not set.
 
     Shapes:
@@ -51,7 +52,9 @@ def linear_delayed_state(recipe: Recipe | str = "delayed") -> Float8State:
     return Float8State(*(jax.tree.map(jnp.array, first) if t in recipe.delayed_tensors else None for t in TENSORS))
 
 
-def linear_delayed_update(state: Float8State, amaxes: Float8State, recipe: Recipe | str = "delayed") -> Float8State:
+def linear_delayed_update(
+    state: Float8State, amaxes: Float8State, recipe: Recipe | RecipeName = "delayed"
+) -> Float8State:
     """The state of the next step, by the rule of `DelayedScaling`; `amaxes` is the gradient of the state.
 
     Shapes:
@@ -93,6 +96,7 @@ def _updated(state: Float8State, amaxes: Float8State, recipe: Recipe) -> Any:
 
     def next_of(tensor: str, old: DelayedState, gradient: DelayedState) -> tuple[DelayedState, jax.Array]:
         format = recipe.cast_plans.of(tensor).both.format
+        assert format is not None, "a tensor that is not cast has no state"
         is_set = jnp.ones((), jnp.bool_) if old.initialized is None else old.initialized != 0
         amax = gradient.amax_history[0]
         new = update_delayed_state(old._replace(initialized=is_set), amax, format, recipe.scale_rule, delayed)
@@ -189,7 +193,7 @@ def _largest_of(stacked: Any) -> Any:
 _shared.defvjp(lambda uses, state: (_shared(uses, state), None), lambda uses, _, gradient: (_largest_of(gradient),))
 
 
-def overwrite_with_gradient(state: Float8State, recipe: Recipe | str = "delayed") -> Float8State:
+def overwrite_with_gradient(state: Float8State, recipe: Recipe | RecipeName = "delayed") -> Float8State:
     """The state, whose gradient is now the state of the next step: flax's overwrite-with-gradient.
 
     A layer that gets no gradient in a step (not called, or behind `jax.lax.stop_gradient`) has a next state of zeros,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from f8emu.jax.bits import format_of, output_format, require_known_sizes
-from f8emu.jax.gemm.call import SUM, check_sharded_k
+from f8emu.jax.gemm.call import SUM, ShardedK, check_sharded_k
 from f8emu.jax.gemm.engine import check_engine
 from f8emu.jax.layer.matmul import LayerCall, Tap, float8_matmul
 from f8emu.jax.layer.sharding import (
@@ -30,6 +30,7 @@ from f8emu.jax.layer.sharding import (
 )
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.formats import changed_fields
+from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import DelayedState, Float8State
 
@@ -38,7 +39,11 @@ Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Seq
 
 
 def dot_general(
-    recipe: Recipe | str, *, engine: str = "auto", in_specs: Specs | None = None, sharded_k: str = SUM
+    recipe: Recipe | RecipeName,
+    *,
+    engine: EngineName = "auto",
+    in_specs: Specs | None = None,
+    sharded_k: ShardedK = SUM,
 ) -> "DotGeneral":
     """`jax.lax.dot_general` under a recipe: a frozen, hashable function with its signature and gradients.
 
@@ -63,7 +68,11 @@ def dot_general(
 
 
 def delayed_dot_general(
-    recipe: Recipe | str = "delayed", *, engine: str = "auto", in_specs: Specs | None = None, sharded_k: str = SUM
+    recipe: Recipe | RecipeName = "delayed",
+    *,
+    engine: EngineName = "auto",
+    in_specs: Specs | None = None,
+    sharded_k: ShardedK = SUM,
 ) -> "DelayedDotGeneral":
     """`dot_general` for a recipe with delayed scaling: the function takes a `Float8State` after its operands.
 
@@ -77,9 +86,9 @@ def delayed_dot_general(
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class _Layer:
     recipe: Recipe
-    engine: str = "auto"
+    engine: EngineName = "auto"
     in_specs: Specs | None = None
-    sharded_k: str = SUM
+    sharded_k: ShardedK = SUM
     tap: Tap | None = None
     """The tap of a capture; `f8emu.jax.Capture.named` sets it."""
 

@@ -32,6 +32,7 @@ from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, Format
 from f8emu.spec.gemm import LAYER_LAYOUTS
 from f8emu.spec.gemm_call import layer_call
+from f8emu.spec.names import EngineName
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import DelayedState, Float8State, Granularity, ScaleRule
 
@@ -68,7 +69,7 @@ class LayerCall(NamedTuple):
     """The settings of a call, which do not depend on the values of its arrays; most are those of its layer."""
 
     recipe: Recipe
-    engine: str
+    engine: EngineName
     out_dtype: Format
     input_dtype: Format
     """The format of `input` and of the products of the backward pass."""

@@ -29,6 +29,7 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, E4M3FN
 from f8emu.spec.gemm import GEMM_NAMES, LAYER_LAYOUTS
 from f8emu.spec.gemm_call import layer_call
+from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.split_k.ask import split_of
 from f8emu.split_k.gemm import unsplit_rows
@@ -48,8 +49,8 @@ def ragged_dot(
     group_offset: Any = None,
     out_sharding: Any = None,
     *,
-    recipe: Recipe | str = "rowwise",
-    engine: str = "auto",
+    recipe: Recipe | RecipeName = "rowwise",
+    engine: EngineName = "auto",
 ) -> jax.Array:
     """`lhs[rows of g] @ rhs[g]` for every group g of rows, each a linear layer of its own under a recipe.
 

@@ -7,12 +7,14 @@ not in the middle of training.
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
+from typing_extensions import deprecated
 
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.names import CastFromName, EngineName
 from f8emu.spec.recipe import CastFrom, Recipe
 from f8emu.torch.chip import CHIP
 from f8emu.torch.conversion.experts import (
@@ -48,22 +50,23 @@ from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 _log = logging.getLogger("f8emu")
 _CALL = "convert_to_float8_training"
+_Module = TypeVar("_Module", bound=nn.Module)
 _DEFAULT = "tensorwise"  # the recipe of a conversion that names none, as in torchao
 
 
 def convert_to_float8_training(
-    module: nn.Module,
+    module: _Module,
     *,
     config: RecipeLike | None = None,
     module_filter_fn: ModuleFilter | None = None,
-    engine: str = "auto",
+    engine: EngineName = "auto",
     pad: bool = False,
     recompute_casts: bool = False,
     subclasses: Collection[type[nn.Linear]] = (),
     enable_fsdp_float8_all_gather: bool = False,
     float8_primary_weights: bool = False,
-    cast_weight_from: CastFrom | str | None = None,
-) -> nn.Module:
+    cast_weight_from: CastFrom | CastFromName | None = None,
+) -> _Module:
     """Replace every `nn.Linear` in `module` by a `Float8Linear` with the same parameters, and convert experts.
 
     Experts are those of transformers (all that have its `use_experts_implementation`) and of torchtitan, and other
@@ -201,8 +204,10 @@ def convert_to_float8_training(
     return module
 
 
-swap_linear_with_float8_linear = convert_to_float8_training
-"""The older name of `convert_to_float8_training`."""
+@deprecated("swap_linear_with_float8_linear is an older name; call convert_to_float8_training, with the same arguments")
+def swap_linear_with_float8_linear(module: _Module, **options: Any) -> _Module:
+    """The older name of `convert_to_float8_training`; warns of it with a DeprecationWarning."""
+    return convert_to_float8_training(module, **options)
 
 
 def plan_conversion(
@@ -227,6 +232,10 @@ def plan_conversion(
     return report_of(module, recipe, module_filter_fn, pad, subclasses, tokens_per_expert)
 
 
+@overload
+def dequantize_float8_training(module: Float8Linear) -> nn.Linear: ...
+@overload
+def dequantize_float8_training(module: _Module) -> _Module: ...
 def dequantize_float8_training(module: nn.Module) -> nn.Module:
     """Turn every `Float8Linear` in `module` back into the `nn.Linear` that it was, and experts into what they were.
 

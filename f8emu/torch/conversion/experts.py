@@ -18,6 +18,7 @@ from torch.nn.functional import silu
 from torch.overrides import TorchFunctionMode
 
 from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.names import EngineName
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.casts.placements import own_experts, own_groups
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
@@ -207,9 +208,10 @@ def _with_grouped_gemms(module: ConvertedExperts, args: Any, kwargs: Any) -> Any
 class _GroupedGemms(TorchFunctionMode):
     """Computes `torch._grouped_mm` of tokens [T, K] with experts' matrices [E, K, N] by `grouped_linear`."""
 
-    def __init__(self, recipe: Recipe, engine: str) -> None:
+    def __init__(self, recipe: Recipe, engine: EngineName) -> None:
         super().__init__()
-        self.recipe, self.engine = recipe, engine
+        self.recipe = recipe
+        self.engine: EngineName = engine
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "_grouped_mm" and [x.ndim for x in args[:2]] == [2, 3]:
@@ -242,7 +244,7 @@ def why_not(module: nn.Module, experts: Experts, recipe: Recipe) -> str:
 
 
 def convert_experts(
-    fqn: str, module: nn.Module, experts: Experts, recipe: Recipe, engine: str, group: UpdateGroup
+    fqn: str, module: nn.Module, experts: Experts, recipe: Recipe, engine: EngineName, group: UpdateGroup
 ) -> None:
     """Make `module` compute under the recipe."""
     converted: Any = module

@@ -18,6 +18,7 @@ from torch.library import Library
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import H100, chip_by_name
+from f8emu.spec.names import ChipName
 from f8emu.torch.chip import is_device_of
 from f8emu.torch.emulated import bfloat16, kernels
 
@@ -63,7 +64,7 @@ class Emulation:
         self.undo()
 
 
-def emulate(chip: Chip | str = H100, *, bf16: bool = False, force: bool = False) -> Emulation:
+def emulate(chip: Chip | ChipName = H100, *, bf16: bool = False, force: bool = False) -> Emulation:
     """Give torch's own GEMM operators the bits of a chip, in the whole process, until `undo`.
 
         f8emu.torch.emulate()                 # from here on, torchao, torchtitan, ... compute as on an H100

@@ -17,6 +17,7 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.gemm_call import GemmCall, Shaped, check_library, mm_call, scaled_grouped_mm_call, scaled_mm_call
+from f8emu.spec.names import ChipName, EngineName
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.chip import HIGH_PRECISION_DTYPES, has_float8_hardware, is_device_of, name_of
 from f8emu.torch.gemm import emulation
@@ -58,7 +59,7 @@ def resolve_engine(call: str, device: torch.device, engine: str, chip: Chip = HO
     return Engine.EMULATED
 
 
-def engine_of(device: torch.device | str, engine: str = "auto", *, chip: Chip | str = HOPPER) -> str:
+def engine_of(device: torch.device | str, engine: EngineName = "auto", *, chip: Chip | ChipName = HOPPER) -> str:
     """The engine that computes a GEMM of tensors on `device`, in words for a report: emulation or the hardware.
 
     Raises:

@@ -106,16 +106,16 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
     gemm, engine = checked_scaled_mm(*operands, *options)
     out_dtype, use_fast_accum, *_ = options
     assert gemm.granularities is not None
-    pair = [granularity.value for granularity in gemm.granularities]
+    of_a, of_b = gemm.granularities
     read = (
-        lambda: dequantize(a, scale_a, pair[0], out_dtype=out_dtype),
-        lambda: dequantize(b.t(), scale_b.t(), pair[1], out_dtype=out_dtype).t(),
+        lambda: dequantize(a, scale_a, of_a, out_dtype=out_dtype),
+        lambda: dequantize(b.t(), scale_b.t(), of_b, out_dtype=out_dtype).t(),
     )
     is_opaque = gemm.granularities[0].is_blockwise or is_dtensor(a)
     if engine is Engine.HARDWARE and not (is_opaque or (has_dispatch_mode() and _tunes_gemms())):
         return seen_as_mm(a, b, out_dtype, lambda: hardware.scaled_mm(*operands, gemm), *read)
     split_k = _of_whole(gemm, engine, a, b)
-    options = out_dtype, use_fast_accum, engine.value, *pair, split_k, gemm.chip.name
+    options = out_dtype, use_fast_accum, engine.value, of_a.value, of_b.value, split_k, gemm.chip.name
     return seen_as_mm(a, b, out_dtype, lambda: run_scaled_mm(*operands, *options), *read)
 
 

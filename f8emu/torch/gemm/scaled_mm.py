@@ -7,6 +7,7 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import Format
+from f8emu.spec.names import ChipName, EngineName, GranularityName, HighPrecisionName
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.chip import output_dtype, require_tensor
 from f8emu.torch.gemm import operators as gemm_operators
@@ -19,13 +20,13 @@ def scaled_mm(
     scale_b: Tensor,
     *,
     bias: Tensor | None = None,
-    out_dtype: torch.dtype | Format | str | None = None,
+    out_dtype: torch.dtype | Format | HighPrecisionName | None = None,
     use_fast_accum: bool = False,
-    engine: str = "auto",
-    granularity_a: Granularity | str | None = None,
-    granularity_b: Granularity | str | None = None,
+    engine: EngineName = "auto",
+    granularity_a: Granularity | GranularityName | None = None,
+    granularity_b: Granularity | GranularityName | None = None,
     split_k: int | None = None,
-    chip: Chip | str = HOPPER,
+    chip: Chip | ChipName = HOPPER,
 ) -> Tensor:
     """The float8 GEMM of a chip's tensor core, Hopper's by default: `out = round(accumulate(a @ b) * scales + bias)`.
 
@@ -98,10 +99,10 @@ def scaled_grouped_mm(
     scale_b: Tensor,
     offs: Tensor | None = None,
     *,
-    out_dtype: torch.dtype | Format | str = torch.bfloat16,
+    out_dtype: torch.dtype | Format | HighPrecisionName = torch.bfloat16,
     use_fast_accum: bool = False,
-    engine: str = "auto",
-    chip: Chip | str = HOPPER,
+    engine: EngineName = "auto",
+    chip: Chip | ChipName = HOPPER,
 ) -> Tensor:
     """`(acc * scale_a) * scale_b` of every group, each a GEMM of its own [EPI-6], as `torch._scaled_grouped_mm`.
 
@@ -136,10 +137,10 @@ def mm(
     a: Tensor,
     b: Tensor,
     *,
-    out_dtype: torch.dtype | Format | str = torch.bfloat16,
-    engine: str = "auto",
+    out_dtype: torch.dtype | Format | HighPrecisionName = torch.bfloat16,
+    engine: EngineName = "auto",
     split_k: int | None = None,
-    chip: Chip | str = HOPPER,
+    chip: Chip | ChipName = HOPPER,
 ) -> Tensor:
     """The bfloat16 GEMM of a chip's tensor core, Hopper's by default, for GEMMs kept in high precision [BF16-1].
 
@@ -159,5 +160,5 @@ def mm(
     return gemm_operators.mm(a, b, output_dtype("mm", out_dtype), engine, split_k, name)
 
 
-def _granularity_name(granularity: Granularity | str | None) -> str | None:
+def _granularity_name(granularity: Granularity | GranularityName | None) -> str | None:
     return granularity.value if isinstance(granularity, Granularity) else granularity

@@ -9,29 +9,44 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from f8emu.shown import Shown
 from f8emu.spec.errors import SpecError, UnsupportedError
+from f8emu.spec.names import GemmName, RecipeName, TensorName
 from f8emu.spec.recipe import GEMM_NAMES, recipe_by_name
 
 _log = logging.getLogger("f8emu")
 Record = Mapping[str, Any]
 _PLACE = ("step", "rank", "layer", "gemm", "operand", "tensor", "pass", "recipe")
 """The keys of a record that say what it is of."""
-TENSORS = ("input", "weight", "grad_output", "product")
-VALUE_STATISTICS = ("amax", "nan", "inf", "zero", "mean", "std", "l1_norm", "l2_norm", "dynamic_range")
+Inspected = Literal[TensorName, "product"]
+TENSORS: tuple[Inspected, ...] = get_args(Inspected)
+_Value = Literal["amax", "nan", "inf", "zero", "mean", "std", "l1_norm", "l2_norm", "dynamic_range"]
+VALUE_STATISTICS: tuple[_Value, ...] = get_args(_Value)
 """Statistics of the values before the cast, or of a product. dynamic_range: log2 of the largest over the smallest
 magnitude that is not zero."""
-CAST_STATISTICS = ("underflow", "saturation", "sqnr", "mse", "dynamic_range_block")
+_Cast = Literal["underflow", "saturation", "sqnr", "mse", "dynamic_range_block"]
+CAST_STATISTICS: tuple[_Cast, ...] = get_args(_Cast)
 """Statistics of a cast. underflow: the share of values that are not zero and become zero. saturation: the share that
 rounds beyond the format's largest. sqnr: in decibels. dynamic_range_block: the largest within 1x128 values."""
-OPERAND_STATISTICS = ("scale_min", "scale_max", "nan_codes", "zero_codes", "saturated_codes")
+_Operand = Literal["scale_min", "scale_max", "nan_codes", "zero_codes", "saturated_codes"]
+OPERAND_STATISTICS: tuple[_Operand, ...] = get_args(_Operand)
 """Statistics of the operand as the GEMM got it. A saturated code is the code of the format's largest value."""
 GEMM_STATISTICS = ("error",)
 """The error of a GEMM in its three parts (`statistics.gemm_error`)."""
-STATISTICS = (*VALUE_STATISTICS, *CAST_STATISTICS, *OPERAND_STATISTICS, *GEMM_STATISTICS)
-DEFAULT_STATISTICS = ("amax", "nan", "inf", "underflow", "saturation", "sqnr", "scale_min", "scale_max")
+Statistic = Literal[_Value, _Cast, _Operand, "error"]
+STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
+DEFAULT_STATISTICS: tuple[Statistic, ...] = (
+    "amax",
+    "nan",
+    "inf",
+    "underflow",
+    "saturation",
+    "sqnr",
+    "scale_min",
+    "scale_max",
+)
 _NAMES = {"statistics": STATISTICS, "gemms": GEMM_NAMES, "tensors": TENSORS}
 
 
@@ -52,12 +67,12 @@ class InspectConfig(Shown):
     """The step at which the inspection ends; None: never."""
     every: int = 1
     """Inspect steps `start`, `start + every`, ..."""
-    statistics: tuple[str, ...] = DEFAULT_STATISTICS
+    statistics: tuple[Statistic, ...] = DEFAULT_STATISTICS
     """The statistics to take: names in STATISTICS."""
-    gemms: tuple[str, ...] = GEMM_NAMES
-    tensors: tuple[str, ...] = TENSORS
+    gemms: tuple[GemmName, ...] = GEMM_NAMES
+    tensors: tuple[Inspected, ...] = TENSORS
     """The tensors whose statistics are taken: the operands' tensors, and product."""
-    what_if: tuple[str, ...] = ()
+    what_if: tuple[RecipeName, ...] = ()
     """Recipes under which the casts are also tried, with dynamic scales."""
     sample: int = 16
     """How many rows and columns of a GEMM are sampled for its error."""
@@ -101,14 +116,32 @@ class InspectConfig(Shown):
         return step >= self.start and is_before_end and (step - self.start) % self.every == 0
 
 
-def config_of(config: InspectConfig | Mapping[str, Any] | None) -> InspectConfig:
+class InspectOptions(TypedDict, total=False):
+    """The keys of an `InspectConfig`, as a dict has them."""
+
+    layers: str
+    start: int
+    end: int | None
+    every: int
+    statistics: Sequence[Statistic]
+    gemms: Sequence[GemmName]
+    tensors: Sequence[Inspected]
+    what_if: Sequence[RecipeName]
+    sample: int
+    saturation_event: float
+    path: str | None
+    tensorboard: str | None
+
+
+def config_of(config: InspectConfig | InspectOptions | None) -> InspectConfig:
     """A configuration, or the keys of one."""
     if config is None or isinstance(config, InspectConfig):
         return config or InspectConfig()
     known = [field.name for field in fields(InspectConfig)]
     if unknown := [key for key in config if key not in known]:
         raise SpecError(f"inspect: unknown keys: {unknown}; known keys are {', '.join(known)}")
-    return InspectConfig(**config)
+    options: Any = config  # a sequence becomes a tuple there
+    return InspectConfig(**options)
 
 
 class JsonLog:

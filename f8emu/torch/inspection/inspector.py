@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 import f8emu
 from f8emu.shown import screen
 from f8emu.torch.gemm.emulation import emulator_name
-from f8emu.torch.inspection.config import InspectConfig, JsonLog, TensorBoardLog, config_of
+from f8emu.torch.inspection.config import InspectConfig, InspectOptions, JsonLog, TensorBoardLog, config_of
 from f8emu.torch.inspection.recorder import Recorder, read
 from f8emu.torch.layer.float8_layer import Float8Layer, float8_layers
 from f8emu.torch.layer.observers import Observation
@@ -55,7 +55,7 @@ class Event(NamedTuple):
 
 def inspect(
     model: nn.Module,
-    config: InspectConfig | Mapping[str, Any] | None = None,
+    config: InspectConfig | InspectOptions | None = None,
     *,
     optimizer: Optimizer | None = None,
     first_step: int = 1,
@@ -81,7 +81,7 @@ def inspect(
     Raises:
         SpecError: an invalid configuration, or a path that cannot be written.
         OperandError: no layer to inspect.
-        MissingExtraError: the statistic "error" on a GPU, but jax is not installed.
+        MissingExtraError: the statistic "error" on a GPU, or without the compiled engine, but jax is not installed.
         UnsupportedError: TensorBoard is not installed.
     """
     chosen = config_of(config)

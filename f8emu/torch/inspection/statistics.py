@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.formats import Format
+from f8emu.spec.gemm import error_parts
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import BLOCK, Granularity
 from f8emu.torch.cast import decode, dequantize, quantize
@@ -188,11 +189,11 @@ def sample_of(x: Tensor, cast: Cast, count: int, turn: int) -> Sample:
 
 
 def gemm_error(seen: GemmSeen, a: Sample, b: Sample) -> Statistics:
-    """The error of one GEMM, in the parts that only an oracle can tell apart, as error_quantisation and so on.
+    """The error of one GEMM, in the parts that only an oracle can tell apart, as error_quantization and so on.
 
     Of sampled rows of `a` and `b`, in float64, with `hp` the operands before their casts, `dq` what their codes mean:
 
-        quantisation = dq - hp              each term exact, their sums rounded to float64's 53 bits
+        quantization = dq - hp              each term exact, their sums rounded to float64's 53 bits
         accumulation = float32 - dq         the emulated tensor core, scales applied, not yet rounded to the output
         rounding     = product - float32
         total        = product - hp         the three together
@@ -205,19 +206,14 @@ def gemm_error(seen: GemmSeen, a: Sample, b: Sample) -> Statistics:
     sampled = seen.product.index_select(0, a.places).index_select(1, b.places)
     # 1. In float64: what is rounded in adding up is far below the parts.
     high_precision = a.values.double() @ b.values.double().t()
-    dequantised = _exact(sampled_a, seen.spec.a) @ _exact(sampled_b, seen.spec.b).t()
+    dequantized = _exact(sampled_a, seen.spec.a) @ _exact(sampled_b, seen.spec.b).t()
     # 2. The tensor core, up to float32.
     float32 = gemm(sampled_a, sampled_b, seen.spec, torch.float32, "emulated", seen.recipe.chip, split_k=seen.split_k)
     accumulated, product = float32.double(), sampled.double()
     # 3. The parts, and whether the output has the emulated bits.
-    parts = {
-        "quantisation": dequantised - high_precision,
-        "accumulation": accumulated - dequantised,
-        "rounding": product - accumulated,
-        "total": product - high_precision,
-    }
     size, norm = torch.linalg.vector_norm(high_precision), torch.linalg.vector_norm
-    result = {f"error_{name}": norm(part) / size for name, part in parts.items()}
+    parts = error_parts(high_precision, dequantized, accumulated, product)
+    result = {name: norm(part) / size for name, part in parts.items()}
     rounded = float32.to(sampled.dtype)
     result["error_bits"] = ((rounded == sampled) | (rounded.isnan() & sampled.isnan())).double().mean()
     return stacked(result, result)

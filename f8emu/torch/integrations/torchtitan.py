@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 
 from f8emu.spec.exports import public
+from f8emu.spec.names import CastFromName
+from f8emu.spec.recipe import recipe_by_name
 from f8emu.torch.conversion.convert import convert_to_float8_training
 from f8emu.torch.conversion.filters import filter_layers, filter_small_layers
 from f8emu.torch.conversion.report import surrounds_forward
@@ -35,7 +37,7 @@ class Options:
     """Cast weights to float8 on each rank, before FSDP gathers them."""
     float8_primary_weights: bool = False
     """Keep the float8 codes of each rank's weights from one optimizer step to the next; FSDP gathers them."""
-    cast_weight_from: str = "parameter"
+    cast_weight_from: CastFromName = "parameter"
     """"bfloat16" casts what a bfloat16 copy of a weight holds, as FSDP gathers it in high precision."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all gathered weights in one all-reduce after the optimizer step."""
@@ -47,16 +49,17 @@ class Options:
 
 
 def _convert(model: nn.Module, options: Options, *, subclasses: Collection[type[nn.Linear]] = ()) -> None:
+    recipe = recipe_by_name(options.recipe_name)
     # On a command line an empty list is "", a name that all names contain.
     names = [name for name in options.filter_fqns if name and name != _AUTO_FILTER]
     of_experts = [name for name in options.fqns if name]
     if _AUTO_FILTER in options.filter_fqns:
-        is_wanted = filter_small_layers(options.recipe_name, filter_fqns=names)
+        is_wanted = filter_small_layers(recipe, filter_fqns=names)
     else:
         is_wanted = filter_layers(names, False, None)
     convert_to_float8_training(
         model,
-        config=options.recipe_name,
+        config=recipe,
         module_filter_fn=lambda module, fqn: (
             is_wanted(module, fqn) and (isinstance(module, nn.Linear) or any(name in fqn for name in of_experts))
         ),

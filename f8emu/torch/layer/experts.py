@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.names import EngineName
 from f8emu.spec.recipe import ROWWISE, TENSORS, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.casts.delayed_state import DelayedBuffers
@@ -76,7 +77,7 @@ def float8_experts(
     offs: Tensor,
     *,
     recipe: RecipeLike = ROWWISE,
-    engine: str = "auto",
+    engine: EngineName = "auto",
     delayed: States | None = None,
 ) -> Tensor:
     """`down(silu(gate) * up)` for every group of rows, with its gradients, under a float8 recipe.
@@ -393,7 +394,7 @@ class Float8Experts(nn.Module):
         hidden_dim: int,
         *,
         recipe: RecipeLike = ROWWISE,
-        engine: str = "auto",
+        engine: EngineName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -438,11 +439,17 @@ class ExpertsSettings(nn.Module):
     """
 
     def __init__(
-        self, recipe: RecipeLike, engine: str, groups: int, weights: int, device: torch.device | str | None = None
+        self,
+        recipe: RecipeLike,
+        engine: EngineName,
+        groups: int,
+        weights: int,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         call = "Float8Experts"
-        self.recipe, self.engine = resolve_recipe(call, recipe), engine
+        self.recipe = resolve_recipe(call, recipe)
+        self.engine: EngineName = engine
         check_engine(call, engine)
         require_groups(call, self.recipe)
         self.states = nn.ModuleList()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
+from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import TENSORS, TENSORWISE, Recipe
 from f8emu.torch.casts.operand import Delayed, Operand
 from f8emu.torch.chip import require_values
@@ -67,8 +68,8 @@ class Float8FeedForward(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: Recipe | str = TENSORWISE,
-        engine: str = "auto",
+        recipe: Recipe | RecipeName = TENSORWISE,
+        engine: EngineName = "auto",
         recompute_casts: bool = False,
         names: tuple[str, str, str] = LLAMA_NAMES,
     ) -> None:
@@ -83,8 +84,8 @@ class Float8FeedForward(nn.Module):
         cls,
         module: nn.Module,
         *,
-        recipe: Recipe | str = TENSORWISE,
-        engine: str = "auto",
+        recipe: Recipe | RecipeName = TENSORWISE,
+        engine: EngineName = "auto",
         recompute_casts: bool = False,
         names: tuple[str, str, str] = LLAMA_NAMES,
     ) -> Self:

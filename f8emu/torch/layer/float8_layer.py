@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
+from f8emu.spec.names import EngineName
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.library import constant_in_traces, is_exporting
 from f8emu.torch.torch_internals import (
@@ -102,7 +103,7 @@ class Float8Layer(Scaled, nn.Linear):
     """A linear layer that computes under a recipe."""
 
     recipe: Recipe
-    engine: str
+    engine: EngineName
     tap: "Tap | None" = None  # where observers watch the layer (`layer.observers`); None without observers
 
 

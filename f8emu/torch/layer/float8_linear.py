@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.names import EngineName
 from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch.casts.delayed_state import DelayedBuffers
 from f8emu.torch.casts.operand import DelayedStates
@@ -91,7 +92,7 @@ class Float8Linear(Float8Layer):
         dtype: torch.dtype | None = None,
         *,
         recipe: RecipeLike = TENSORWISE,
-        engine: str = "auto",
+        engine: EngineName = "auto",
         recompute_casts: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -99,7 +100,12 @@ class Float8Linear(Float8Layer):
 
     @classmethod
     def from_float(
-        cls, module: nn.Linear, *, recipe: RecipeLike = TENSORWISE, engine: str = "auto", recompute_casts: bool = False
+        cls,
+        module: nn.Linear,
+        *,
+        recipe: RecipeLike = TENSORWISE,
+        engine: EngineName = "auto",
+        recompute_casts: bool = False,
     ) -> Self:
         """A layer with the parameters, hooks and mode of `module`, which is not changed."""
         if isinstance(module, Float8Linear) or not issubclass(cls, type(module)):  # float8_subclass has other classes
@@ -122,7 +128,7 @@ class Float8Linear(Float8Layer):
         layer._set_recipe(recipe, engine, recompute_casts)
         return layer
 
-    def _set_recipe(self, recipe: RecipeLike, engine: str, recompute_casts: bool) -> None:
+    def _set_recipe(self, recipe: RecipeLike, engine: EngineName, recompute_casts: bool) -> None:
         check_engine("Float8Linear", engine)
         self.recipe = resolve_recipe("Float8Linear", recipe)
         self.engine = engine

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.names import EngineName
 from f8emu.spec.recipe import ROWWISE, Gemm, Recipe, recipe_by_name
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.casts.operand import Both, Delayed, Operand, weight_to_cast
@@ -74,7 +75,7 @@ class WeightOperands(NamedTuple):
 
 
 def grouped_linear(
-    input: Tensor, weight: Tensor, offs: Tensor, *, recipe: RecipeLike = ROWWISE, engine: str = "auto"
+    input: Tensor, weight: Tensor, offs: Tensor, *, recipe: RecipeLike = ROWWISE, engine: EngineName = "auto"
 ) -> Tensor:
     """`input[group] @ weight[group]^T` for every group of rows, with its gradients, under a float8 recipe.
 

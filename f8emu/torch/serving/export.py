@@ -12,6 +12,7 @@ from torch import nn
 
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.exports import public
+from f8emu.spec.names import CastFromName
 from f8emu.spec.recipe import CastFrom
 from f8emu.torch.chip import CHIP, name_of
 from f8emu.torch.conversion.experts import ConvertedExperts
@@ -22,6 +23,7 @@ from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.parallel.checkpoints import names_of_parameters, whole_tensors
 from f8emu.torch.recipes import RecipeLike, resolve_recipe
 from f8emu.torch.serving.checkpoint import CONFIG, INDEX, Export, json_of, read
+from f8emu.torch.serving.formats import CheckpointFormat
 from f8emu.torch.torch_internals import named_modules, rank_of_process
 
 SKIPPED = (*HEADS, "*embed*", "*.wte", "*.wpe", "*.gate", "*_gate", "*router*")
@@ -35,7 +37,7 @@ def export_float8(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    format: str,
+    format: CheckpointFormat,
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -103,7 +105,7 @@ def export_checkpoint(
     *,
     format: str,
     config: RecipeLike,
-    cast_weight_from: CastFrom | str | None = None,
+    cast_weight_from: CastFrom | CastFromName | None = None,
     skip: Sequence[str] = SKIPPED,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,

@@ -1,7 +1,7 @@
 """The formats of float8 checkpoints: which scales each holds, under which name, and its `quantization_config`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -10,6 +10,8 @@ from f8emu.spec.formats import E4M3FN
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import BLOCK, Granularity
 
+CheckpointFormat = Literal["block", "compressed-tensors", "per-channel"]
+"""A format of float8 checkpoints by name: `CHECKPOINT_FORMATS`."""
 CHECKPOINT_FORMATS: dict[str, tuple[str, tuple[Granularity, ...]]] = {
     "block": ("weight_scale_inv", (Granularity.BLOCKWISE_128X128,)),
     "compressed-tensors": (
