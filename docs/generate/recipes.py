@@ -73,9 +73,9 @@ def _experts(recipe: Recipe) -> str:
 
 def _gemm(gemm: Gemm) -> str:
     if gemm.is_high_precision:
-        return f"{_cast(gemm.a)}<br>{_cast(gemm.b)}"
+        return f"{_cast(gemm.a)} x<br>{_cast(gemm.b)}"
     accumulation = "fast" if gemm.use_fast_accum else "promoted"
-    return f"{_cast(gemm.a)}<br>{_cast(gemm.b)}<br>{accumulation}" + ("" if gemm.split_k else ", K never split")
+    return f"{_cast(gemm.a)} x<br>{_cast(gemm.b)},<br>{accumulation}" + ("" if gemm.split_k else ", K never split")
 
 
 def _cast(cast: Cast) -> str:
