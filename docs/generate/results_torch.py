@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from statistics import mean
 
 from results_records import (
     NO_FIGURE,
@@ -22,7 +23,7 @@ from results_records import (
     workload,
 )
 
-from f8emu.report.charts import bars, dots
+from f8emu.report.charts import bars, curves, dots
 from f8emu.report.svg import Svg
 
 _SPEED = "feed-forward-h200"
@@ -257,7 +258,16 @@ def training_plot() -> str:
     runs = record("train-h200")["runs"]
     found = [[r["held_out"] for r in runs if r["name"] == name] for name in ("bf16", *RECIPES)]
     title = "Held-out loss of a small Llama, one dot for each seed; the band is the range of the bfloat16 seeds"
-    return inline(dots(("bfloat16", *RECIPES), found, band="bfloat16's range"), title)
+    shown = {"bfloat16": "bf16", **{name: name for name in RECIPES if name != "rowwise_with_gw_hp"}}
+    losses_of = {name: [r["losses"] for r in runs if r["name"] == key] for name, key in shown.items()}
+    lines_of = {
+        name: [(step + 1, mean(of_seeds)) for step, of_seeds in enumerate(zip(*seeds, strict=True)) if step % 3 == 0]
+        for name, seeds in losses_of.items()
+    }
+    curve_title = "Training loss of the same runs over the steps, the mean of three seeds"
+    chart = curves(lines_of, unit="loss")
+    held_out = inline(dots(("bfloat16", *RECIPES), found, band="bfloat16's range"), title)
+    return f"{held_out}\n\n{inline(chart, curve_title)}"
 
 
 def equal_to_torchao() -> str:
