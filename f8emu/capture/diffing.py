@@ -246,9 +246,10 @@ def diff_page(result: CaptureDiff, errors: int = 20) -> Page:
 def _of_two_recipes(result: CaptureDiff) -> str:
     # One sentence, where the recipes differ and so everything after the first divergence does.
     recipes = next((text.removeprefix("recipe: ") for text in result.context if text.startswith("recipe: ")), "")
-    if not recipes or not result.divergences:
+    a, _, b = recipes.partition(" / ")
+    if "none" in (a, b) or not b or not result.divergences:  # other stacks' layers have no recipe of f8emu's
         return ""
-    first, (a, b) = result.divergences[0], recipes.split(" / ", 1)
+    first = result.divergences[0]
     runs = f"The runs use different recipes (A {a}, B {b})"
     if first.part == "value":
         return f"{runs}, but they already differ before any cast, in {first.tensor or 'a tensor'}. {_REST}"

@@ -62,7 +62,7 @@ class GemmCall:
     """A GEMM `[M, K] @ [K, N]` that is not refused; `scaled_mm_call` and its neighbours make it."""
 
     call: str
-    """The name of the verb, for messages."""
+    """The name of what was called, for messages."""
     sizes: tuple[int, int, int]
     """M, N and K; what is divided into groups counts that of all."""
     formats: tuple[Format, Format]
@@ -82,6 +82,11 @@ class GemmCall:
         """Shape of the output."""
         sizes = dict(zip("MNKG", (*self.sizes, self.groups), strict=True))
         return self.sizes[:2] if self.group_kind is None else tuple([sizes[dim] for dim in self.group_kind.value.out])
+
+    @property
+    def verb(self) -> str:
+        """The name of the function that multiplies so, in `f8emu.numpy` and its like."""
+        return "scaled_grouped_mm" if self.groups else "mm" if self.granularities is None else "scaled_mm"
 
     @property
     def model(self) -> AccumulationModel:

@@ -80,7 +80,7 @@ def _by_reference(*operands: Any, call: EngineCall) -> jax.Array:
         options["bias"] = bias[0] if bias else None
     if gemm.granularities is not None:
         options["use_fast_accum"] = gemm.use_fast_accum
-    product = getattr(f8ref.jax, gemm.call)(*operands, **options)
+    product = getattr(f8ref.jax, gemm.verb)(*operands, **options)
     return product.T if call.is_transposed else product
 
 

@@ -168,5 +168,5 @@ def _run_jax(gemm: GemmCall, operands: tuple[Tensor, ...], bias: Tensor | None =
     # the same, it is not set again: naming JAX's default device would recompile everything.
     place = interop.jax_device(device)
     with contextlib.nullcontext() if place == jax.devices()[0] else jax.default_device(place):
-        result = getattr(f8ref.jax, gemm.call)(*arrays, **options)
+        result = getattr(f8ref.jax, gemm.verb)(*arrays, **options)
     return interop.to_torch(result, device, copy=None)
