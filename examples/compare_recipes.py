@@ -10,8 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from f8emu import RECIPES
-from f8emu.spec import Recipe
+from f8emu import RECIPES, Recipe
 from f8emu.torch import convert_to_float8_training
 
 DIM = 256

@@ -21,6 +21,7 @@ HOSTS = ("einsum", "equinox", "flax_linen", "flax_nnx", "qwix")
 PUBLIC = {
     "f8emu",
     "f8emu.conformance",
+    "f8emu.spec",
     "f8emu.jax",
     "f8emu.torch",
     "f8emu.torch.parallel.checkpoints",

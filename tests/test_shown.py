@@ -2,9 +2,10 @@
 
 import ast
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import import_module
+from inspect import isroutine
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -157,7 +158,8 @@ def results(folder: Path, of_notebooks: Notebooks) -> Iterator[object]:
         yield from (inspector, seen, inspector.config, inspect(folder / f"{path}.jsonl"), replay(folder / path))
     yield (parted := diff(folder / "a", folder / "b"))
     yield parted.divergences[0]
-    yield f8emu.torch.emulate()
+    with f8emu.torch.emulate() as emulation:
+        yield emulation
     # 3. Of numpy and JAX.
     x, weight = np.ones((64, 256), np.float32), np.ones((32, 256), np.float32)
     yield f8emu.numpy.linear(ROWWISE, x, weight, np.ones((64, 32), np.float32))
@@ -176,7 +178,7 @@ def returned() -> set[str]:
     kinds: set[str] = set()
     for package in (*SURFACE, "f8emu.conformance"):
         for function in vars(import_module(package)).values():
-            if isinstance(function, Callable) and not isinstance(function, type):  # type: ignore[arg-type]
+            if isroutine(function):
                 try:
                     hint = get_type_hints(function).get("return")
                 except NameError:  # a type of torch, which is loaded late
