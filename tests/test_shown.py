@@ -145,7 +145,10 @@ def results(folder: Path, of_notebooks: Notebooks) -> Iterator[object]:
         converted = f8emu.torch.convert_to_float8_training(
             nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 48)), config=recipe
         )
-        settings = {"path": str(folder / f"{path}.jsonl"), "what_if": ["tensorwise", "blockwise"]}
+        settings: f8emu.torch.InspectOptions = {
+            "path": str(folder / f"{path}.jsonl"),
+            "what_if": ["tensorwise", "blockwise"],
+        }
         with (
             f8emu.torch.inspect(converted, settings) as inspector,
             f8emu.torch.capture(converted, folder / path) as seen,
