@@ -65,6 +65,7 @@ def cuts(
         weight, part = cut[0]
         severity = Severity.ERROR if tp else Severity.WARNING if 1 in sizes else Severity.NOTE
         text = f"{part} on a rank, with tensor-parallel sizes of {', '.join(map(str, sizes))}"
+        text += f"; the first of {len(cut)} such weights" if len(cut) > 1 else ""
         yield weight.finding("cut-block", "whole blocks on each rank", text, severity=severity, blocks=len(cut))
 
 

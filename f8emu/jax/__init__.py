@@ -1,8 +1,9 @@
 """f8emu for JAX: casts, scales, GEMMs and training with the bits of a Hopper GPU, on its tensor cores or emulated.
 
 `dot_general(recipe)` replaces `jax.lax.dot_general`. Layers have first derivatives in reverse mode (`jax.grad`,
-`jax.vjp`, `jax.jacrev`) and under `jax.vmap`; `jax.jvp`, `jax.jacfwd`, `jax.linearize` and `jax.hessian` raise an
-UnsupportedError, which names this. The verbs (`cast`, `scaled_mm` and so on) have no derivatives.
+`jax.vjp`, `jax.jacrev`) and under `jax.vmap`; `jax.jvp`, `jax.jacfwd`, `jax.hessian` and the function that
+`jax.linearize` returns raise an UnsupportedError, which names this. The verbs (`cast`, `scaled_mm` and so on) have no
+derivatives.
 
 Importing this package loads JAX and never torch.
 """

@@ -351,6 +351,14 @@ def test_a_dot_in_a_primitive_that_is_not_opened_is_refused_by_name() -> None:
     np.testing.assert_array_equal(solved, 1)
 
 
+def test_f8emu_s_own_layers_stay_as_they_are() -> None:
+    def layer(a: Any, b: Any) -> Any:
+        return f8.dot_general("rowwise")(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), (((1,), (0,)), ((), ())))
+
+    assert not f8.explain(layer)(A, B).dots
+    np.testing.assert_array_equal(bits(jax.jit(f8.emulate(layer))(A, B)), bits(f8.jit(layer)(A, B)))
+
+
 def test_what_is_no_array_is_returned_as_it_is() -> None:
     outputs = f8.emulate(lambda a: (3, 2.5, True, "name", jnp.int32(4), a))(A)
     assert outputs[:4] == (3, 2.5, True, "name") and [type(x) for x in outputs[:2]] == [int, float]
