@@ -125,8 +125,8 @@ def next_steps(diagnosis: Diagnosis) -> Iterator[str]:
             "This GPU has the float8 tensor cores: f8emu.torch.convert_to_float8_training(model) trains on them. "
             "`f8emu verify torch` proves its bits."
         )
-    elif missing == ["jax"]:
-        yield "There is no float8 hardware here, and torch emulates GEMMs with JAX, which is missing:"
+    elif missing == ["jax"] and "none" in diagnosis.engines.values():
+        yield "There is no float8 hardware here, no compiled engine, and no JAX, with which torch would emulate GEMMs:"
         yield "pip install 'f8emu[jax]'. f8emu.numpy works without it."
     else:
         yield (

@@ -190,8 +190,12 @@ def _plan(shapes: Path | None, files: _Files, plan_file: Path | None, chip: str)
     from f8emu.split_k.plan import gemms_from_json, plan_from_json, shipped_plan, with_splits
 
     if shapes is None:
-        example = '[{"m": 16, "n": 4096, "k": 4096, "gemm": "rowwise", "accumulation": "fast", "out_dtype": "bfloat16"}]'
-        raise SpecError(f"plan: --shapes is missing; give a file with a JSON list of GEMMs, as {example}; or --invariance")
+        example = (
+            '[{"m": 16, "n": 4096, "k": 4096, "gemm": "rowwise", "accumulation": "fast", "out_dtype": "bfloat16"}]'
+        )
+        raise SpecError(
+            f"plan: --shapes is missing; give a file with a JSON list of GEMMs, as {example}; or --invariance"
+        )
     items = gemms_from_json(text_of("plan", shapes), str(shapes))
     profile = chip_by_name("plan", chip)
     if not profile.plan:

@@ -20,7 +20,7 @@ from f8emu.spec import formats
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import chip_by_name
 from f8emu.spec.errors import OperandError, SpecError
-from f8emu.spec.formats import FLOAT8, FLOAT32, FORMATS, Format, Overflow, overflow_by_name
+from f8emu.spec.formats import FLOAT8, FLOAT32, FORMATS, HIGH_PRECISION, Format, Overflow, overflow_by_name
 from f8emu.spec.names import FormatName, GranularityName, OverflowName
 from f8emu.spec.scaling import DelayedScaling, DelayedState, Granularity, ScaleRule, Scales
 from f8ref import numpy as oracle
@@ -38,10 +38,13 @@ def float8_format(call: str, format: FormatLike) -> Format:
 
 def output_format(call: str, out_dtype: FormatLike) -> Format:
     """The format of an output; SpecError for no format, UnsupportedError for one that no GEMM gives."""
-    return formats.output_format(call, _format(call, "out_dtype", out_dtype, tuple(FORMATS.values())))
+    return formats.output_format(call, _format(call, "out_dtype", out_dtype, tuple(FORMATS.values()), HIGH_PRECISION))
 
 
-def _format(call: str, name: str, format: FormatLike, allowed: tuple[Format, ...]) -> Format:
+def _format(
+    call: str, name: str, format: FormatLike, allowed: tuple[Format, ...], listed: tuple[Format, ...] = ()
+) -> Format:
+    # `listed`: those of the allowed that a message names; the others are refused with a remedy of their own.
     named = format
     if not isinstance(format, Format):
         try:
@@ -49,7 +52,7 @@ def _format(call: str, name: str, format: FormatLike, allowed: tuple[Format, ...
         except TypeError:
             named = None
     if not isinstance(named, Format) or named not in allowed:
-        known = ", ".join(f.name for f in allowed)
+        known = ", ".join(f.name for f in listed or allowed)
         raise SpecError(f"{call}: {name} must be one of {known}, by name, as a dtype or as a Format; got {format!r}")
     return named
 

@@ -307,6 +307,7 @@ def _format(call: str, name: str, x: Shaped, allowed: tuple[Format, ...]) -> For
     if format is None or format not in allowed:
         known = " or ".join(format.name for format in allowed)
         remedy = "quantize or cast it first" if name in "ab" else "convert it first"
+        remedy = "view bytes that are codes as their dtype" if x.dtype == "uint8" else remedy
         raise OperandError(f"{call}: {name} must be {known}; got {x.dtype}; {remedy}")
     return format
 

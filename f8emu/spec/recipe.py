@@ -9,6 +9,7 @@ import json
 import typing
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
 from enum import Enum
 from html import escape
 
@@ -309,5 +310,6 @@ def recipe_by_name(name: str) -> Recipe:
     if recipe is None:
         known = ", ".join(recipes)
         older = ", ".join(f"{old} (= {new})" for old, new in RECIPE_ALIASES.items())
-        raise SpecError(f"recipe_by_name: unknown recipe {name!r}; known recipes: {known}; older names: {older}")
+        near = "".join(f" (did you mean {close}?)" for close in get_close_matches(name, recipes, 1))
+        raise SpecError(f"recipe_by_name: unknown recipe {name!r}{near}; known recipes: {known}; older names: {older}")
     return recipe

@@ -84,7 +84,7 @@ def test_json_and_text(diagnosis: doctor.Diagnosis, monkeypatch: pytest.MonkeyPa
     [
         (("torch", "jax"), {}, ["f8emu.numpy works without more", "pip install 'f8emu[torch,jax]'"]),
         (("torch",), {}, ["GEMMs are emulated here", "pip install 'f8emu[torch]'"]),
-        (("jax",), {"cpu": "none"}, ["torch emulates GEMMs with JAX, which is missing", "pip install 'f8emu[jax]'"]),
+        (("jax",), {"cpu": "none"}, ["no JAX, with which torch would emulate GEMMs", "pip install 'f8emu[jax]'"]),
         ((), {"cpu": "emulated by f8ref.jax on cpu"}, ["GEMMs are emulated here"]),
         ((), {"cpu": "emulated", "cuda": "hardware, torch._scaled_mm"}, ["convert_to_float8_training(model)"]),
     ],

@@ -97,13 +97,13 @@ def test_recipes_are_found_by_name_and_by_older_names() -> None:
     assert {warning.filename for warning in warned} == {__file__}, "the line that uses the name"
 
 
-@pytest.mark.parametrize("name", ["rowise", "TENSORWISE", "", "axiswise"])
-def test_unknown_recipe_lists_the_known(name: str) -> None:
+@pytest.mark.parametrize(("name", "near"), [("rowise", " (did you mean rowwise?)"), ("TENSORWISE", ""), ("", "")])
+def test_unknown_recipe_lists_the_known(name: str, near: str) -> None:
     with pytest.raises(SpecError) as caught:
         recipe_by_name(name)
     assert str(caught.value) == (
-        f"recipe_by_name: unknown recipe {name!r}; known recipes: tensorwise, rowwise, rowwise_with_gw_hp, delayed, "
-        "blockwise, blockwise_ue8m0; older names: all_tensorwise (= tensorwise), all_axiswise (= rowwise), "
+        f"recipe_by_name: unknown recipe {name!r}{near}; known recipes: tensorwise, rowwise, rowwise_with_gw_hp, "
+        "delayed, blockwise, blockwise_ue8m0; older names: all_tensorwise (= tensorwise), all_axiswise (= rowwise), "
         "lw_axiswise_with_gw_hp (= rowwise_with_gw_hp)"
     )
 
