@@ -79,7 +79,7 @@ def test_the_readme_claims_what_was_recorded() -> None:
     ]
     readme = (ROOT / "README.md").read_text()
     for claim in (
-        f"{cases:,} of {total:,} cases, {outputs // 10**6} million outputs; in {split} cuBLAS splits K as no plan",
+        f"{cases:,} of {total:,} cases, {outputs // 10**6} million outputs; in {split} cuBLAS splits K otherwise",
         f"{layers} of {layers} layers, every bit",
         f"each of {len(set(', '.join(rules).split(', ')))} rules",
         f"{refused} of {len(alterations)} changes to them change recorded outputs",

@@ -46,6 +46,9 @@ class Emulation:
     def __init__(self, chip: Chip, keys: tuple[str, ...], bf16: bool) -> None:
         self.chip, self.keys, self.bf16 = chip, keys, bf16
 
+    def __repr__(self) -> str:
+        return f"<emulate({self.chip.name!r}, bf16={self.bf16}): {'active' if self.is_active else 'not active'}>"
+
     @property
     def is_active(self) -> bool:
         """False after `undo`, and on a machine whose GPU is the chip, where nothing is emulated."""
