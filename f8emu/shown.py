@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import fields
-from html import escape
 from importlib import import_module
 from math import prod
 from textwrap import indent
@@ -30,6 +29,8 @@ class Shown:
 
     def _repr_html_(self) -> str:
         if not self._page:
+            from html import escape  # of no use to a program that shows nothing
+
             return f"<pre>{escape(repr(self))}</pre>"
         return import_module("f8emu.report.page").fragment(self._made_page())
 

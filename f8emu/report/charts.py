@@ -4,10 +4,12 @@ A chart is 420 pixels wide and can be read at that width. Series differ in their
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from f8emu.report.svg import Svg, number, ticks
 
+T = TypeVar("T", bound=Hashable)
 WIDTH = 420
 Curve = Sequence[tuple[float, float]]
 """Points (x, y), x ascending."""
@@ -62,8 +64,8 @@ def curves(lines: Mapping[str, Curve], *, unit: str, x_unit: str = "step", log: 
 def heat(rows: Mapping[str, Curve], *, good: float, bad: float, form: Callable[[float], str]) -> Svg:
     """A row of cells for each name: faint at `good`, full at `bad`."""
     xs = sorted({x for line in rows.values() for x, _ in line})
-    column_of = {x: i * min(len(xs), _MOST_COLUMNS) // len(xs) for i, x in enumerate(xs)}
-    columns, high = max(column_of.values(), default=0) + 1, 13 if len(rows) <= 24 else 10
+    column_of, columns = _columns(xs)
+    high = 13 if len(rows) <= 24 else 10
     figure = Svg(WIDTH, 8 + high * len(rows) + 50)
     wide = (WIDTH - _LABELS - _RIGHT) / columns
     for i, (name, line) in enumerate(rows.items()):
@@ -77,16 +79,14 @@ def heat(rows: Mapping[str, Curve], *, good: float, bad: float, form: Callable[[
             cells = [c for c, (share, _) in worst.items() if min(int(share * _LEVELS), _LEVELS - 1) == level]
             strokes = "".join(f"M{number(_LABELS + c * wide)} {number(y + high / 2)}h{number(wide)}" for c in cells)
             title = f"{name}: {form(max(worst.values())[1])} at worst"
-            look = f'style="--deep:{100 * level / (_LEVELS - 1):.0f}%;stroke-width:{high - 1}px"'
             if strokes:
-                figure.path(strokes, f"cell {'above' if level else 'none'}", title, look)
+                figure.path(strokes, f"cell {'above' if level else 'none'}", title, _look(level, high - 1))
     bottom = 8 + high * len(rows)
     figure.text(_LABELS, bottom + 15, f"{xs[0]:g}" if xs else "", kind="quiet")
     figure.text(WIDTH - _RIGHT, bottom + 15, f"step {xs[-1]:g}" if xs else "", "end", kind="quiet")
     for level in range(_LEVELS):
-        look = f'style="--deep:{100 * level / (_LEVELS - 1):.0f}%;stroke-width:9px"'
         kind = "cell above" if level else "cell none"
-        figure.path(f"M{_LABELS + 18 * level} {bottom + 30}h18", kind, more=look)
+        figure.path(f"M{_LABELS + 18 * level} {bottom + 30}h18", kind, more=_look(level, 9))
     figure.text(_LABELS - 6, bottom + 34, form(good), "end", kind="quiet")
     figure.text(_LABELS + 18 * _LEVELS + 6, bottom + 34, form(bad), kind="quiet")
     return figure
@@ -96,8 +96,8 @@ def stages(course: Sequence[Stage]) -> Svg:
     """Stages in the order of execution, a row for each kind of part; the first that differs is marked."""
     places = list(dict.fromkeys(place for place, _, _ in course))
     parts = list(dict.fromkeys(part for _, part, _ in course))
-    column_of = {place: i * min(len(places), _MOST_COLUMNS) // len(places) for i, place in enumerate(places)}
-    wide = min((WIDTH - 70 - _RIGHT) / (max(column_of.values(), default=0) + 1), 22.0)
+    column_of, columns = _columns(places)
+    wide = min((WIDTH - 70 - _RIGHT) / columns, 22.0)
     figure = Svg(WIDTH, 8 + 17 * len(parts) + 44)
     cells: dict[tuple[int, str], tuple[bool, str]] = {}
     for place, part, is_equal in course:
@@ -133,7 +133,8 @@ def bars(
     counts = [sum(of_rows[i] is not None for of_rows in series.values()) for i in range(len(rows))]
     top = _HEAD if len(series) > 1 else 8
     figure = Svg(WIDTH, top + sum(count * _BAR + _GAP for count in counts) + 16)
-    _legend(figure, list(series)) if len(series) > 1 else None
+    if len(series) > 1:
+        _legend(figure, list(series))
     y = top
     for i, row in enumerate(rows):
         figure.text(_LABELS - 8, y + counts[i] * _BAR / 2 + 4, row, "end")
@@ -183,9 +184,8 @@ def matrix(names: Sequence[str], shares: Mapping[tuple[str, str], float]) -> Svg
             share = shares[row, column]
             level = min(int(share * (_LEVELS - 1)), _LEVELS - 2) if share < 1 else _LEVELS - 1
             place = f"M{number(left + size * j)} {number(8 + size * (i + 0.5))}h{number(size)}"
-            look = f'style="--deep:{100 * level / (_LEVELS - 1):.0f}%;stroke-width:{number(size)}px"'
             title = f"{row} and {column}: {100 * share:.4g} % of the bytes are equal"
-            figure.path(place, f"cell {'above' if share == 1 else 'below'}", title, look)
+            figure.path(place, f"cell {'above' if share == 1 else 'below'}", title, _look(level, size))
             if size > 22:
                 middle = left + size * (j + 0.5), 8 + size * (i + 0.5) + 4
                 figure.text(*middle, f"{math.floor(100 * share)}", "middle", kind="small")
@@ -199,6 +199,17 @@ def _legend(figure: Svg, names: Sequence[str]) -> None:
         figure.rect(x, 6, 12, 12, f"b{k}")
         figure.text(x + 17, 17, name)
         x += 30 + 8 * len(name)
+
+
+def _columns(places: Sequence[T]) -> tuple[dict[T, int], int]:
+    # The column of each place, and how many there are.
+    column_of = {place: i * min(len(places), _MOST_COLUMNS) // len(places) for i, place in enumerate(places)}
+    return column_of, max(column_of.values(), default=0) + 1
+
+
+def _look(level: int, width: float) -> str:
+    # The attributes of a cell: how deep its colour is, and how wide its stroke.
+    return f'style="--deep:{100 * level / (_LEVELS - 1):.0f}%;stroke-width:{number(width)}px"'
 
 
 def _limits(values: Iterable[float]) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,10 +133,7 @@ def _by_layer(places: Sequence[Place], measure: str) -> dict[str, Curve]:
 
 
 def _worst_first(layers: dict[str, Curve], measure: str) -> list[tuple[str, float]]:
-    worst = {
-        layer: min(y for _, y in line) if measure == "sqnr" else max(y for _, y in line)
-        for layer, line in layers.items()
-    }
+    worst = {layer: reduce(partial(worse, measure), (y for _, y in line)) for layer, line in layers.items()}
     return sorted(worst.items(), key=lambda pair: pair[1], reverse=measure != "sqnr")
 
 

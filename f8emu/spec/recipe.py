@@ -9,9 +9,7 @@ import json
 import typing
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from enum import Enum
-from html import escape
 
 from f8emu.spec.cast_plan import CastPlans, RecipePlans, cast_plans
 from f8emu.spec.chip import Chip
@@ -75,6 +73,8 @@ class Recipe:
         return f"Recipe({self.label!r})"
 
     def _repr_html_(self) -> str:
+        from html import escape  # here and below: what few programs need takes no time at their start
+
         return f"<pre>{escape(self.explain())}</pre>"
 
     def __post_init__(self) -> None:
@@ -308,6 +308,8 @@ def recipe_by_name(name: str) -> Recipe:
         warn_of_old_name(f"recipe {name!r}", repr(RECIPE_ALIASES[name]))
     recipe = recipes.get(RECIPE_ALIASES.get(name, name))
     if recipe is None:
+        from difflib import get_close_matches
+
         known = ", ".join(recipes)
         older = ", ".join(f"{old} (= {new})" for old, new in RECIPE_ALIASES.items())
         near = "".join(f" (did you mean {close}?)" for close in get_close_matches(name, recipes, 1))
