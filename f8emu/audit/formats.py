@@ -209,7 +209,7 @@ _SERVING = [name for name, chip in {**GPUS, **RELATED}.items() if chip.capabilit
 def consumers_of(text: str) -> list[str]:
     """The keys of CONSUMERS that STACK or STACK:CHIP names; all chips of the stack where none is named."""
     stack, separator, name = text.lower().replace("-", "_").replace("deepgemm", "deep_gemm").partition(":")
-    chip = named(name, {**GPUS, **RELATED})
+    chip = named(name, related=True)
     architecture = f"sm{chip.capability[0]}{chip.capability[1]}" if chip and chip.capability else "?"
     keys = [key for key in CONSUMERS if key.startswith(f"{stack}:{architecture}" if separator else f"{stack}:")]
     if not keys:

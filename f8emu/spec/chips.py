@@ -6,7 +6,6 @@ Sources: recordings of single instructions by north-numerical-computing/MATLAB-t
 replayed by `f8emu verify --recordings`; MMA-Sim (arXiv 2511.10909) for the profiles marked unverified (NUMERICS 9).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -181,9 +180,9 @@ def chip_by_name(call: str, chip: Chip | str) -> Chip:
     Raises:
         SpecError: a name that is not in `GPUS`; the message lists them.
     """
-    profile = CHIPS.get(chip.name if isinstance(chip, Chip) else chip) or named(chip, GPUS)
+    profile = CHIPS.get(chip.name if isinstance(chip, Chip) else chip) or named(chip)
     if profile is None or (isinstance(chip, Chip) and profile is not chip and profile != chip):
-        if (related := named(chip, RELATED)) is not None:
+        if (related := named(chip, related=True)) is not None:
             why = f"of {chip} no split-K plan was recorded; chip={related.name!r} has the bits of its tensor cores"
             raise SpecError(f"{call}: {why}")
         known = ", ".join(map(repr, CHIPS))
@@ -192,10 +191,18 @@ def chip_by_name(call: str, chip: Chip | str) -> Chip:
     return profile
 
 
-def named(name: object, chips: Mapping[str, Chip]) -> Chip | None:
-    """The chip of a name in any case, with or without `NVIDIA`, blanks, hyphens and underscores."""
-    return {_plain(key): chip for key, chip in chips.items()}.get(_plain(name)) if isinstance(name, str) else None
+def named(name: object, *, related: bool = False) -> Chip | None:
+    """The chip of a name of `GPUS` (`related`: or of `RELATED`) in any case, `NVIDIA`, blanks, `-` and `_` left out."""
+    if not isinstance(name, str):
+        return None
+    plain = _plain(name)
+    return _GPUS.get(plain) or (_RELATED.get(plain) if related else None)
 
 
 def _plain(name: str) -> str:
-    return name.casefold().removeprefix("nvidia").translate(dict.fromkeys(map(ord, " -_")))
+    return name.casefold().removeprefix("nvidia").translate(_SEPARATORS)
+
+
+# Once: a GEMM asks for its chip at every call.
+_SEPARATORS = str.maketrans("", "", " -_")
+_GPUS, _RELATED = ({_plain(name): chip for name, chip in chips.items()} for chips in (GPUS, RELATED))
