@@ -91,6 +91,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def spanned(noun: str, first: int, last: int) -> str:
+    """`row 4`, or `rows 4 to 7`."""
+    return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
+
+
 def percent(share: float) -> str:
     """`0 %` and `100 %` are exact; what is close to them says so."""
     value = 100 * share

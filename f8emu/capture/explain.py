@@ -16,6 +16,7 @@ from f8emu.conformance.compare import counted, different
 from f8emu.dialects import DIALECTS, CodeForm, Dialect, ScaleForm, Stored, arithmetic, dequantize, quantize
 from f8emu.dialects.matching import fitting
 from f8emu.dialects.rules import Arithmetic, Block, CodeRule, Division, PowerOfTwo
+from f8emu.environment import spanned
 from f8emu.spec import BFLOAT16, E4M3FN
 
 _SHOWN = 4
@@ -71,13 +72,15 @@ def explained(value: np.ndarray | None, a: Side, b: Side) -> str:
 
 
 def first_block(wrong: Any, block: tuple[int, int], shape: tuple[int, ...]) -> str:
-    """The first block with an element that differs, of codes of this shape, and how many blocks have one."""
+    """The first block with an element that differs, of codes of this shape, and how many have one; "" of one alone."""
     if wrong.shape != arithmetic.grid_shape(shape, block):
         wrong = arithmetic.block_amax(wrong.astype(np.float32), block) > 0
-    i, j = (int(index) for index in np.argwhere(wrong)[0])
-    ends = min((i + 1) * block[0], shape[0]), min((j + 1) * block[1], shape[1])
-    place = f"rows {i * block[0]} to {ends[0] - 1}, columns {j * block[1]} to {ends[1] - 1}"
-    return f"first in block [{i}, {j}] ({place}), {np.count_nonzero(wrong)} of {wrong.size} blocks"
+    if wrong.size == 1:
+        return ""
+    first = [int(index) for index in np.argwhere(wrong)[0]]
+    ends = zip(("row", "column"), first, block, shape, strict=True)
+    place = ", ".join(spanned(noun, i * size, min((i + 1) * size, most) - 1) for noun, i, size, most in ends)
+    return f"first in block {first} ({place}), {np.count_nonzero(wrong)} of {wrong.size} blocks"
 
 
 def is_of_copy(x: np.ndarray, y: np.ndarray) -> bool:

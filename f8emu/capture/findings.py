@@ -31,8 +31,10 @@ class Difference(Shown):
     elements: int
     elements_different: int
     ulps_median: float = 0.0
-    """The median difference of the elements that differ, in ulps of their format, NaN and infinities left out."""
+    """The median difference of the elements that differ, in ulps of their format, without other signs and NaN."""
     ulps_max: int = 0
+    signs_different: int = 0
+    """The number of elements with opposite signs, which have no distance; +0 and -0 are a pair of these."""
     nonfinite: int = 0
     """The number of elements that are NaN or infinite on one side only."""
     fault: str = ""
@@ -56,13 +58,17 @@ class Difference(Shown):
         if self.fault:
             return self.fault
         share = f"{self.elements_different} of {self.elements} differ ({self.elements_different / self.elements:.2%})"
-        ulps = f", by {self.ulps_median:g} ulps (median), {self.ulps_max} at most" if self.ulps_max else ""
-        special = f", {self.nonfinite} finite on one side only" if self.nonfinite else ""
-        return "; ".join(text for text in (share + ulps + special, self.block, self.options) if text)
+        median = f"{self.ulps_median:.1f}".removesuffix(".0")
+        ulps = f"{median} {'ulp' if median == '1' else 'ulps'}"
+        ulps += f" (median), {self.ulps_max} at most" if median != str(self.ulps_max) else ""
+        far = [share, *([f"by {ulps}"] if self.ulps_max else [])]
+        far += [f"{self.signs_different} in sign"] if self.signs_different else []
+        far += [f"{self.nonfinite} finite on one side only"] if self.nonfinite else []
+        return "; ".join(filter(None, (", ".join(far), self.block, self.options)))
 
     def line(self) -> str:
         """One line."""
-        of = f" ({self.tensor})" if self.tensor else ""
+        of = f" ({self.tensor})" if self.tensor and self.part != "value" else ""  # its place names it
         return f"{self.where}{of}: {self.share}" + (f"; {self.cause}" if self.cause else "")
 
 
@@ -76,25 +82,27 @@ def compared(x: np.ndarray | None, y: np.ndarray | None, case: str, part: str, e
     wrong = different(x, y)
     if not wrong.any():
         return {}
-    distance, nonfinite = ulps(x[wrong], y[wrong])
+    distance, signs_different, nonfinite = ulps(x[wrong], y[wrong])
     return {
         "elements_different": int(np.count_nonzero(wrong)),
         "ulps_median": float(np.median(distance)) if distance.size else 0.0,
         "ulps_max": int(distance.max(initial=0)),
+        "signs_different": signs_different,
         "nonfinite": nonfinite,
         "mismatches": tuple(islice(mismatches(case, part, x, y), errors)),
     }
 
 
-def ulps(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, int]:
-    """How many numbers of the format lie between, of elements that are finite on both sides; and how many are not.
+def ulps(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """How many numbers of the format lie between, of elements of one sign; how many have opposite signs; how many NaN.
 
-    Codes of one sign are ordered as their values; +0 and -0 are one apart.
+    NaN stands for what is NaN or infinite on one side only. Between opposite signs lie the numbers around zero, most of
+    the format: their count says nothing.
     """
     distance, apart = distances(x, y)
     with np.errstate(invalid="ignore"):
-        crosses_zero = np.signbit(x) != np.signbit(y)
-    return (np.abs(distance) + crosses_zero)[~apart], int(np.count_nonzero(apart))
+        crosses_zero = (np.signbit(x) != np.signbit(y)) & ~apart
+    return np.abs(distance)[~apart & ~crosses_zero], int(np.count_nonzero(crosses_zero)), int(np.count_nonzero(apart))
 
 
 class Course:

@@ -36,6 +36,9 @@ from f8emu.verdict import Verdict
 OracleName = Literal["f8ref.numpy", "f8ref.jax"]
 ORACLES: tuple[OracleName, ...] = get_args(OracleName)
 KINDS = ("scale", "codes", "product")
+_AS_CAPTURED = (
+    "scales are used as captured: they follow from earlier steps or other ranks, which the step does not hold"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,9 +224,10 @@ def _placed(mismatch: Mismatch, sample: Sampled) -> Mismatch:
 def replay_page(result: Replay, errors: int = 20) -> Page:
     """One row a kind of stage; findings, first to last, with mismatches of the first; then what was not judged."""
     rows: list[Row] = []
-    for kind, count in result.counts.items():
+    counts = {kind: count for kind, count in result.counts.items() if count.parts}
+    for kind, count in counts.items():
         share = f"{count.elements}" + (f" (of {result.outputs})" if kind == "product" != count.elements else "")
-        tone: Tone = "good" if count.parts == count.parts_equal > 0 else "bad" if count.parts else "quiet"
+        tone: Tone = "good" if count.parts == count.parts_equal else "bad"
         equal = Cell(text=f"{count.parts_equal}/{count.parts}", tone=tone)
         rows.append([kind, equal, share, str(count.elements_equal)])
     table = Table(
@@ -234,4 +238,5 @@ def replay_page(result: Replay, errors: int = 20) -> Page:
     )
     lists = {"damaged": result.damaged, "not replayed": result.not_replayed, "missing": result.missing}
     above = [table, *(f"captured because of {reason}" for reason in result.reasons)]
+    above += [_AS_CAPTURED] if "codes" in counts and "scale" not in counts else []
     return findings_page("replay", result, above, result.findings, lists, errors)

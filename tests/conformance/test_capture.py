@@ -24,7 +24,7 @@ from f8emu.capture import (
     diff,
     writer,
 )
-from f8emu.capture.findings import ulps
+from f8emu.capture.findings import Difference, compared, ulps
 from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record
 from f8emu.capture.replaying import Replay, replay
@@ -81,19 +81,20 @@ def diffed(a: Path, b: Path, *options: object) -> tuple[int, str]:
 def test_replay_is_equal_under_every_recipe(name: str, layers: dict[str, Records], tmp_path: Path) -> None:
     """Whole, and of a sample; tensors may come after their casts, as the callbacks of JAX do."""
     written(tmp_path / "run", layers[name], name)
-    found = again(tmp_path / "run")
-    assert found.is_equal, [one.line() for one in found.findings]
-    assert not found.not_replayed and not found.missing and not found.damaged
-    counts = found.counts
-    assert counts["product"].elements == counts["product"].elements_equal == found.outputs == M * N + M * K + N * K
+    replayed = again(tmp_path / "run")
+    assert replayed.is_equal, [one.line() for one in replayed.findings]
+    assert not replayed.not_replayed and not replayed.missing and not replayed.damaged
+    counts = replayed.counts
+    assert counts["product"].elements == counts["product"].elements_equal == replayed.outputs == M * N + M * K + N * K
     high = sum(gemm.is_high_precision for gemm in RECIPES[name].gemms.values())
     assert (counts["product"].parts, counts["codes"].parts) == (3, 6)
     assert counts["scale"].parts == (0 if name == "delayed" else 6 - 2 * high)  # a delayed one follows from elsewhere
+    assert ("scales are used as captured" in repr(replayed)) == (name == "delayed") and "0/0" not in repr(replayed)
     sample = replay(read_capture(tmp_path / "run"), oracle="f8ref.numpy", outputs=400)
     assert sample.is_equal and 0 < sample.counts["product"].elements < sample.outputs / 2
     written(tmp_path / "turned", [(replace(r, order=2 - r.order), arrays) for r, arrays in layers[name][:3]], name)
-    found = again(tmp_path / "turned")
-    assert found.is_equal and found.counts["codes"].parts == 2 and not found.not_replayed
+    replayed = again(tmp_path / "turned")
+    assert replayed.is_equal and replayed.counts["codes"].parts == 2 and not replayed.not_replayed
 
 
 PLACES = [
@@ -458,8 +459,23 @@ def test_ulps_are_neighbours(fmt: Format) -> None:
     finite = codes[np.isfinite(values)]
     order = np.lexsort((~np.signbit(finite.astype(np.float32)), finite.astype(np.float32)))
     ordered = finite[order]
-    distance, nonfinite = ulps(ordered[:-1], ordered[1:])
-    assert (distance == 1).all() and nonfinite == 0 and distance.size == finite.size - 1
+    distance, signs, nonfinite = ulps(ordered[:-1], ordered[1:])
+    assert (distance == 1).all() and nonfinite == 0 and distance.size == finite.size - 2
+    assert signs == 1, "-0 and +0, between which nothing lies"
+
+
+def test_a_difference_is_told_in_one_notation() -> None:
+    """Opposite signs are counted, and have no distance."""
+
+    def share(x: list[float], y: list[float]) -> str:
+        facts = compared(np.array(x, np.float32), np.array(y, np.float32), "", "value", 0)
+        place: dict[str, Any] = {"step": "step 1", "place": "w1 weight", "part": "value", "tensor": "weight"}
+        return Difference(**place, elements=len(x), **facts).line().removeprefix("step 1: w1 weight value: ")
+
+    assert share([1, 2], [1 + 2**-23, 2]) == "1 of 2 differ (50.00%), by 1 ulp"
+    assert share([1, 2], [1 + 2**-23, 3]) == "2 of 2 differ (100.00%), by 2097152.5 ulps (median), 4194304 at most"
+    assert share([1, 0, 4], [-1, -0.0, 4]) == "2 of 3 differ (66.67%), 2 in sign"
+    assert share([1, 2, np.nan], [-1, 2.5, 3]).endswith(", by 2097152 ulps, 1 in sign, 1 finite on one side only")
 
 
 # The commands
@@ -480,6 +496,7 @@ def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
     assert out.splitlines()[-1].startswith("NOT EQUAL, first at step 7: layers.0.w1 output a.codes;")
     status, out = diffed(tmp_path / "a", tmp_path / "b", "--json", tmp_path / "out.json")
     assert status == 1 and "first divergence: step 7: layers.0.w1 output a.codes (input): 1 of 10880 differ" in out
+    assert "by 1 ulp; A: torchao_tensor" in out and "block" not in out, "a tensor under one scale is one block"
     assert json.loads((tmp_path / "out.json").read_text())["divergences"][0]["part"] == "a.codes"
     assert invoke("diff", tmp_path / "a", tmp_path / "a")[0] == 0
     hostile = [(replace(record, layer="\x1b]0;w1\x07\n"), arrays) for record, arrays in flipped_output]

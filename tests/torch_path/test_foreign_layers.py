@@ -202,6 +202,11 @@ def test_what_gives_a_side() -> None:
     wrong[99, 199] = True
     expected = "first in block [0, 1] (rows 0 to 99, columns 128 to 199), 1 of 2 blocks"
     assert first_block(wrong, a.block, wrong.shape) == expected
+    assert (
+        first_block(wrong, (1, 200), wrong.shape)
+        == "first in block [99, 0] (row 99, columns 0 to 199), 1 of 100 blocks"
+    )
+    assert not first_block(wrong, wrong.shape, wrong.shape)
 
 
 def served(
