@@ -4,9 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
+from f8emu.environment import spanned
 from f8emu.report.charts import Curve, curves, heat
 from f8emu.report.inspection_log import MEASURES, NAMES, Place, Run, read_run, worse
 from f8emu.report.page import Cell, Element, Facts, Page, Plot, Plots, Row, Section, Table, Text
@@ -17,8 +19,6 @@ COMMAND = "f8emu inspect"
 _SHOWN = ("sqnr", "underflow", "saturation", "error_total", "nan", "inf")
 _FORMS = {"underflow": ".3%", "saturation": ".3%", "sqnr": ".1f", "nan": ".0f", "inf": ".0f"}
 _FACTS = ("f8emu", "torch", "device", "recipe", "layers", "every")
-_MOST_EVENTS = 20
-"""Shown; all are in the JSON."""
 _CURVES = (("sqnr", "dB", False), ("underflow", "share", True), ("saturation", "share", True), ("amax", "amax", True))
 """Measure, unit of its axis, whether that is logarithmic."""
 _TITLES = {"sqnr": "SQNR", "underflow": "Underflow", "saturation": "Saturation"}
@@ -36,6 +36,8 @@ class Inspection(Shown):
     """The measure by which places are sorted."""
     worst: Sequence[Place]
     """The places where it is worst, the worst first."""
+    top: int = 20
+    """The most rows of places, and the most lines of events."""
     _page: ClassVar[str] = "f8emu.report.inspection:page"
 
     @property
@@ -51,7 +53,7 @@ def inspect(log: str | Path, *, by: str = "sqnr", top: int = 20) -> Inspection:
         log: the JSON lines.
         by: the measure that sorts: sqnr, underflow, saturation, error_total, error_quantization, error_accumulation,
             nan or inf.
-        top: the most places.
+        top: the most places, and the most lines of events.
 
     Raises:
         SpecError: another measure, or a file that is no such log.
@@ -59,21 +61,24 @@ def inspect(log: str | Path, *, by: str = "sqnr", top: int = 20) -> Inspection:
     if by not in MEASURES:
         raise SpecError(f"inspect: --by must be one of {', '.join(MEASURES)}; got {by!r}")
     run = read_run(Path(log))
-    return Inspection(log=Path(log), run=run, by=by, worst=run.worst(by, top))
+    return Inspection(log=Path(log), run=run, by=by, worst=run.worst(by, top), top=top)
 
 
 def page(inspection: Inspection) -> Page:
     """The whole run."""
-    run, worst, by, log = inspection.run, inspection.worst, inspection.by, inspection.log
+    run, by, log, top = inspection.run, inspection.by, inspection.log, inspection.top
+    worst = _folded(run.worst(by, len(run.places)))[:top]
     # The measure that sorts is shown, also where it is none of the usual ones.
-    measures = _SHOWN if by in _SHOWN else (*_SHOWN, by)
+    measures = [name for name in dict.fromkeys((*_SHOWN, by)) if any(name in places[0].worst for places in worst)]
     heads = ["sqnr dB" if measure == "sqnr" else measure for measure in measures]
     columns = ("layer", "GEMM", "operand", "cast", *heads, "at step", "steps")
     rows: list[Row] = []
-    for place in worst:
+    for places in worst:
+        place = places[0]
         values_of = {name: place.worst[name][0] for name in measures if name in place.worst}
         values = [format(values_of[name], _FORMS.get(name, ".3g")) if name in values_of else "" for name in measures]
-        names = (place.layer, place.gemm, f"{place.operand} ({place.tensor})", place.cast)
+        gemms, operands = (", ".join(dict.fromkeys(getattr(p, name) for p in places)) for name in ("gemm", "operand"))
+        names = (place.layer, gemms, _of_tensor(operands, place.tensor), place.cast)
         rows.append([*names, *values, str(place.worst[by][1]), str(len(place.steps))])
     caption = f"{log.name}: the worst places by {by}, each value the worst of its steps"
     numeric, names = frozenset(range(4, len(columns))), frozenset(range(4))
@@ -90,22 +95,41 @@ def page(inspection: Inspection) -> Page:
     sections = [Section(title=f"Worst by {by}", blocks=[*blocks, Text(points=faults)] if faults else blocks)]
     if drawn := [*_curves(run), *_heat(run), *_what_if(run)]:
         sections.insert(0, Section(title="Over the steps", blocks=[Plots(plots=drawn)]))
+    words = "no NaN, no infinity, no overflow"
     if run.events:
-        sections.insert(0, Section(title="Events", blocks=[Text(points=list(_events(run.events)))]))
-    words = f"{len(run.events)} events" if run.events else "no NaN, no infinity, no overflow"
+        words = f"{len(run.events)} event{'s' if len(run.events) > 1 else ''}"
+        sections.insert(0, Section(title="Events", blocks=[Text(points=list(_events(run.events, top)))]))
     verdict = Cell(text=words, tone="bad" if run.events else "good")
     return Page(title=f"Inspection of {log.name}", verdict=verdict, sections=sections)
 
 
-def _events(events: Sequence[dict[str, Any]]) -> Iterator[str]:
-    # The first ones: what follows may come of them.
-    for event in events[:_MOST_EVENTS]:
-        place = f"{event.get('layer')} {event.get('gemm')} {event.get('operand')} ({event.get('tensor')})"
-        amount = event.get("amount")
-        share = f", {amount:.3%}" if event.get("event") == "overflow" and isinstance(amount, float) else ""
-        yield f"step {event.get('step')}: {event.get('event')} in {place}{share}"
-    if len(events) > _MOST_EVENTS:
-        yield f"and {len(events) - _MOST_EVENTS} more events; all are in the JSON of {COMMAND} --json"
+def _folded(places: Sequence[Place]) -> list[list[Place]]:
+    # One cast may be an operand of two GEMMs; products are never one.
+    casts: dict[tuple[Any, ...], list[Place]] = {}
+    for place in places:
+        key = (place.layer, place.tensor, place.cast or place.gemm, len(place.steps), *sorted(place.worst.items()))
+        casts.setdefault(key, []).append(place)
+    return list(casts.values())
+
+
+def _of_tensor(operand: str, tensor: str) -> str:
+    return operand if operand == tensor else f"{operand} ({tensor})"
+
+
+def _events(events: Sequence[dict[str, Any]], most: int) -> Iterator[str]:
+    # The first ones, those of one kind and place together: what follows may come of them.
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for event in events:
+        kinds.setdefault(tuple(str(event.get(name)) for name in ("event", *NAMES)), []).append(event)
+    for (kind, layer, gemm, operand, tensor), of_kind in islice(kinds.items(), most):
+        shares = [event["amount"] for event in of_kind if kind == "overflow" and isinstance(event.get("amount"), float)]
+        share = f", {max(shares):.3%}{' at most' if len(shares) > 1 else ''}" if shares else ""
+        count = f", {len(of_kind)} times" if len(of_kind) > 1 else ""
+        known: list[Any] = [event["step"] for event in of_kind if isinstance(event.get("step"), int)] or ["?"]
+        steps = spanned("step", min(known), max(known))
+        yield f"{steps}: {kind} in {layer or '(the model)'} {gemm} {_of_tensor(operand, tensor)}{share}{count}"
+    if (more := len(kinds) - most) > 0:
+        yield f"and events of {more} more kinds and places; all are in the JSON of {COMMAND} --json"
 
 
 def to_json(inspection: Inspection) -> dict[str, Any]:
@@ -146,7 +170,7 @@ def _curves(run: Run) -> Iterator[Plot]:
         (layer, value), more = ranked[0], len(ranked) - 5
         at = next(x for x, y in layers[layer] if y == value)
         alt = f"The worst of {len(layers)} layers is {layer} at step {at:g}: {_valued(measure, value)}"
-        alt += f". {more} layers are grey." if more > 0 else "."
+        alt += f". {more} more {'is' if more == 1 else 'are'} grey." if more > 0 else "."
         chart = curves({layer: layers[layer] for layer, _ in ranked}, unit=unit, log=is_log)
         yield Plot(svg=chart.html(alt), title=f"{_TITLES.get(measure, measure)} by layer", alt=alt)
 

@@ -544,3 +544,34 @@ def test_a_key_of_an_older_file_is_read(tmp_path: Path) -> None:
     ):
         run = read_run(path)
     assert run.places[0].worst == {"error_quantization": (0.5, 1)}
+
+
+def test_equal_events_are_one_line_and_one_cast_is_one_row(tmp_path: Path) -> None:
+    """An operand of two GEMMs is one cast; two casts, and two products, stay apart. `--top` bounds both lists."""
+    x = {"layer": "0", "tensor": "input", "cast": "float8_e4m3fn tensorwise", "sqnr": 31.5, "nan": 0}
+    w = {**x, "gemm": "output", "operand": "b", "tensor": "weight"}
+    places = [{**x, "gemm": "output", "operand": "a"}, {**x, "gemm": "grad_weight", "operand": "b"}]
+    places += [w, {**w, "gemm": "grad_input", "sqnr": 31.25}]
+    product = {"layer": "0", "operand": "product", "tensor": "product", "nan": 0}
+    places += [{**product, "gemm": "output"}, {**product, "gemm": "grad_input"}]
+    event = {"event": "overflow", "layer": "", "gemm": "output", "operand": "a", "tensor": "input"}
+    lines: list[dict[str, Any]] = [{"schema": 1}, *({"step": step, **place} for step in (3, 4) for place in places)]
+    lines += [{**event, "step": step, "amount": step / 100} for step in (3, 4, 5)]
+    lines += [{**event, "event": "nan", "operand": "product", "tensor": "product", "step": 5}]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events, _, table = inspected(path).stdout.partition("\n\n")
+    assert events.splitlines() == [
+        "steps 3 to 5: overflow in (the model) output a (input), 5.000% at most, 3 times",
+        "step 5: nan in (the model) output product",
+    ]
+    rows = [row.split("float8")[0].split() for row in table.splitlines()[2:]]
+    assert [row[:6] for row in rows if row[0] == "0"] == [
+        ["0", "grad_input", "b", "(weight)"],
+        ["0", "output,", "grad_weight", "a,", "b", "(input)"],
+        ["0", "output", "b", "(weight)"],
+    ]
+    assert rows[-1] == ["4", "events"]
+    short = inspected(path, "--by", "nan", "--top", "1").stdout
+    assert "nan in (the model)" not in short and "1 more kind" in short
+    assert inspected(path, "--by", "nan").stdout.count("  product  ") == 2

@@ -48,8 +48,10 @@ class Event(NamedTuple):
     """How many values; for an overflow, their share."""
 
     def __str__(self) -> str:
-        amount = f"{self.amount:.3%} of the values" if self.kind == "overflow" else f"{self.amount:.0f} values"
-        place = f"layer {self.layer or '(the model)'}, GEMM {self.gemm}, operand {self.operand} ({self.tensor})"
+        amount = f"{self.amount:.0f} value{'s' if self.amount != 1 else ''}"
+        amount = f"{self.amount:.3%} of the values" if self.kind == "overflow" else amount
+        operand = "product" if self.operand == "product" else f"operand {self.operand} ({self.tensor})"
+        place = f"layer {self.layer or '(the model)'}, GEMM {self.gemm}, {operand}"
         return f"step {self.step}: {self.kind} in {place}: {amount}"
 
 
@@ -195,7 +197,8 @@ class Inspector:
         self._write([*({**event._asdict(), "event": event.kind, "rank": self._rank} for event in events), *records])
         self.events += events
         if events:
-            more = f"; {len(events) - 1} more places in this step" if len(events) > 1 else ""
+            more = len(events) - 1
+            more = f"; {more} more place{'s' if more > 1 else ''} in this step" if more else ""
             _log.warning("inspect: %s%s", events[0], more)
         if self._on_event is not None:
             for event in events:
