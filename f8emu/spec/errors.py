@@ -3,8 +3,10 @@
 Every message states the call, what was expected, what was observed and the remedy.
 """
 
+import inspect
 import sys
 import warnings
+from collections.abc import Callable
 
 
 class F8Error(Exception):
@@ -43,3 +45,15 @@ def warn_of_old_name(old: str, new: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("f8emu"):
         frame, level = frame.f_back, level + 1
     warnings.warn(f"{old} is an older name; write {new}", DeprecationWarning, stacklevel=level)
+
+
+def require_arguments(call: str, name: str, function: Callable[..., object], arguments: str) -> None:
+    """Raise SpecError for a function that cannot be called with `arguments`, the names of them."""
+    try:
+        inspect.signature(function).bind(*arguments.split(", "))
+    except TypeError:
+        raise SpecError(
+            f"{call}: {name} must take ({arguments}); got {function!r}; write {name}=lambda {arguments}: ..."
+        ) from None
+    except ValueError:  # of a builtin without a signature
+        return

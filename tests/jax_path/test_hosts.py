@@ -395,3 +395,18 @@ def test_attention_of_flax_takes_recipes() -> None:
     assert y.shape == x.shape
     heads = variables["params"]["query"]["kernel"]
     same(seen[0].reshape(32, 32), product(x.reshape(32, 32), heads.reshape(32, 32), KERNEL))
+
+
+def test_equinox_says_that_nothing_was_converted() -> None:
+    mlp = eqx.nn.MLP(16, 16, 16, 2, key=jax.random.key(0))
+    with pytest.warns(
+        UserWarning, match=r"where selects none of its layers: \.layers\[0\], \.layers\[1\], \.layers\[2\]$"
+    ):
+        assert convert_linears(mlp, "rowwise", where=lambda path, linear: linear.out_features == 64) == mlp
+    with pytest.warns(UserWarning, match="no equinox.nn.Linear in it"):
+        convert_linears(eqx.nn.LayerNorm(16), "rowwise")
+    wrong = cast(Any, lambda linear: True)
+    with pytest.raises(
+        SpecError, match=r"where must take \(path, linear\); .* write where=lambda path, linear: \.\.\."
+    ):
+        convert_linears(mlp, "rowwise", where=wrong)

@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -261,6 +261,12 @@ def test_nothing_to_convert_is_said(model: nn.Module, said: str) -> None:
     (one,) = caught
     expected = f"convert_to_float8_training: nothing to convert; recipe tensorwise: {said}; plan_conversion.*"
     assert re.fullmatch(expected, str(one.message))
+
+
+def test_a_filter_that_takes_other_arguments_is_refused() -> None:
+    model, wrong = nn.Sequential(nn.Linear(32, 32)), cast(Any, lambda layer: True)
+    with pytest.raises(SpecError, match=r"module_filter_fn must take \(module, name\)"):
+        f8.convert_to_float8_training(model, config="rowwise", module_filter_fn=wrong)
 
 
 def test_hooks_mode_and_attributes_stay() -> None:

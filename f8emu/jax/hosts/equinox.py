@@ -11,6 +11,7 @@ not gathered: gradients of single examples have the bits of single calls.
 `eqx.combine(params, static)`.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -24,6 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from f8emu.jax.compiling import is_eager, lower_jaxpr
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
+from f8emu.spec.errors import require_arguments
 from f8emu.spec.exports import public
 from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe, recipe_by_name
@@ -99,6 +101,8 @@ def convert_linears(
 ) -> Any:
     """The model with every `equinox.nn.Linear` that `where` selects replaced by a `Float8Linear`.
 
+    Warns with a UserWarning where it replaces none.
+
     Args:
         model: any tree of equinox.
         recipe: the recipe of all these layers.
@@ -107,15 +111,27 @@ def convert_linears(
         engine: as for `f8emu.jax.dot_general`.
 
     Raises:
-        SpecError: an unknown recipe.
+        SpecError: an unknown recipe, or a `where` that does not take (path, linear).
     """
+    recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
+    require_arguments("convert_linears", "where", where, "path, linear")
+    is_chosen: dict[str, bool] = {}
 
     def convert(path: Any, leaf: Any) -> Any:
         if not _is_linear(leaf) or "scalar" in (leaf.in_features, leaf.out_features):
             return leaf
-        return Float8Linear(leaf, recipe, engine=engine) if where(jax.tree_util.keystr(path), leaf) else leaf
+        name = jax.tree_util.keystr(path)
+        is_chosen[name] = bool(where(name, leaf))
+        return Float8Linear(leaf, recipe, engine=engine) if is_chosen[name] else leaf
 
-    return jax.tree_util.tree_map_with_path(convert, model, is_leaf=_is_linear)
+    converted = jax.tree_util.tree_map_with_path(convert, model, is_leaf=_is_linear)
+    if not any(is_chosen.values()):
+        names = ", ".join(name or "the model itself" for name in [*is_chosen][:4]) + (
+            ", ..." if len(is_chosen) > 4 else ""
+        )
+        reason = f"where selects none of its layers: {names}" if names else "no equinox.nn.Linear in it"
+        warnings.warn(f"convert_linears: nothing to convert; {reason}", UserWarning, stacklevel=2)
+    return converted
 
 
 def _is_linear(x: Any) -> bool:

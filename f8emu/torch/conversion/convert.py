@@ -119,7 +119,7 @@ def convert_to_float8_training(
         `module`, converted in place; for a single linear layer, the new one.
 
     Raises:
-        SpecError: an unknown recipe or `cast_weight_from`.
+        SpecError: an unknown recipe or `cast_weight_from`, or a `module_filter_fn` that does not take (module, name).
         OperandError: sizes that are not multiples of 16, or a model that was converted under another recipe or engine;
             the model is unchanged.
         UnsupportedError: `engine="hardware"` on a device that is not the recipe's chip; formats that layers do not cast

@@ -17,6 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from f8emu.shown import Shown, screen
+from f8emu.spec.errors import require_arguments
 from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
 from f8emu.torch.chip import CHIP, HIGH_PRECISION_DTYPES
@@ -160,6 +161,8 @@ def report_of(
     tokens_per_expert: float | None = None,
 ) -> ConversionReport:
     """The report of a conversion with these settings."""
+    if module_filter_fn is not None:
+        require_arguments("convert_to_float8_training", "module_filter_fn", module_filter_fn, "module, name")
     sharded, of_routers, readers = sharded_layers(module), routers(module), _readers(module)
 
     def outcome_of(fqn: str, layer: nn.Linear) -> tuple[Outcome, str]:
