@@ -1,14 +1,18 @@
 """How a result shows itself where Python prints it: a screen for a terminal, and in a notebook what `--html` writes."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from importlib import import_module
 from math import prod
-from textwrap import indent
+from shutil import get_terminal_size
+from textwrap import indent, wrap
 from typing import Any, ClassVar
 
-LINES, COLUMNS = 25, 120
-"""The most that a result takes of a terminal."""
+LINES, COLUMNS, NARROWEST = 25, 120, 20
+"""The most that a result takes of a terminal, and the narrowest one that it fits."""
+WHOLE = 1 << 20
+"""Columns where there is no terminal and nothing is folded."""
 _MOST_ITEMS = 16
 """Items of a field that are shown."""
 
@@ -23,9 +27,7 @@ class Shown:
     def __repr__(self) -> str:
         if not self._page:
             return fields_of(self)
-        page = self._made_page()
-        lines = import_module("f8emu.report.terminal").page_lines(page, COLUMNS)
-        return screen([page.verdict.text, *lines] if page.verdict else lines, name=type(self).__name__)
+        return screen(self._lines(columns()), name=type(self).__name__)
 
     def _repr_html_(self) -> str:
         if not self._page:
@@ -34,19 +36,38 @@ class Shown:
             return f"<pre>{escape(repr(self))}</pre>"
         return import_module("f8emu.report.page").fragment(self._made_page())
 
+    def _lines(self, columns: int) -> list[str]:
+        page = self._made_page()
+        lines = import_module("f8emu.report.terminal").page_lines(page, columns)
+        return [*([page.verdict.text] if page.verdict else []), *lines]
+
     def _made_page(self) -> Any:
         module, _, function = self._page.partition(":")
         return getattr(import_module(module), function)(self)
 
 
+def columns(most: int = COLUMNS) -> int:
+    """The width of the terminal; `most` of a wider one, and where there is none."""
+    return max(min(get_terminal_size((most, LINES)).columns, most), NARROWEST)
+
+
 def screen(lines: Iterable[str], *, name: str = "") -> str:
-    """At most `LINES` lines of `COLUMNS` columns; what does not fit is cut off, and counted."""
-    every = [line.rstrip() for text in lines for line in text.splitlines() or [""]]
+    """At most `LINES` lines as wide as the terminal, folded between words; lines that do not fit are counted."""
+    every = [line for text in lines for line in text.splitlines() or [""]]
     if name:
         every[:1] = [f"{name}: {line}" for line in every[:1] or [""]]
-    if (more := len(every) - LINES + 1) > 1:
-        every[LINES - 1 :] = [f"... {more} more lines"]
-    return "\n".join(line if len(line) <= COLUMNS else f"{line[: COLUMNS - 3]}..." for line in every)
+    folded = [part for line in every for part in _folded(line.rstrip(), columns())]
+    if (more := len(folded) - LINES + 1) > 1:
+        folded[LINES - 1 :] = [f"... {more} more lines"]
+    return "\n".join(folded)
+
+
+def _folded(line: str, most: int) -> list[str]:
+    # A shape or a scalar of JAX, `Array(0., dtype=float32)`, is one word.
+    words = re.sub(r", (?=[^][()]{,20}[])])", ",\xa0", line)
+    further = " " * (len(line) - len(line.lstrip()) + 4)
+    parts = wrap(words, most, subsequent_indent=further, replace_whitespace=False, break_on_hyphens=False)
+    return [part.replace("\xa0", " ") for part in parts] or [""]
 
 
 def fields_of(record: Any) -> str:

@@ -26,6 +26,7 @@ from f8emu.conformance.diagnosis.addition_order import Measured
 from f8emu.conformance.diagnosis.fit import Fitted
 from f8emu.dialects import dialect_by_name, quantize
 from f8emu.report import inspect
+from f8emu.shown import screen
 from f8emu.spec import HOPPER
 from tests.architecture.test_public_surface import SURFACE
 
@@ -198,3 +199,19 @@ def test_every_public_result_fits_a_screen(tmp_path: Path, notebooks: Notebooks)
         kinds.add(type(value).__name__)
     assert returned() - kinds <= {"Granularity", "Overflow", "Float8Experts", "DelayedScalingState"}
     assert set(HTML) <= kinds
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_repr_is_folded_between_its_elements(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shape and no number is cut, and nothing is left out."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    x, weight = np.ones((64, 256), np.float32), np.ones((32, 256), np.float32)
+    trace = f8emu.numpy.linear(ROWWISE, x, weight, np.ones((64, 32), np.float32))
+    lines = repr(trace).splitlines()
+    assert len(lines) <= LINES and max(map(len, lines)) <= columns
+    assert all(line.endswith((",", "(", ")")) and line.count("[") == line.count("]") for line in lines), repr(trace)
+    assert repr(trace).count("codes=float8_e4m3fn[256, ") == 2 and repr(trace).count("=float32[") == 4 + 3 * 6
+    state = repr(f8emu.jax.linear_delayed_state("delayed"))
+    assert state.count("Array(0., dtype=float32)") == state.count("Array(1., dtype=float32)") == 3, state
+    lines = screen(["word " * 40, "x" * 300]).splitlines()
+    assert max(map(len, lines)) <= columns and "".join("".join(lines).split()) == "word" * 40 + "x" * 300

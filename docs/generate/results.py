@@ -28,7 +28,7 @@ import results_torch
 from results_index import index
 from results_records import RESULTS, ROOT, names
 
-from f8emu.report.svg import FILE, STYLE
+from f8emu.report.svg import style
 
 PAGES = ("index", "gemms", "torch", "jax", "distributed", "proofs", "clients")
 TEMPLATES = ROOT / "docs" / "results"
@@ -64,7 +64,10 @@ def readme_with_block(text: str) -> str:
 
 def plots() -> dict[Path, str]:
     """The figures that other pages have, as files: the README's in its own colours, the other in those of its page."""
-    drawn = (("speed", results_torch.speed_plot(), FILE), ("outliers", results_proofs.outliers_plot(), STYLE))
+    drawn = (
+        ("speed", results_torch.speed_plot(), style(is_file=True)),
+        ("outliers", results_proofs.outliers_plot(), style()),
+    )
     return {FIGURES / f"{name}.svg": chart.html(title, css=css) + "\n" for name, (chart, title), css in drawn}
 
 

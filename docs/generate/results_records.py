@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from f8emu.report.svg import STYLE, Svg
+from f8emu.report.svg import Svg, style
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -179,4 +179,4 @@ def lines(*files: str, packages: Sequence[str] = ("torch", "torchao", "triton"))
 
 def inline(chart: Svg, title: str) -> str:
     """A chart as a block of a markdown page, where it takes the page's own text colour."""
-    return f'<figure style="margin:1em 0;max-width:520px">{chart.html(title, css=STYLE)}</figure>'
+    return f'<figure style="margin:1em 0;max-width:520px">{chart.html(title, css=style())}</figure>'

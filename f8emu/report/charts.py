@@ -18,7 +18,7 @@ Stage = tuple[str, str, bool]
 _COLOURS = 5
 """Curves with a colour and a name; the others are grey."""
 _LEFT, _RIGHT, _HIGH = 56, 14, 150
-_LABELS, _ROOM = 146, 40
+_LABELS, _NAMES, _ROOM = 146, 196, 40
 _BAR, _GAP, _HEAD = 15, 9, 30
 _LEVELS = 8
 _MOST_COLUMNS = 96
@@ -57,7 +57,7 @@ def curves(lines: Mapping[str, Curve], *, unit: str, x_unit: str = "step", log: 
     for i, name in enumerate(named):
         y = 22 + _HIGH + 38 + 17 * i
         figure.line(_LEFT, y, _LEFT + 26, y, f"line c{i}")
-        figure.text(_LEFT + 33, y + 4, _tail(name, 52))
+        figure.name(_LEFT + 33, y + 4, name, room=WIDTH - _LEFT - 33)
     return figure
 
 
@@ -67,28 +67,28 @@ def heat(rows: Mapping[str, Curve], *, good: float, bad: float, form: Callable[[
     column_of, columns = _columns(xs)
     high = 13 if len(rows) <= 24 else 10
     figure = Svg(WIDTH, 8 + high * len(rows) + 50)
-    wide = (WIDTH - _LABELS - _RIGHT) / columns
+    wide = (WIDTH - _NAMES - _RIGHT) / columns
     for i, (name, line) in enumerate(rows.items()):
         worst: dict[int, tuple[float, float]] = {}
         for x, value in line:
             share = min(max((value - good) / (bad - good), 0.0), 1.0) if bad != good else 0.0
             worst[column_of[x]] = max(worst.get(column_of[x], (-1.0, value)), (share, value))
         y = 8 + high * i
-        figure.text(_LABELS - 6, y + high - 3, _tail(name, 26), "end", kind="small")
+        figure.name(_NAMES - 6, y + high - 3, name, "end", room=_NAMES - 6, is_small=True)
         for level in range(_LEVELS):
             cells = [c for c, (share, _) in worst.items() if min(int(share * _LEVELS), _LEVELS - 1) == level]
-            strokes = "".join(f"M{number(_LABELS + c * wide)} {number(y + high / 2)}h{number(wide)}" for c in cells)
+            strokes = "".join(f"M{number(_NAMES + c * wide)} {number(y + high / 2)}h{number(wide)}" for c in cells)
             title = f"{name}: {form(max(worst.values())[1])} at worst"
             if strokes:
                 figure.path(strokes, f"cell {'above' if level else 'none'}", title, _look(level, high - 1))
     bottom = 8 + high * len(rows)
-    figure.text(_LABELS, bottom + 15, f"{xs[0]:g}" if xs else "", kind="quiet")
+    figure.text(_NAMES, bottom + 15, f"{xs[0]:g}" if xs else "", kind="quiet")
     figure.text(WIDTH - _RIGHT, bottom + 15, f"step {xs[-1]:g}" if xs else "", "end", kind="quiet")
     for level in range(_LEVELS):
         kind = "cell above" if level else "cell none"
-        figure.path(f"M{_LABELS + 18 * level} {bottom + 30}h18", kind, more=_look(level, 9))
-    figure.text(_LABELS - 6, bottom + 34, form(good), "end", kind="quiet")
-    figure.text(_LABELS + 18 * _LEVELS + 6, bottom + 34, form(bad), kind="quiet")
+        figure.path(f"M{_NAMES + 18 * level} {bottom + 30}h18", kind, more=_look(level, 9))
+    figure.text(_NAMES - 6, bottom + 34, form(good), "end", kind="quiet")
+    figure.text(_NAMES + 18 * _LEVELS + 6, bottom + 34, form(bad), kind="quiet")
     return figure
 
 
@@ -98,7 +98,7 @@ def stages(course: Sequence[Stage]) -> Svg:
     parts = list(dict.fromkeys(part for _, part, _ in course))
     column_of, columns = _columns(places)
     wide = min((WIDTH - 70 - _RIGHT) / columns, 22.0)
-    figure = Svg(WIDTH, 8 + 17 * len(parts) + 44)
+    figure = Svg(WIDTH, 8 + 17 * len(parts) + 56)
     cells: dict[tuple[int, str], tuple[bool, str]] = {}
     for place, part, is_equal in course:
         key = column_of[place], part
@@ -115,8 +115,9 @@ def stages(course: Sequence[Stage]) -> Svg:
             figure.rect(corner[0] - 1.5, corner[1] - 1.5, corner[2] + 3, 19, "first", f"first: {place} {part}")
     bottom = 8 + 17 * len(parts)
     figure.text(70, bottom + 16, "in the order of execution \N{RIGHTWARDS ARROW}", kind="quiet")
-    words = f"first that differs: {_tail(f'{first[0]} {first[1]}', 42)}" if first else "every stage is equal"
-    figure.text(70, bottom + 34, words, kind="head")
+    figure.text(70, bottom + 34, "first that differs:" if first else "every stage is equal", kind="head")
+    if first:
+        figure.name(70, bottom + 49, f"{first[0]} {first[1]}", room=WIDTH - 70)
     return figure
 
 
@@ -137,7 +138,7 @@ def bars(
         _legend(figure, list(series))
     y = top
     for i, row in enumerate(rows):
-        figure.text(_LABELS - 8, y + counts[i] * _BAR / 2 + 4, row, "end")
+        figure.name(_LABELS - 8, y + counts[i] * _BAR / 2 + 4, row, "end", room=_LABELS - 8)
         for k, of_rows in enumerate(series.values()):
             if (value := of_rows[i]) is None:
                 continue
@@ -179,7 +180,7 @@ def matrix(names: Sequence[str], shares: Mapping[tuple[str, str], float]) -> Svg
     left, size = 168, (WIDTH - 168 - 6) / len(names)
     figure = Svg(WIDTH, 8 + size * len(names) + 24)
     for i, row in enumerate(names):
-        figure.text(left - 5, 8 + size * (i + 0.5) + 3, _tail(row, 27), "end", kind="small")
+        figure.name(left - 5, 8 + size * (i + 0.5) + 3, row, "end", room=left - 5, is_small=True)
         for j, column in enumerate(names):
             share = shares[row, column]
             level = min(int(share * (_LEVELS - 1)), _LEVELS - 2) if share < 1 else _LEVELS - 1
@@ -231,8 +232,3 @@ def _powers(low: float, high: float) -> list[float]:
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     return lambda value: start + (value - low) / (high - low or 1) * (end - start)
-
-
-def _tail(name: str, most: int) -> str:
-    # The end of a name tells layers apart.
-    return name if len(name) <= most else f"\N{HORIZONTAL ELLIPSIS}{name[-most + 1 :]}"

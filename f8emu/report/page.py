@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any, Literal, assert_never
 
 from f8emu.environment import percent
-from f8emu.report.svg import STYLE
+from f8emu.report.svg import style as figure_style
 from f8emu.verdict import Exit, Verdict
 
 Tone = Literal["", "good", "bad", "warn", "quiet"]
@@ -164,13 +164,13 @@ def fragment(page: Page) -> str:
     """The page as a part of another, a notebook's: its own colours are those of figures alone."""
     key = f"f8emu-{id(page):x}"  # cells of a notebook are in one document
     body = "".join(_section(part, f"{key}-{i}", 4) for i, part in enumerate(page.sections, 1))
-    style = f"{STYLE}.f8emu figcaption strong {{ display: block; }}"
+    style = f"{figure_style()}.f8emu figcaption strong {{ display: block; }}"
     return f'<div class="f8emu"><style>{style}</style>{_verdict(page.verdict, key)}{body}</div>'
 
 
 def render(command: str, page: Page) -> str:
     """The page as HTML; `command` is what made it."""
-    style = (files("f8emu.report") / "page.css").read_text(encoding="utf-8") + STYLE
+    style = (files("f8emu.report") / "page.css").read_text(encoding="utf-8") + figure_style()
     links = "".join(f'<li><a href="#part-{i}">{escape(s.title)}</a></li>' for i, s in enumerate(page.sections, 1))
     body = "".join(_section(part, f"part-{i}", 2) for i, part in enumerate(page.sections, 1))
     return f"""<!doctype html>

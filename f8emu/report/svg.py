@@ -5,14 +5,22 @@ white and on black, and are told apart by people who do not see red and green ap
 """
 
 from collections.abc import Iterable
+from functools import cache
 from html import escape
 from importlib.resources import files
 from math import ceil, floor, log10
 
-STYLE = (files("f8emu.report") / "figure.css").read_text(encoding="utf-8").replace("\n", " ")
-"""What the classes look like: once in a page, or in a picture of its own file."""
-FILE = f"{STYLE}svg {{ color: #1f2328 }} @media (prefers-color-scheme: dark) {{ svg {{ color: #e6edf3 }} }}"
-"""The same in a file, which cannot inherit the colour of the text around it."""
+
+@cache
+def style(*, is_file: bool = False) -> str:
+    """What the classes look like: once in a page. A picture of its own file has no text around it to inherit from."""
+    shared = (files("f8emu.report") / "figure.css").read_text(encoding="utf-8").replace("\n", " ")
+    return shared + _OF_FILE if is_file else shared
+
+
+_OF_FILE = "svg { color: #1f2328 } @media (prefers-color-scheme: dark) { svg { color: #e6edf3 } }"
+_WIDEST = 0.62
+"""Mean width of a character of the widest of the fonts, DejaVu Sans, in sizes of the font."""
 
 
 def number(value: float) -> str:
@@ -50,6 +58,17 @@ class Svg:
             f'<text{look} x="{number(x)}" y="{number(y)}" text-anchor="{anchor}"{turn}>{escape(words)}</text>'
         )
 
+    def name(
+        self, x: float, y: float, name: str, anchor: str = "start", *, room: float, is_small: bool = False
+    ) -> None:
+        """The end of a name, which tells layers apart, from a dot on; a pointer shows the whole."""
+        most = int(room / (_WIDEST * (10 if is_small else 12)))
+        end = name[len(name) - most :] if len(name) > most else ""
+        words = f"\N{HORIZONTAL ELLIPSIS}{end[end.find('.') + 1 :]}" if end else name
+        self.text(x, y, words, anchor, kind="small" if is_small else "")
+        if end:
+            self._parts[-1] = self._parts[-1].replace("</text>", f"<title>{escape(name)}</title></text>")
+
     def inset(self, inner: "Svg", x: float, y: float, width: float, height: float) -> None:
         """Another figure, stretched to a rectangle."""
         place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
@@ -59,7 +78,7 @@ class Svg:
     def html(self, alt: str, *, css: str = "") -> str:
         """The figure, described by `alt`; on a narrow page it scrolls rather than becoming too small to read.
 
-        `css` is a style of its own, `STYLE` in a page that has none, with `FILE` in a file.
+        `css` is a style of its own, `style()`, where the page has none.
         """
         size = f'viewBox="0 0 {number(self.width)} {number(self.height)}"'
         style = f"max-width:{1.25 * self.width:.0f}px;min-width:{0.78 * self.width:.0f}px"

@@ -16,6 +16,7 @@ from PIL import Image
 from f8emu.conformance import load_subject, shipped_golden, verify
 from f8emu.conformance.run import subject
 from f8emu.conformance.run.result import DifferenceMap
+from f8emu.report.charts import heat
 from f8emu.report.figures import map_plot, runs, ticks
 from f8emu.report.page import Cell, Page, Section, Share, Table, Text, render
 from f8emu.report.verify import COMMAND, Run
@@ -203,3 +204,11 @@ def test_a_large_map_stays_small() -> None:
 def test_runs_and_ticks() -> None:
     assert runs([True, True, False, True, False]) == [(0, 2), (3, 1)] and runs([]) == []
     assert ticks(0, 1, 4) == [0, 0.5, 1.0] and ticks(0, 95, 5) == [0, 20, 40, 60, 80] and ticks(3, 3, 5) == [3]
+
+
+def test_a_long_name_keeps_its_end_and_tells_the_whole() -> None:
+    names = [f"_fsdp_wrapped_module.model.layers.{i}.mlp.shared_expert.down_proj" for i in range(3)]
+    svg = heat({name: [(1, 30.0)] for name in names}, good=40, bad=20, form=str).html("")
+    for i, name in enumerate(names):
+        assert f">\N{HORIZONTAL ELLIPSIS}{i}.mlp.shared_expert.down_proj<title>{name}</title></text>" in svg
+    assert ">w1</text>" in heat({"w1": [(1, 30.0)]}, good=40, bad=20, form=str).html("")

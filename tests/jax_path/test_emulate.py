@@ -139,12 +139,15 @@ def test_numerics_states_every_rule() -> None:
     assert [rule.value for rule in Rule] == re.findall(r"^\[(XLA-\d)\]", numerics, re.MULTILINE)
 
 
-def test_an_explanation_reads_as_a_table() -> None:
+def test_an_explanation_reads_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = str(explained("epilogue/bias relu")).splitlines()
     assert lines[0] == "1 of 1 dots are float8 GEMMs; bits are promised of 1"
-    assert lines[1].split() == ["dot", "in", "operands", "float8", "GEMM", "joins", "it", "rules", "note"]
-    assert "float8_e4m3fn[64, 2048] x float8_e4m3fn[2048, 96] -> bfloat16[64, 96]  fast" in lines[2]
-    assert "scale, bias, relu" in lines[2] and "XLA-1 XLA-2 XLA-3 XLA-4 XLA-5 XLA-7" in lines[2]
+    assert lines[2].split() == ["dot", "operands", "float8", "GEMM", "joins", "it", "rules"]
+    assert "float8_e4m3fn[64, 2048] x float8_e4m3fn[2048, 96] -> bfloat16[64, 96]  fast" in lines[3]
+    assert "scale, bias, relu" in lines[3] and "XLA-1 XLA-2 XLA-3 XLA-4 XLA-5 XLA-7" in lines[3]
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = str(explained("epilogue/bias relu")).splitlines()
+    assert max(map(len, narrow)) <= 80 and " ".join(narrow).split()[-6:] == lines[3].split()[-6:]
     assert str(f8.explain(lambda x: x + 1)(1.0)) == "0 of 0 dots are float8 GEMMs; bits are promised of 0"
 
 

@@ -67,7 +67,10 @@ class DifferenceMap(Shown):
         words.append(f"in {' and '.join(places)}")
         finite = self.farthest[(self.differing > 0) & ~self.apart]
         if finite.size:
-            words.append(f"by {finite.min():+,} to {finite.max():+,} ulps")
+            low, high = f"{finite.min():+,}", f"{finite.max():+,}"
+            words.append(
+                f"by {low if low == high else f'{low} to {high}'} {'ulp' if low == high in ('+1', '-1') else 'ulps'}"
+            )
         if self.apart.any():
             words.append(f"{int(self.apart.sum())} cells with a NaN or an infinity on one side only")
         return ", ".join(words)

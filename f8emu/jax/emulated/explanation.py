@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from typing import Any, ClassVar, ParamSpec
 
 import jax
 import numpy as np
@@ -13,12 +13,11 @@ from f8emu.jax.emulated.matching import Matches, merged_dots
 from f8emu.jax.emulated.program import DOTS, aval_of, name_of
 from f8emu.jax.emulated.rules import FLOAT8, RULE_OF, Rule, is_fast
 from f8emu.jax.emulated.transform import Emulation, evaluated, traced
-from f8emu.shown import Shown, screen
+from f8emu.shown import WHOLE, Shown, columns
 from f8emu.spec.chips import HOPPER
 
 P = ParamSpec("P")
 _MERGED = "needs xla_gpu_dot_merger_threshold_mb=0: XLA would merge it with a dot of the same operand"
-_COLUMNS = ("dot", "in", "operands", "float8 GEMM", "joins it", "rules", "note")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -47,23 +46,15 @@ class ExplainedDot(Shown):
         return self.accumulation is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """The dots of a function, those of a loop's body after those around it; `str` is a table."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Explanation(Shown):
+    """The dots of a function, those of a loop's body after those around it; `str` is a table for the terminal."""
 
     dots: tuple[ExplainedDot, ...]
+    _page: ClassVar[str] = "f8emu.report.explanation:explanation_page"
 
     def __str__(self) -> str:
-        float8 = [dot for dot in self.dots if dot.is_float8]
-        promised = sum(dot.is_promised for dot in float8)
-        summary = f"{len(float8)} of {len(self.dots)} dots are float8 GEMMs; bits are promised of {promised}"
-        rows = [_COLUMNS, *(_row(i, dot) for i, dot in enumerate(self.dots, 1))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
-        lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
-        return "\n".join([summary, *(lines if self.dots else [])])
-
-    def __repr__(self) -> str:
-        return screen([str(self)])
+        return "\n".join(self._lines(columns(WHOLE)))
 
 
 def explain(f: Callable[P, Any]) -> Callable[P, Explanation]:
@@ -87,12 +78,6 @@ def explain(f: Callable[P, Any]) -> Callable[P, Explanation]:
         return Explanation(dots=tuple(dots))
 
     return explained
-
-
-def _row(number: int, dot: ExplainedDot) -> tuple[str, ...]:
-    gemm = "no" if dot.accumulation is None else dot.accumulation + ("" if dot.is_promised else ", not promised")
-    joined, rules = ", ".join(dot.folded) or "-", " ".join(dot.rules) or "-"
-    return (f"{number} {dot.name}".rstrip(), dot.place or "-", dot.operands, gemm, joined, rules, "; ".join(dot.notes))
 
 
 def _explained(place: str, jaxpr: Jaxpr, matches: Matches) -> Iterator[ExplainedDot]:
