@@ -1,6 +1,7 @@
 """Draws the figures of docs/concepts from the code: `python docs/generate/figures.py`, with `--check` only compares.
 
 Each figure is a plain SVG of 400 units that a page includes inline, so that `currentColor` is the colour of its text.
+As an image, as in the README, it has a colour for light and one for dark.
 Every number in a figure comes from `f8emu.spec` or `f8ref`, so a change of the rules makes a figure stale.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from f8emu.report.svg import ALONE
 from f8emu.spec import CHIPS, E4M3FN, E5M2, FLOAT8, FLOAT32, H100, HOPPER, Chip, Granularity
 from f8emu.split_k.plan import planned_gemm, split_k
 from f8ref import exact
@@ -145,7 +147,7 @@ class Drawing:
             f'aria-label="{escape(self.label)}" font-family="sans-serif" font-size="11" fill="currentColor" '
             'style="display:block;width:100%;max-width:44rem;margin:0 auto">'
         )
-        return "\n".join([head, *self.shapes, "</svg>", ""])
+        return "\n".join([f"{head}<style>{ALONE}</style>", *self.shapes, "</svg>", ""])
 
 
 def formats() -> Drawing:

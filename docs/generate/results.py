@@ -1,4 +1,4 @@
-"""The Results pages, the README's speed table and its plot, from the JSON files of `benchmarks/results`.
+"""The Results pages, the README's speed table and a plot, from the JSON files of `benchmarks/results`.
 
     python docs/generate/results.py readme            prints the README's speed table
     python docs/generate/results.py readme --write    puts it between the README's <!-- speed --> markers
@@ -63,12 +63,9 @@ def readme_with_block(text: str) -> str:
 
 
 def plots() -> dict[Path, str]:
-    """The figures that other pages have, as files: the README's in its own colours, the other in those of its page."""
-    drawn = (
-        ("speed", results_torch.speed_plot(), style(is_file=True)),
-        ("outliers", results_proofs.outliers_plot(), style()),
-    )
-    return {FIGURES / f"{name}.svg": chart.html(title, css=css) + "\n" for name, (chart, title), css in drawn}
+    """The figures that other pages include, as files."""
+    chart, title = results_proofs.outliers_plot()
+    return {FIGURES / "outliers.svg": chart.html(title, css=style()) + "\n"}
 
 
 def main() -> None:

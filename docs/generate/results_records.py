@@ -179,4 +179,4 @@ def lines(*files: str, packages: Sequence[str] = ("torch", "torchao", "triton"))
 
 def inline(chart: Svg, title: str) -> str:
     """A chart as a block of a markdown page, where it takes the page's own text colour."""
-    return f'<figure style="margin:1em 0;max-width:520px">{chart.html(title, css=style())}</figure>'
+    return f'<figure style="margin:1em 0;width:100%;max-width:520px">{chart.html(title, css=style())}</figure>'

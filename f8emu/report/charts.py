@@ -177,7 +177,7 @@ def dots(rows: Sequence[str], values: Sequence[Sequence[float]], *, band: str) -
 
 def matrix(names: Sequence[str], shares: Mapping[tuple[str, str], float]) -> Svg:
     """A cell for each pair of names, full where the share is 1; the diagonal says which row it is."""
-    left, size = 168, (WIDTH - 168 - 6) / len(names)
+    left, size = _NAMES, (WIDTH - _NAMES - 6) / len(names)
     figure = Svg(WIDTH, 8 + size * len(names) + 24)
     for i, row in enumerate(names):
         figure.name(left - 5, 8 + size * (i + 0.5) + 3, row, "end", room=left - 5, is_small=True)

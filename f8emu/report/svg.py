@@ -10,15 +10,8 @@ from html import escape
 from importlib.resources import files
 from math import ceil, floor, log10
 
-
-@cache
-def style(*, is_file: bool = False) -> str:
-    """What the classes look like: once in a page. A picture of its own file has no text around it to inherit from."""
-    shared = (files("f8emu.report") / "figure.css").read_text(encoding="utf-8").replace("\n", " ")
-    return shared + _OF_FILE if is_file else shared
-
-
-_OF_FILE = "svg { color: #1f2328 } @media (prefers-color-scheme: dark) { svg { color: #e6edf3 } }"
+ALONE = "svg:root { color: #1f2328 } @media (prefers-color-scheme: dark) { svg:root { color: #e6edf3 } }"
+"""The style of a picture in a file of its own, shown by `img`, which has no text around it."""
 _WIDEST = 0.62
 """Mean width of a character of the widest of the fonts, DejaVu Sans, in sizes of the font."""
 
@@ -26,6 +19,12 @@ _WIDEST = 0.62
 def number(value: float) -> str:
     """A coordinate, to a hundredth."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+@cache
+def style() -> str:
+    """What the classes look like: once in a page, or in a picture of its own file."""
+    return (files("f8emu.report") / "figure.css").read_text(encoding="utf-8").replace("\n", " ") + ALONE
 
 
 class Svg:
