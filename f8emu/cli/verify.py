@@ -260,11 +260,11 @@ def _words_of(name: str, options: _Options) -> list[str]:
     # The words that name a subject on the command line, and what its cases depend on.
     from f8emu.conformance.run.subject import SUBJECTS
 
-    words = [name] + ([] if options.golden is None else ["--golden", str(options.golden)])
+    words = [name]
     if name not in SUBJECTS:
         words += [] if options.arrays == Arrays.TORCH.value else ["--arrays", options.arrays]
         words += [] if options.timeout is None else ["--timeout", f"{options.timeout:g}"]
-    return words
+    return words + ([] if options.golden is None else ["--golden", str(options.golden)])
 
 
 def _begun(options: _Options) -> "dict[str, Callable[[], Subject]]":

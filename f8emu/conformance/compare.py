@@ -43,6 +43,11 @@ class Mismatch(Shown):
     snippet: str = ""
     """A program in plain torch that computes this output alone; empty if there is none."""
 
+    @property
+    def share(self) -> float:
+        """The share of the outputs of the part that differ; 1 where they were not counted."""
+        return self.differing / self.outputs if self.outputs else 1.0
+
     def line(self) -> str:
         """`<case> [index] <inputs> => <observed>  expected: <expected>; <differing> of <outputs> differ`."""
         head = f"{self.case}: {self.part}" if self.part else self.case
@@ -78,10 +83,20 @@ def mismatches(
     """The outputs that differ, in order."""
     observed, expected = np.asarray(observed), np.asarray(expected)
     for where in np.argwhere(different(observed, expected)):
-        index = tuple(int(i) for i in where)
-        inputs = describe(index) if describe else ""
-        was, right = show(observed[index]), show(expected[index])
-        yield Mismatch(case=case, part=part, index=index, inputs=inputs, observed=was, expected=right)
+        yield mismatch_at(tuple(where.tolist()), case, part, observed, expected, describe)
+
+
+def mismatch_at(
+    index: tuple[int, ...],
+    case: str,
+    part: str,
+    observed: np.ndarray,
+    expected: np.ndarray,
+    describe: Describe | None = None,
+) -> Mismatch:
+    """One output that differs."""
+    inputs, was, right = describe(index) if describe else "", show(observed[index]), show(expected[index])
+    return Mismatch(case=case, part=part, index=index, inputs=inputs, observed=was, expected=right)
 
 
 def show(scalar: np.ndarray | np.generic) -> str:
@@ -145,9 +160,39 @@ _APART = {
     6: "NaN for number",
     7: "NaN for infinity",
 }
-APART = tuple(_APART.values())
+OTHER_SIGN = "number of the other sign"
+APART = (*_APART.values(), OTHER_SIGN)
 NOT_COMPARED = "not compared"
 """Outputs of a case that raised, or whose dtype or shape is wrong."""
+
+
+# The distance, at most, of outputs that differ by a rounding or two.
+_ROUNDINGS = 2
+
+
+def ulps_text(lowest: int, highest: int) -> str:
+    """`-3 to +1 ulps`, `+1 ulp`."""
+    if lowest != highest:
+        return f"{lowest:+,} to {highest:+,} ulps"
+    return f"{lowest:+,} {'ulp' if abs(lowest) == 1 else 'ulps'}"
+
+
+def have_other_sign(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Which are numbers on different sides of zero: their distance in ulps says nothing."""
+    if expected.dtype.kind in "biu":
+        return np.zeros(expected.shape, np.bool_)
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        is_number = np.isfinite(observed) & np.isfinite(expected)
+    return is_number & (np.sign(_places(observed)) * np.sign(_places(expected)) < 0)
+
+
+def farthest(observed: np.ndarray, expected: np.ndarray) -> tuple[int, ...]:
+    """The first output without a distance, else the first with another sign, else the one that is farthest off."""
+    places = np.argwhere(different(observed, expected))
+    observed, expected = observed[tuple(places.T)], expected[tuple(places.T)]
+    distance, apart = distances(observed, expected)
+    ranked = (apart, have_other_sign(observed, expected), np.abs(distance))
+    return tuple(places[next((rank for rank in ranked if rank.any()), apart).argmax()].tolist())
 
 
 def distances(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -215,7 +260,7 @@ class UlpHistogram:
     finite: Mapping[int, int] = field(default_factory=dict)
     """Bin (see `bins`) -> outputs."""
     apart: Mapping[str, int] = field(default_factory=dict)
-    """`observed for expected` of `APART`, or `NOT_COMPARED` -> outputs."""
+    """`observed for expected` or `OTHER_SIGN` of `APART`, or `NOT_COMPARED` -> outputs."""
     lowest: int = 0
     highest: int = 0
     """The extreme distances; both 0 where there is none."""
@@ -228,13 +273,19 @@ class UlpHistogram:
     def not_compared(self) -> int:
         return self.apart.get(NOT_COMPARED, 0)
 
+    @property
+    def manner(self) -> str:
+        """How outputs differ: by a rounding, or by more."""
+        if self.apart.keys() - {OTHER_SIGN}:
+            return "by NaN or infinity"
+        is_rounding = not self.apart and max(-self.lowest, self.highest) <= _ROUNDINGS
+        return f"by {'up to' if is_rounding else 'more than'} {_ROUNDINGS} ulps"
+
     def words(self) -> str:
         """`120 outputs differ, by -3 to +1 ulps, most often +1 (60 %); NaN for number 4`."""
         parts = ["1 output differs" if self.total == 1 else f"{self.total:,} outputs differ"]
         if self.finite:
-            low, high = f"{self.lowest:+,}", f"{self.highest:+,}"
-            ulps = "ulp" if low == high in ("+1", "-1") else "ulps"
-            parts.append(f"by {low if low == high else f'{low} to {high}'} {ulps}")
+            parts.append(f"by {ulps_text(self.lowest, self.highest)}")
         name, count = max(self.labelled().items(), key=lambda item: item[1])
         parts.append(f"most often {name} ({100 * count / self.total:.0f} %)")
         return "; ".join([", ".join(parts), *(f"{name} {count:,}" for name, count in self.apart.items())])
@@ -253,12 +304,14 @@ def ulp_histogram(observed: np.ndarray, expected: np.ndarray) -> UlpHistogram:
     if not observed.size:
         return UlpHistogram()
     distance, apart = distances(observed, expected)
-    finite = distance[~apart]
+    turned = have_other_sign(observed, expected)
+    finite = distance[~(apart | turned)]
     indices, counts = np.unique(bins(finite), return_counts=True)
     kinds = np.bincount(3 * _kind(observed[apart]) + _kind(expected[apart]), minlength=9)
+    counts_apart = {name: int(kinds[pair]) for pair, name in _APART.items()} | {OTHER_SIGN: int(turned.sum())}
     return UlpHistogram(
         finite={int(index): int(count) for index, count in zip(indices, counts, strict=True)},
-        apart={name: int(kinds[pair]) for pair, name in _APART.items() if kinds[pair]},
+        apart={name: count for name, count in counts_apart.items() if count},
         lowest=int(finite.min()) if finite.size else 0,
         highest=int(finite.max()) if finite.size else 0,
     )

@@ -1,34 +1,42 @@
 """Diagnoses and fits, for people and for programs."""
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from typing import Any
 
+from f8emu.conformance.compare import counted
 from f8emu.conformance.diagnosis.checks import RandomGemms
+from f8emu.conformance.diagnosis.coverage import Coverage
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
+from f8emu.conformance.diagnosis.probes import KINDS
 from f8emu.conformance.diagnosis.search import Diagnosis, Explanation
 from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.breakdown import Contrast
 from f8emu.environment import devices, percent, versions
-from f8emu.report.page import Cell, Element, Page, Row, Section, Share, Table, Text, Tone, verdict_cell
+from f8emu.report.page import Cell, Code, Element, Page, Row, Section, Share, Table, Text, Tone, verdict_cell
 from f8emu.verdict import Exit, Verdict
 
 FIT_SCHEMA = 2
 """Version of the JSON layout of a fit."""
+_MORE = "; this explains the small probes, and not all that differs in the suite"
 OTHER_BITS = "it gives other bits when the same GEMM is asked again: nothing else follows from them"
 
 
 # A diagnosis
 
 
-def diagnosis_section(name: str, kinds: tuple[Diagnosis, ...]) -> Section:
-    """Lines, and a table of the share of probe outputs that the chip's rules and the best explanation give."""
+def diagnosis_section(name: str, kinds: tuple[Diagnosis, ...], words: Sequence[str]) -> Section:
+    """Lines, a table of the share of probe outputs that the chip's rules and the best explanation give, and the next
+    step; `words` name the subject in a command.
+    """
     rows: list[Row] = []
     for kind in kinds:
         if kind.outputs_total:
             best, total = kind.best, kind.outputs_total
-            tone: Tone = "good" if best is None else "" if best.is_complete else "warn"
+            tone: Tone = "good" if best is None else "" if kind.is_explained else "warn"
             sentence = Cell(text="follows the chip's rules" if best is None else best.sentence, tone=tone)
             equal = kind.outputs_equal if best is None else best.outputs_equal
             rows.append([kind.kind, sentence, Share(value=kind.outputs_equal / total), Share(value=equal / total)])
@@ -36,7 +44,13 @@ def diagnosis_section(name: str, kinds: tuple[Diagnosis, ...]) -> Section:
     caption = "Share of the outputs of small GEMMs whose every bit is explained"
     table = Table(caption=caption, columns=columns, rows=rows, only="html")
     lines = Text(points=list(diagnosis_lines(name, kinds)))
-    return Section(title=f"Diagnosis of {name}", blocks=[lines, table] if rows else [lines])
+    blocks: list[Element] = [lines, table] if rows else [lines]
+    names = {kind.name for kind in KINDS}
+    if left := [x.kind for x in kinds if x.best and not x.is_explained and x.kind in names]:
+        subject = takewhile(lambda word: word != "--golden", words or (name,))
+        command = f"f8emu fit {shlex.join([*subject, '--kind', left[0]])}"
+        blocks.append(Code(lines=["To measure what it computes, without a hypothesis:", command]))
+    return Section(title=f"Diagnosis of {name}", blocks=blocks)
 
 
 def diagnosis_lines(name: str, kinds: tuple[Diagnosis, ...]) -> Iterator[str]:
@@ -50,7 +64,8 @@ def diagnosis_lines(name: str, kinds: tuple[Diagnosis, ...]) -> Iterator[str]:
         best = kind.best
         left = None if best is None or best.left is None else best.left.names
         names = best and frozenset(best.alterations)
-        key = kind.error, kind.is_random, names, best and best.is_complete, kind.is_nearly_explained, left
+        beyond = "" if kind.coverage is None else kind.coverage.worst
+        key = kind.error, kind.is_random, names, best and best.is_complete, kind.is_nearly_explained, left, beyond
         alike.setdefault(key, []).append(kind)
     for same in alike.values():
         every = len(same) == len(kinds) > 1
@@ -74,7 +89,10 @@ def _headline(kinds: Sequence[Diagnosis]) -> str:
     explanations = [kind.best for kind in kinds if kind.best and (kind.best.is_complete or kind.is_nearly_explained)]
     held = [sum(set(one.alterations) <= set(most.alterations) for one in explanations) for most in explanations]
     most = max(zip(held, explanations, strict=True), key=lambda pair: pair[0], default=None)
-    return most[1].headline if most else ""
+    if not most:
+        return ""
+    is_partial = any(kind.best and kind.best.is_complete and not kind.is_explained for kind in kinds)
+    return f"{most[1].headline}{_MORE if is_partial else ''}"
 
 
 def _words(alike: Sequence[Diagnosis]) -> str:
@@ -90,7 +108,12 @@ def _words(alike: Sequence[Diagnosis]) -> str:
     equal = sum(kind.best.outputs_equal for kind in alike if kind.best is not None)
     names, shares = _names(best), _shares(equal, total)
     if best.is_complete:
-        return f"explained: {names}, {shares}: {best.sentence}"
+        coverages = [kind.coverage for kind in alike if kind.coverage is not None]
+        cases = sum(coverage.cases for coverage in coverages)
+        if not first.is_explained:
+            return f"EXPLAINS THE SMALL PROBES ONLY: {names}, {shares}: {best.sentence}; {_left_words(coverages[0])}"
+        larger = f", and samples of {counted(cases, 'differing case')}" if cases else ""
+        return f"explained: {names}, {shares}{larger}: {best.sentence}"
     left = _contrast_words(*(kind.best.left for kind in alike if kind.best is not None and kind.best.left is not None))
     if not best.alterations:
         left = left and f"; what differs {left}"
@@ -99,6 +122,13 @@ def _words(alike: Sequence[Diagnosis]) -> str:
     if first.is_nearly_explained:
         return f"nearly explained, {percent(equal / total)}: {names}{left}; {shares}: {best.sentence}"
     return f"NOT EXPLAINED, best: {names}, {shares}: {best.sentence}{left}"
+
+
+def _left_words(coverage: Coverage) -> str:
+    """What an explanation of the small probes does not give of the suite's GEMMs."""
+    most = f"{coverage.outputs_left} of {coverage.outputs} outputs of case {coverage.worst!r}"
+    cases = f"{coverage.cases_left} of {counted(coverage.cases, 'case')}"
+    return f"of a sample of what differs, {most} remain, and some in {cases}"
 
 
 def _contrast_words(*alike: Contrast) -> str:
@@ -128,6 +158,7 @@ def diagnosis_json(kinds: Sequence[Diagnosis]) -> list[dict[str, Any]]:
     return [
         {name: getattr(kind, name) for name in names}
         | {"best": kind.best and _explanation_json(kind.best), "tried": list(map(_explanation_json, kind.tried))}
+        | {"coverage": kind.coverage and asdict(kind.coverage)}
         for kind in kinds
     ]
 

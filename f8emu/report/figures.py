@@ -162,11 +162,12 @@ def _whole(count: int) -> list[int]:
 def _strokes(place: DifferenceMap, index: np.ndarray, limit: int) -> Iterator[tuple[str, str, str, str]]:
     # (path, colour, title, depth) of every bin: a stroke for each run of its cells in a row.
     without = (place.differing > 0) & (place.apart | (index == 0))
-    looks = [(without, "apart", "NaN, infinity or the sign of zero", _depth(limit, limit))]
-    for found in np.unique(index[~without]).tolist():
-        if found:
-            kind = "below" if found < 0 else "above"
-            looks.append(((index == found) & ~without, kind, f"{bin_label(found)} ulps", _depth(found, limit)))
+    looks = [(without, "apart", "NaN, infinity or another sign", _depth(limit, limit))]
+    for level in np.unique(index[~without]).tolist():
+        if level:
+            kind = "below" if level < 0 else "above"
+            title = f"{bin_label(level)} {'ulp' if abs(level) == 1 else 'ulps'}"
+            looks.append(((index == level) & ~without, kind, title, _depth(level, limit)))
     for where, kind, title, depth in looks:
         strokes: list[str] = []
         for row in np.flatnonzero(where.any(axis=1)).tolist():

@@ -13,7 +13,7 @@ from f8emu.conformance.casts.verify import Verified
 from f8emu.conformance.compare import Mismatch, counted
 from f8emu.conformance.diagnosis.search import Diagnoses
 from f8emu.conformance.run.breakdown import Breakdown, breakdowns
-from f8emu.conformance.run.result import Result, StageResult, Status, SubjectResult
+from f8emu.conformance.run.result import Result, StageResult, Status, SubjectResult, merged_kinds
 from f8emu.conformance.run.subject import SUBJECTS
 from f8emu.environment import devices, printable, versions
 from f8emu.report.casts import function_json, function_section
@@ -131,6 +131,10 @@ def _stage_json(stage: StageResult, errors: int) -> dict[str, Any]:
         "status": stage.status.value,
         "oracle": stage.oracle,
         **{name: getattr(stage, name) for name in _STAGE},
+        "kinds": [
+            {"kind": name, "cases": kind.cases, "worst": _mismatch_json(kind.worst)}
+            for name, kind in stage.kinds.items()
+        ],
         "own_splits": {str(slices): tally.cases for slices, tally in stage.own_splits.items()},
         "seconds": round(stage.seconds, 3),
         "mismatches": [_mismatch_json(mismatch) for mismatch in stage.mismatches[:errors]],
@@ -161,9 +165,10 @@ def _breakdown_json(breakdown: Breakdown) -> dict[str, Any]:
 
 def page(result: Result, run: Run) -> Page:
     """The whole run."""
-    sections = [diagnosis_section(name, kinds) for name, kinds in run.diagnoses.items()]
+    asked = run.asked
+    sections = [diagnosis_section(name, kinds, asked.get(name, ())) for name, kinds in run.diagnoses.items()]
     sections += [function_section(name, function) for name, function in run.functions.items() if function.diagnosis]
-    sections += [_overview(result), *(_subject(subject, run.errors) for subject in result.subjects)]
+    sections += [_overview(result), *(_subject(subject, run.errors, "--errors ") for subject in result.subjects)]
     if run.not_run:
         reasons = [f"not run: {reason}" for reason in run.not_run.values()]
         sections.append(Section(title="What did not run", blocks=[Text(points=reasons)]))
@@ -191,9 +196,9 @@ def _overview(result: Result) -> Section:
     return Section(title="Overview", blocks=[table])
 
 
-def _subject(subject: SubjectResult, errors: int) -> Section:
+def _subject(subject: SubjectResult, errors: int, option: str = "") -> Section:
     parts: list[Section] = []
-    head, *lines = mismatch_lines(subject, errors) or [""]
+    head, *lines = mismatch_lines(subject, errors, option) or [""]
     if head:
         shown: list[Element] = [Text(points=lines, only="terminal"), *_mismatches(subject, errors)]
         parts.append(Section(title="One output of each case that differs", lead=head, blocks=shown))
@@ -211,50 +216,57 @@ def _subject(subject: SubjectResult, errors: int) -> Section:
 
 _EXPLAINED = (
     "The outputs of the worst cases, row by column: grey is equal, blue is nearer to zero than expected, orange is "
-    "farther, purple is a NaN, an infinity or a zero of the other sign on one side only. The deeper the colour, the "
-    "more ulps."
+    "farther, purple is another sign, or a NaN or an infinity on one side only. The deeper the colour, the more ulps."
 )
 
 
 # 1 Why, and one output of each case
 
 
-def mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:
-    """One output of each case that differs, of `errors` cases at the most, and how many there are."""
-    # Of how many cases, of how many outputs, and how many of them are shown.
-    mismatches = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
-    if not mismatches:
+def mismatch_lines(subject: SubjectResult, errors: int, option: str = "") -> list[str]:
+    """How many cases differ, and one output of each; of more than `errors` cases, of the worst of each kind.
+
+    `option`, with a number, lists them all.
+    """
+    cases, outputs = (sum(getattr(x, f"{name}_differing") for x in subject.stages) for name in ("cases", "outputs"))
+    if not cases:
         return []
-    wrong = sum(stage.outputs_differing for stage in subject.stages)
-    cases = sum(stage.cases_differing for stage in subject.stages)
-    shown = min(errors, len(mismatches))
-    of = ""
-    if cases > 1 and shown == cases:
-        of = " of each"
-    elif cases > 1 and shown > 1:
-        of = f" of each of the first {shown}"
-    head = f"{subject.name}: {counted(cases, 'case differs', 'cases differ')}, {counted(wrong, 'output')}"
-    head += "" if not shown else ":" if wrong == 1 else f"; one{of}:"
-    return [head, *(mismatch.line() for mismatch in mismatches[:errors])]
+    head = f"{subject.name}: {counted(cases, 'case differs', 'cases differ')}, {counted(outputs, 'output')}"
+    shown = _shown(subject, errors)
+    if errors >= cases:
+        head += "" if outputs == 1 else "; one of each" if cases > 1 else "; one"
+    elif shown:
+        kinds = len(merged_kinds(stage.kinds for stage in subject.stages))
+        of = "each kind" if kinds == len(shown) else f"{len(shown)} of {kinds} kinds"
+        head += f"; the worst case of {of}{f' ({option}{cases} lists all)' if option else ''}"
+    lines = [line for kind, mismatch in shown for line in (*([f"  {kind}:"] if kind else []), mismatch.line())]
+    return [f"{head}:" if shown else head, *lines]
+
+
+def _shown(subject: SubjectResult, errors: int) -> list[tuple[str, Mismatch]]:
+    # Every case; or where there are more than `errors` of them, each kind, and its worst case.
+    if errors >= sum(stage.cases_differing for stage in subject.stages):
+        return [("", mismatch) for stage in subject.stages for mismatch in stage.mismatches]
+    kinds = merged_kinds(stage.kinds for stage in subject.stages)
+    return [(f"{name}, {counted(kind.cases, 'case')}", kind.worst) for name, kind in kinds.items()][:errors]
 
 
 def _mismatches(subject: SubjectResult, errors: int) -> Iterator[Table]:
     # The same as a table, which a page has room for.
     rows: list[Row] = []
-    for mismatch in [mismatch for stage in subject.stages for mismatch in stage.mismatches][:errors]:
+    for kind, mismatch in _shown(subject, errors):
         codes = (
             ", ".join(map(str, mismatch.index)),
             mismatch.expected,
             mismatch.observed or mismatch.error,
             mismatch.inputs,
         )
-        share = Share(value=mismatch.differing / mismatch.outputs) if mismatch.outputs else ""
-        rows.append(
-            [f"{mismatch.case} {mismatch.part}".strip(), *(Cell(text=text, is_code=True) for text in codes), share]
-        )
+        share = Share(value=mismatch.share) if mismatch.outputs else ""
+        name = f"{mismatch.case} {mismatch.part}".strip()
+        rows.append([f"{kind}: {name}" if kind else name, *(Cell(text=text, is_code=True) for text in codes), share])
     if rows:
         columns = ("case", "output", "expected", "found", "inputs (codes in hex)", "outputs of the case that differ")
-        yield Table(caption="In the order in which the suite runs", columns=columns, rows=rows, only="html")
+        yield Table(caption="Of many cases, the worst of each kind", columns=columns, rows=rows, only="html")
 
 
 # 2 What ran

@@ -156,7 +156,7 @@ def _require_equal(result: Result, diagnosis: Sequence[str], errors: int) -> Non
     if end.is_equal:
         return
     (subject,) = result.subjects
-    lines = [end.line, *diagnosis, *mismatch_lines(subject, errors), *stage_lines(subject)]
+    lines = [end.line, *diagnosis, *mismatch_lines(subject, errors, "errors="), *stage_lines(subject)]
     first = next((mismatch for stage in subject.stages for mismatch in stage.mismatches), None)
     lines += [f"this case again: cases=[{printable(first.case)!r}]"] if first else []
     raise AssertionError("\n".join(lines))

@@ -216,7 +216,7 @@ def test_map_of_a_matrix_and_of_larger_outputs() -> None:
     assert place.differing.sum() == 3 and place.differing[2, 3] == 2 and place.farthest[2, 3] == -4
     assert place.apart.nonzero() == (np.array([99]), np.array([69]))
     assert "3 of 21,000 outputs differ, in 2 of 100 rows of cells (3 each) and 2 of 70 columns" in place.summary()
-    assert "by -4 ulps" in place.summary()
+    assert ", by -4 ulps, 1 cell with" in place.summary()
     for shape in ((1000,), (1000, 1), (1, 1000), (10, 10, 10)):
         x = np.arange(1000, dtype=np.float32).reshape(shape)
         vector = difference_map("case", "", x, np.zeros(shape, np.float32))

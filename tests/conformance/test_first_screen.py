@@ -150,7 +150,7 @@ def test_the_order_and_the_width_of_a_report(folder: Path) -> None:
         ]
         assert places == sorted(places)
         command, *program = pasted.splitlines()
-        assert command.startswith("f8emu verify deep/numpy.py:float32 --golden few --arrays numpy --case '")
+        assert command.startswith("f8emu verify deep/numpy.py:float32 --arrays numpy --golden few --case '")
         assert all(len(line) <= 80 for line in program)
 
 
@@ -165,7 +165,7 @@ def test_one_case_again(folder: Path) -> None:
     assert stage["mismatches"][0]["case"] == shlex.split(line)[-1] and line in again
     assert ": 1 case differs, 1 output:\n" in again and "Only a Hopper GPU prints" in again
     status, out, _ = invoke("verify", "deep/numpy.py:DECLARED", "f8ref.numpy", *FEW)
-    assert status == 1 and "f8emu verify deep/numpy.py:DECLARED --golden few --arrays numpy --case '0" in out, out
+    assert status == 1 and "f8emu verify deep/numpy.py:DECLARED --arrays numpy --golden few --case '0" in out, out
     stages = ("verify", "f8ref.numpy", "--golden", "few", "--stage", "golden", "--stage", "formats")
     status, out, _ = invoke(*stages, "--case", "04*", "--case", "decode float8_*")
     assert status == 0 and "recorded GEMMs 1/1 cases" in out and "formats and casts 5/5 cases" in out, out

@@ -48,7 +48,7 @@ def looked_at(page: Path, *options: str) -> Seen:
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *quiet.split(),
         "--enable-logging=stderr", f"--user-data-dir={page.with_suffix('.profile')}", "--virtual-time-budget=20000",
-        "--window-size=1200,4400",
+        "--window-size=1200,5600",
         "--hide-scrollbars", "--force-device-scale-factor=0.25", "--dump-dom", f"--screenshot={picture}", *options,
         page.as_uri(),
     ]  # fmt: skip
@@ -156,8 +156,8 @@ def test_the_order_of_the_page(page: Path) -> None:
         ("by the chip's rules", "by this explanation"),
     ):
         assert all(f">{name}</th>" in unescape(text) for name in heads)
-    command = re.search(r"<pre [^>]*>(.*?)</pre>", text, re.DOTALL)
-    assert command is not None and "f8emu verify " in command[1] and "torch._scaled_mm(" in command[1]
+    fitted, again = re.findall(r"<pre [^>]*>(.*?)</pre>", text, re.DOTALL)
+    assert "\nf8emu fit planted --kind " in fitted and "f8emu verify " in again and "torch._scaled_mm(" in again
     equal = verify([load_subject("f8ref.numpy")], stages=["golden"], golden=replace(shipped_golden(), cases=()))
     small = render(COMMAND, page_of(equal, Run(command=["f8emu"], seconds=0.0)))
     assert len(small) < 40_000 < len(text) < 600_000

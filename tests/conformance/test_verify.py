@@ -260,9 +260,9 @@ def test_shares_of_a_stage_are_joined(numpy_subject: Subject) -> None:
 
     whole, shares = run(slice(None)), joined([run(slice(12)), run(slice(12, None))], errors=20)
     assert 0 < whole.cases_equal < whole.cases_total == 24
-    assert replace(shares, seconds=0.0, mismatches=[], places=[]) == replace(
-        whole, seconds=0.0, mismatches=[], places=[]
-    )
+    unordered: dict[str, Any] = {"seconds": 0.0, "mismatches": [], "places": [], "wrong": []}
+    assert replace(shares, **unordered) == replace(whole, **unordered)
+    assert [wrong.case for wrong in shares.wrong] == [wrong.case for wrong in whole.wrong] != []
     assert shares.mismatches[:20] == whole.mismatches and shares.places[0].share == whole.places[0].share
 
 

@@ -55,8 +55,8 @@ def test_the_message_has_places_codes_values_and_distances() -> None:
     actual = expected.copy()
     actual[0, 1], actual[1, 2], actual[2, 0], actual[2, 3] = 1.125, 6.5, np.nan, -11
     assert message_of(torch.from_numpy(actual.view(np.uint8)).view(torch.float8_e4m3fn), jnp.asarray(expected)) == (
-        "float8_e4m3fn[3, 4], of 12 elements: 4 outputs differ, by -166 to +1 ulps, most often +1 (50 %); "
-        "NaN for number 1\n"
+        "float8_e4m3fn[3, 4], of 12 elements: 4 outputs differ, by +1 ulp, most often +1 (50 %); "
+        "NaN for number 1; number of the other sign 1\n"
         "  [0, 1] 0x39 (1.125), expected 0x38 (1), +1 ulp\n"
         "  [1, 2] 0x4d (6.5), expected 0x4c (6), +1 ulp\n"
         "  [2, 0] 0x7f (nan), expected 0x50 (8)\n"

@@ -19,6 +19,7 @@ from f8emu.conformance.cases.distributions import draw, draw_codes, dtype_of, rn
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.diagnosis.arguments import Part
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format, Granularity
+from f8emu.spec.gemm_call import GroupKind
 from f8emu.spec.scaling import BLOCK
 
 SIZE = 16
@@ -121,6 +122,19 @@ class GemmKind:
         types = types or (_NARROW if self.with_bias else _ALL_TYPES)
         case = self.gemm(name, operands, scales, bias)
         return ProbeGemm(case=case, out_dtypes=types, needs_all=needs_all, at=at)
+
+
+def kind_of(case: GemmCase) -> GemmKind | None:
+    """The kind of a GEMM; None of one in bfloat16, or with groups of another dimension than the rows."""
+    if case.mode is Mode.BF16 or case.group_kind not in (None, GroupKind.ROWS):
+        return None
+    is_grouped = case.group_kind is not None
+    return GemmKind(
+        pair=_ROWWISE if is_grouped else (case.granularity_a, case.granularity_b),
+        use_fast_accum=case.use_fast_accum and case.mode is not Mode.BLOCKWISE,
+        with_bias=case.bias is not None,
+        is_grouped=is_grouped,
+    )
 
 
 KINDS: tuple[GemmKind, ...] = tuple(

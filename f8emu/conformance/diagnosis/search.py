@@ -14,6 +14,7 @@ from operator import eq
 from f8emu.conformance.compare import said_by
 from f8emu.conformance.diagnosis.alterations import ALTERATIONS, Alteration, claims, from_there_on
 from f8emu.conformance.diagnosis.compute import Memory
+from f8emu.conformance.diagnosis.coverage import Coverage, WrongGemm, covered, wrong_gemms
 from f8emu.conformance.diagnosis.observations import (
     NoOutput,
     Observation,
@@ -97,6 +98,7 @@ class Diagnosis:
     error: str = ""  # what it failed with where no probe is left that tells anything; then nothing is diagnosed
     is_random: bool = False  # the same GEMM, asked again, has other bits: no rules are looked for
     engine: str = ""
+    coverage: Coverage | None = None  # of the best one, where GEMMs of the suite differ
 
     @property
     def alternatives(self) -> tuple[Explanation, ...]:
@@ -109,12 +111,29 @@ class Diagnosis:
         )
 
     @property
+    def is_explained(self) -> bool:
+        """The best explanation gives every output of the probes, and of the larger GEMMs that were looked at."""
+        is_complete = self.best is not None and self.best.is_complete
+        return is_complete and (self.coverage is None or not self.coverage.cases_left)
+
+    @property
     def is_nearly_explained(self) -> bool:
         """Nine of ten outputs that differ are explained."""
         if self.best is None or not self.best.alterations or self.best.is_complete:
             return False
         unexplained = self.best.outputs_total - self.best.outputs_equal
         return 10 * unexplained <= self.outputs_total - self.outputs_equal
+
+    def beyond_probes(self, gemms: Sequence[WrongGemm]) -> "Diagnosis":
+        """The same with the explanation that gives most GEMMs of the suite, of those that the probes do not part."""
+        if self.best is None or not self.best.is_complete or not gemms:
+            return self
+        equal = [self.best, *self.alternatives]
+        coverages = [covered(gemms, explanation.rules) for explanation in equal]
+        coverage, best = min(zip(coverages, equal, strict=True), key=lambda pair: pair[0].cases_left)
+        refuted = [other for its, other in zip(coverages, equal, strict=True) if its.cases_left > coverage.cases_left]
+        tried = tuple(explanation for explanation in self.tried if explanation not in refuted)
+        return replace(self, best=best, coverage=coverage, tried=tried)
 
     @property
     def is_right(self) -> bool:
@@ -185,7 +204,9 @@ def diagnosed(
             if differs.isdisjoint(("golden", "gemms", "live")):
                 continue
             try:
-                diagnoses[subject.name] = diagnose(subject, progress=progress)
+                kinds = diagnose(subject, progress=progress)
+                gemms = wrong_gemms(subject, [stage for stage in stages[subject.name] if stage.wrong], result.golden)
+                diagnoses[subject.name] = tuple(kind.beyond_probes(gemms.get(kind.kind, ())) for kind in kinds)
             except Exception as error:  # the verification is finished, and must not be lost
                 diagnoses[subject.name] = (Diagnosis(kind="all kinds", error=said_by(error, 200)),)
     except KeyboardInterrupt:

@@ -7,17 +7,27 @@ from typing import NamedTuple
 
 import numpy as np
 
+from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.compare import (
     NOT_COMPARED,
     Mismatch,
     UlpHistogram,
+    farthest,
     merged,
-    mismatches,
+    mismatch_at,
     said_by,
     shape_fault,
     ulp_histogram,
 )
-from f8emu.conformance.run.result import DifferenceMap, StageResult, Tally, difference_map
+from f8emu.conformance.run.result import (
+    DifferenceMap,
+    DifferingKind,
+    StageResult,
+    Tally,
+    WrongOutputs,
+    difference_map,
+    wrong_outputs,
+)
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import MissingExtraError
 
@@ -49,6 +59,10 @@ class Case:
     snippet: Callable[[Mismatch], str] | None = None
     """A program that computes one output of a case that is a GEMM."""
     traits: Traits = field(default_factory=dict)
+    kind: str = ""
+    """The kind of case, by which those that differ are grouped; by default the value of its first trait."""
+    gemms: Mapping[str, GemmCase] = field(default_factory=dict[str, GemmCase])
+    """Part -> the GEMM that gives it, where parts are outputs of GEMMs."""
     own_split: Callable[[Parts, Parts], Slicing | None] | None = None
     """(given, expected) -> the S that explains what differs, of a subject that picks it; None where there is none."""
     one_of: str = ""
@@ -104,7 +118,8 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcom
 
 def _compared(case: Case, answers: Parts, parts: Parts, error: str = "") -> Outcome:
     mismatch = Mismatch(case=case.id, error=error) if error else None
-    first, places = "", list[DifferenceMap]()
+    first, places, samples = "", list[DifferenceMap](), list[WrongOutputs]()
+    manner = error.partition(":")[0]
     wrong, ulps = 0, dict[str, UlpHistogram]()
     # 1. Every part is counted; the first that differs is explained, for what follows it follows from it.
     for part, expected in answers.items():
@@ -120,16 +135,19 @@ def _compared(case: Case, answers: Parts, parts: Parts, error: str = "") -> Outc
             ulps[name] = merged((ulps[name], histogram)) if name in ulps else histogram
         if mismatch is not None or not (fault or histogram.total):
             continue
-        # 2. The first output that differs, in words, and the map of its part.
+        # 2. The output that is farthest off, in words, and the map of its part.
         first = part
         if fault or observed is None:
-            mismatch = Mismatch(case=case.id, part=part, error=fault)
+            mismatch, manner = Mismatch(case=case.id, part=part, error=fault), "wrong dtype or shape"
         else:
             describe = None if case.describe is None else partial(case.describe, part)
-            mismatch = next(mismatches(case.id, part, observed, expected, describe))
+            index = farthest(observed, expected)
+            mismatch = mismatch_at(index, case.id, part, observed, expected, describe)
             mismatch = replace(mismatch, outputs=expected.size, differing=histogram.total)
             mismatch = replace(mismatch, snippet=case.snippet(mismatch) if case.snippet else "")
-            places = [difference_map(case.id, part, observed, expected)]
+            places, manner = [difference_map(case.id, part, observed, expected)], histogram.manner
+            samples = [wrong_outputs(case.id, part, observed, expected)] if part in case.gemms else []
+    kind = case.kind or next(iter(case.traits.values()), "")
     # 3. [CHAIN-3] The S under which all of it would be right.
     own_split = case.own_split(parts, answers) if case.own_split and places else None
     total, differs = sum(array.size for array in answers.values()), int(mismatch is not None)
@@ -140,6 +158,8 @@ def _compared(case: Case, answers: Parts, parts: Parts, error: str = "") -> Outc
         outputs_total=total,
         outputs_equal=total - wrong,
         mismatches=[] if mismatch is None else [mismatch],
+        kinds={} if mismatch is None else {f"{kind}, {manner}": DifferingKind(1, mismatch)},
+        wrong=samples,
         example=mismatch if mismatch is not None and mismatch.snippet else None,
         first_differences={first: 1} if first else {},
         tallies={trait: {value: tally} for trait, value in case.traits.items()},

@@ -4,12 +4,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from f8emu.conformance.cases.golden import GoldenFile
-from f8emu.conformance.compare import Mismatch, UlpHistogram, different, distances, merged
+from f8emu.conformance.compare import (
+    Mismatch,
+    UlpHistogram,
+    counted,
+    different,
+    distances,
+    farthest,
+    have_other_sign,
+    merged,
+    ulps_text,
+)
 from f8emu.shown import Shown
 
 MAX_CELLS = 128
@@ -18,6 +28,8 @@ MAX_CELLS = 128
 _FOLD = 256
 # Cases of a stage of which the map is kept.
 _WORST = 6
+# Outputs of a GEMM that a diagnosis is put to.
+_SAMPLE = 16
 _K = TypeVar("_K")
 
 
@@ -51,7 +63,7 @@ class DifferenceMap(Shown):
     farthest: np.ndarray
     """[R, C] int64: their largest distance in ulps, signed as `distances` signs it."""
     apart: np.ndarray
-    """[R, C] bool: a NaN or an infinity is on one side alone."""
+    """[R, C] bool: a NaN or an infinity is on one side alone, or the signs of two numbers differ."""
 
     @property
     def share(self) -> float:
@@ -67,21 +79,20 @@ class DifferenceMap(Shown):
         words.append(f"in {' and '.join(places)}")
         finite = self.farthest[(self.differing > 0) & ~self.apart]
         if finite.size:
-            low, high = f"{finite.min():+,}", f"{finite.max():+,}"
-            words.append(
-                f"by {low if low == high else f'{low} to {high}'} {'ulp' if low == high in ('+1', '-1') else 'ulps'}"
-            )
+            words.append(f"by {ulps_text(finite.min(), finite.max())}")
         if self.apart.any():
-            words.append(f"{int(self.apart.sum())} cells with a NaN or an infinity on one side only")
+            cells = counted(int(self.apart.sum()), "cell")
+            words.append(f"{cells} with another sign, or a NaN or an infinity on one side only")
         return ", ".join(words)
 
 
 def difference_map(case: str, part: str, observed: np.ndarray, expected: np.ndarray) -> DifferenceMap:
     """The map of two arrays of one dtype and shape, not empty."""
     wrong = _rows(different(observed, expected))
-    distance, apart = (_rows(array) for array in distances(observed, expected))
+    distance, apart = distances(observed, expected)
+    distance, apart = _rows(distance), _rows(apart | have_other_sign(np.asarray(observed), np.asarray(expected)))
     cell = (-(-wrong.shape[0] // MAX_CELLS), -(-wrong.shape[1] // MAX_CELLS))
-    farthest = _cells(np.where(wrong, distance, 0), cell)
+    farthest = _cells(np.where(wrong & ~apart, distance, 0), cell)
     lowest, highest = farthest.min(axis=-1), farthest.max(axis=-1)
     return DifferenceMap(
         case=case,
@@ -114,6 +125,34 @@ def _cells(array: np.ndarray, cell: tuple[int, int]) -> np.ndarray:
     array = np.pad(array, ((0, -array.shape[0] % cell[0]), (0, -array.shape[1] % cell[1])))
     rows, columns = array.shape[0] // cell[0], array.shape[1] // cell[1]
     return array.reshape(rows, cell[0], columns, cell[1]).transpose(0, 2, 1, 3).reshape(rows, columns, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class WrongOutputs(Shown):
+    """Some of the outputs of a GEMM that differ, from its first to its last, and the farthest one."""
+
+    case: str
+    part: str
+    places: np.ndarray
+    """[n, 2]: row and column of each."""
+    observed: np.ndarray
+    """[n] in the dtype of the output."""
+
+
+def wrong_outputs(case: str, part: str, observed: np.ndarray, expected: np.ndarray) -> WrongOutputs:
+    """A sample of the outputs that differ of two matrices that do."""
+    places = np.argwhere(different(observed, expected))
+    spread = places[np.linspace(0, len(places) - 1, _SAMPLE).astype(int)]
+    places = np.unique([*spread, farthest(observed, expected)], axis=0)
+    return WrongOutputs(case=case, part=part, places=places, observed=observed[tuple(places.T)])
+
+
+class DifferingKind(NamedTuple):
+    """The cases of one kind that differ in one way."""
+
+    cases: int
+    worst: Mismatch
+    """Of the case with the largest share of outputs that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +212,10 @@ class StageResult(Shown):
     """Why the stage, or its first such case, was not offered."""
     mismatches: list[Mismatch] = field(default_factory=list)
     """One mismatch for each of the first cases that differ."""
+    kinds: Mapping[str, DifferingKind] = field(default_factory=dict[str, DifferingKind])
+    """The kind of case, and how it differs -> all such cases."""
+    wrong: list[WrongOutputs] = field(default_factory=list)
+    """A sample of every GEMM that differs: what a diagnosis must explain."""
     example: Mismatch | None = None
     """The case with the shortest stand-alone program, among all that differ."""
     first_differences: dict[str, int] = field(default_factory=dict)
@@ -254,12 +297,24 @@ def joined(results: Sequence[StageResult], errors: int) -> StageResult:
         own_splits=dict(sorted(_summed(result.own_splits for result in results).items())),
         reason=next((result.reason for result in results if result.reason), ""),
         mismatches=[mismatch for result in results for mismatch in result.mismatches][:errors],
+        kinds=merged_kinds(result.kinds for result in results),
+        wrong=[wrong for result in results for wrong in result.wrong],
         example=min(examples, key=lambda example: len(example.snippet), default=None),
         first_differences=dict(first_differences),
         tallies={trait: _summed(result.tallies.get(trait, {}) for result in results) for trait in traits},
         ulps={dtype: merged(result.ulps[dtype] for result in results if dtype in result.ulps) for dtype in dtypes},
         places=places[:_WORST],
     )
+
+
+def merged_kinds(results: Iterable[Mapping[str, DifferingKind]]) -> dict[str, DifferingKind]:
+    """The kinds of several results counted together, the one with the worst case first."""
+    kinds: dict[str, DifferingKind] = {}
+    for name, kind in (item for result in results for item in result.items()):
+        known = kinds.get(name, DifferingKind(0, kind.worst))
+        worst = max(known.worst, kind.worst, key=lambda mismatch: mismatch.share)
+        kinds[name] = DifferingKind(known.cases + kind.cases, worst)
+    return dict(sorted(kinds.items(), key=lambda item: -item[1].worst.share))
 
 
 def _summed(tallies: Iterable[Mapping[_K, Tally]]) -> dict[_K, Tally]:

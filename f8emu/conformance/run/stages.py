@@ -30,6 +30,7 @@ from f8emu.conformance.cases.tables import (
     values,
 )
 from f8emu.conformance.compare import abbreviated, different, hexadecimal
+from f8emu.conformance.diagnosis.probes import kind_of
 from f8emu.conformance.layers.layer import LayerCase, LayerMode, describe_layer, layer_traits
 from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.conformance.layers.trace import layer_parts, trace_parts
@@ -221,8 +222,11 @@ def _gemm_case(
                     break
         return split
 
+    kind = kind_of(gemm)
     return Case(
         id=f"{name} {options_of(gemm)}",
+        kind=kind.name if kind else gemm_traits(gemm)["scales"],
+        gemms=turns,
         run=lambda subject: subject.outputs(gemm),
         recorded=None if recorded is None else {"": recorded},
         own_split=explained,
