@@ -24,7 +24,7 @@ from jax import lax
 import f8emu.jax
 from benchmarks import runner
 from benchmarks.runner import BASELINE, Entry
-from f8emu.spec import RECIPES
+from f8emu.spec import RECIPES, recipe_by_name
 
 FLAX = ("flax/Fp8DirectDotGeneralOp", "flax/Fp8DotGeneralOp")
 SUBJECTS = (BASELINE, *FLAX, *(f"f8emu/{name}" for name in RECIPES))
@@ -78,12 +78,12 @@ def _layers(subject: str, matrices: Sequence[jax.Array]) -> Layers:
     library, _, name = subject.partition("/")
     if library == "flax":
         return _of_flax(name, matrices)
-    if subject == BASELINE or RECIPES[name].delayed is None:
+    recipe = None if subject == BASELINE else recipe_by_name(name)
+    if recipe is None or recipe.delayed is None:
         bf16 = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
-        product: Any = bf16 if subject == BASELINE else f8emu.jax.dot_general(RECIPES[name])
+        product: Any = bf16 if recipe is None else f8emu.jax.dot_general(recipe)
         linear = lambda x, w: product(x, w, _last_by_first(x))  # noqa: E731
         return Layers(lambda states: [linear for _ in states], [() for _ in matrices], lambda states, _: states)
-    recipe = RECIPES[name]
     delayed: Any = f8emu.jax.delayed_dot_general(recipe)
 
     def linears(states: Sequence[Any]) -> list[Linear]:
@@ -210,9 +210,9 @@ def _back_to_back(call: Callable[[], Any], steps: int) -> float:
 def _lacks_gemms(entry: Entry, blocks: int) -> bool:
     """Whether a GEMM of codes is no call of cuBLASLt, which has none of blocks."""
     library, _, name = entry["subject"].partition("/")
-    if library != "f8emu" or RECIPES[name].output.a.granularity.is_blockwise:
+    if library != "f8emu" or recipe_by_name(name).output.a.granularity.is_blockwise:
         return False
-    gemms = sum(3 for gemm in RECIPES[name].gemms.values() if not gemm.is_high_precision)
+    gemms = sum(3 for gemm in recipe_by_name(name).gemms.values() if not gemm.is_high_precision)
     return entry["float8_gemms"] != gemms * blocks
 
 

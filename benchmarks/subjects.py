@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.runner import BASELINE, AbsentError
-from f8emu.spec import RECIPES, Cast, Recipe
+from f8emu.spec import RECIPES, Cast, Recipe, recipe_by_name
 from f8emu.torch import Float8Weight, convert_to_float8_training, float8_checkpoint_policy
 from f8emu.torch.weights.float8_weight import refill_all
 
@@ -42,7 +42,8 @@ def recipe_of(subject: str) -> Recipe | None:
     if subject == BASELINE:
         return None
     name = subject.partition("/")[2].removesuffix(AT_REST)
-    return fast(RECIPES[name.removesuffix(FAST)]) if name.endswith(FAST) else RECIPES[name]
+    recipe = recipe_by_name(name.removesuffix(FAST))
+    return fast(recipe) if name.endswith(FAST) else recipe
 
 
 def fast(recipe: Recipe, **casts: Cast) -> Recipe:

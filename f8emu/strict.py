@@ -20,7 +20,7 @@ from inspect import Parameter, signature
 from io import BufferedReader
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, BinaryIO, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 CHECK_PATH = "check the path, and who may read it"
 """The remedy where the system does not read what a user named."""
@@ -98,8 +98,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read(kind: Any, value: Any, place: str, readers: Readers | None = None) -> Any:
     """`value` as a field of type `kind` holds it.
 
-    `kind` is int, float, str, bool, an Enum, a dataclass, `X | None`, `tuple[X, ...]`, `tuple[X, Y]`, `Mapping[str, X]`
-    or Any; `readers` add types, or replace these.
+    `kind` is int, float, str, bool, a Literal, an Enum, a dataclass, `X | None`, `tuple[X, ...]`, `tuple[X, Y]`,
+    `Mapping[str, X]` or Any; `readers` add types, or replace these.
     """
     readers = readers or {}
     if kind in readers:
@@ -112,6 +112,8 @@ def read(kind: Any, value: Any, place: str, readers: Readers | None = None) -> A
     if isinstance(kind, type) and is_dataclass(kind):
         return part(kind, value, place, readers)
     match get_origin(kind), get_args(kind):
+        case origin, _ if origin is Literal:  # which of its names, the dataclass checks
+            return read(str, value, place, readers)
         case None, _ if issubclass(kind, Enum):
             return choice(value, {member.value: member for member in kind}, place)
         case None, _:

@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.runner import DEVICE, Bench, Entry, compile_without_limits, draw_entries, option, say, write_json
 from f8emu.conformance.compare import different, distances
-from f8emu.dialects import DIALECTS, Dialect, quantize, rules
+from f8emu.dialects import Dialect, dialect_by_name, quantize, rules
 from f8emu.dialects.arithmetic import block_amax, grid_shape
 from f8emu.dialects.rules import COLUMN, GROUP, MX_GROUP, ROW, SQUARE, TENSOR, Block
 from f8emu.interop.arrays import to_numpy, to_torch
@@ -65,8 +65,7 @@ class Case:
 
 def case(name: str, of: str | Dialect, block: Block, run: Callable[..., Any], *with_: Any, **more: Any) -> Case:
     """`run` gets the matrix and then `with_`."""
-    dialect = DIALECTS[of] if isinstance(of, str) else of
-    return Case(name=name, dialect=dialect, block=block, run=lambda x: run(x, *with_), **more)
+    return Case(name=name, dialect=dialect_by_name(of), block=block, run=lambda x: run(x, *with_), **more)
 
 
 def filling(name: str, of: str | Dialect, block: Block, fill: Callable[..., Any], *with_: Any, **more: Any) -> Case:
@@ -92,7 +91,7 @@ def launching(name: str, of: str | Dialect, kernel: Any, *with_: Any, **options:
 
 def variant(name: str, *, scale: dict[str, Any] | None = None, code: dict[str, Any] | None = None, **more: Any) -> Any:
     """A dialect with other fields: what its caveat says of a corner."""
-    dialect: Any = DIALECTS[name]
+    dialect: Any = dialect_by_name(name)
     return replace(
         dialect, scale=replace(dialect.scale, **(scale or {})), code=replace(dialect.code, **(code or {})), **more
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 import f8emu.numpy as f8
 from f8emu import RECIPES
-from f8emu.spec import SERVING_RECIPES
+from f8emu.spec import SERVING_RECIPES, recipe_by_name
 
 OUTLIERS = tuple(2**exponent for exponent in range(0, 25, 2))
 
@@ -26,7 +26,7 @@ def errors(recipe_name: str) -> list[float]:
     generator = np.random.default_rng(0)
     x, weight = (generator.standard_normal((rows, 1024)).astype(np.float32) for rows in (256, 16))
     is_outlier = generator.random(x.shape) < 1 / 4096
-    recipe, results = (RECIPES | SERVING_RECIPES)[recipe_name], list[float]()
+    recipe, results = recipe_by_name(recipe_name), list[float]()
     for outlier in OUTLIERS:
         operand = f8.linear(recipe, np.where(is_outlier, x * np.float32(outlier), x), weight).output.a
         values = np.asarray(f8.dequantize(operand.codes, operand.scale, recipe.output.a.granularity))

@@ -19,7 +19,8 @@ from f8emu.capture.record import CaptureError, GemmRecord, TensorRecord
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.compare import different
 from f8emu.conformance.run.subject import NotOffered, Subject
-from f8emu.spec import BFLOAT16, CHIPS, HOPPER, OPERANDS, TRANSPOSED, Cast, Granularity, Recipe, format_by_name
+from f8emu.spec import BFLOAT16, HOPPER, OPERANDS, TRANSPOSED, Cast, Granularity, Recipe, format_by_name
+from f8emu.spec.chips import GPUS
 from f8emu.spec.gemm import granularities_that_run
 from f8emu.spec.scaling import BLOCK
 
@@ -204,7 +205,7 @@ def product_of(part: Sampled, judge: Subject, split_k: int) -> np.ndarray:
     """The product of the captured operands."""
     # 1. The chip and the output type that the record names.
     record, captured = part.record, part.product
-    chip = CHIPS.get(record.chip)
+    chip = GPUS.get(record.chip)
     if chip is None:
         raise NotOffered(f"this version of f8emu does not know the chip {record.chip!r}")
     if 0 in captured.shape or record.k == 0:

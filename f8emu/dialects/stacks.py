@@ -3,9 +3,10 @@
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from f8emu.dialects import rules
+from f8emu.dialects.names import DialectName
 from f8emu.dialects.rules import COLUMN, GROUP, MX_COLUMN, MX_GROUP, ROW, SQUARE, TENSOR, Dialect, ScaleForm, Stored
 from f8emu.spec.errors import SpecError
 
@@ -260,7 +261,8 @@ _AUTOFP8 = _of("AutoFP8", "AutoFP8 084feb8")(
 _SERVING = (*_VLLM, *_SGLANG, *_DEEPSEEK, *_FBGEMM)
 _TRAINING = (*_TRANSFORMER_ENGINE, *_TORCHAO, *_JAX)
 _CHECKPOINTS = (*_COMPRESSED_TENSORS, *_TRANSFORMERS, *_MODELOPT, _AUTOFP8)
-DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (*_SERVING, *_TRAINING, *_CHECKPOINTS)}
+_ALL = (*_SERVING, *_TRAINING, *_CHECKPOINTS)
+DIALECTS: dict[DialectName, Dialect] = cast(Any, {dialect.name: dialect for dialect in _ALL})
 """Every dialect by name."""
 
 

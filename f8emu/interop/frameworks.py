@@ -4,7 +4,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from f8emu.spec.errors import MissingExtraError
+from f8emu.spec.errors import required_by
 
 if TYPE_CHECKING:
     import torch
@@ -21,10 +21,8 @@ def require_jax(call: str) -> Any:
     Raises:
         MissingExtraError: jax is not installed.
     """
-    try:
+    with required_by(call, "jax"):
         import jax
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(call, "jax", "jax") from error
     torch = sys.modules.get("torch")  # not imported here: who has not loaded torch has no memory to lose to JAX
     if torch is not None and torch.cuda.is_available():
         _start_without_preallocation()
@@ -37,10 +35,8 @@ def require_torch(call: str) -> Any:
     Raises:
         MissingExtraError: torch is not installed.
     """
-    try:
+    with required_by(call, "torch"):
         import torch
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(call, "torch", "torch") from error
     return torch
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from f8emu.spec.chip import AccumulationModel, Chip, Evidence, FlooredSum, Instruction, Rounding
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, FLOAT32, Format
+from f8emu.spec.names import ChipName
 from f8emu.spec.scaling import Granularity
 
 _OCP = ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2), (E5M2, E5M2))
@@ -152,7 +153,14 @@ CDNA3 = _other(
 )
 """MI300, gfx942, as MMA-Sim describes it [CHIP-6]."""
 
-CHIPS: dict[str, Chip] = {chip.name: chip for chip in (HOPPER, H100, ADA, BLACKWELL_MMA, BLACKWELL_TCGEN05, CDNA3)}
+CHIPS: dict[ChipName, Chip] = {
+    "Hopper": HOPPER,
+    "H100": H100,
+    "Ada": ADA,
+    "Blackwell mma.sync": BLACKWELL_MMA,
+    "Blackwell tcgen05": BLACKWELL_TCGEN05,
+    "CDNA3": CDNA3,
+}
 """Every known chip by name."""
 
 GPUS: dict[str, Chip] = {
@@ -180,7 +188,7 @@ def chip_by_name(call: str, chip: Chip | str) -> Chip:
     Raises:
         SpecError: a name that is not in `GPUS`; the message lists them.
     """
-    profile = CHIPS.get(chip.name if isinstance(chip, Chip) else chip) or named(chip)
+    profile = GPUS.get(chip.name if isinstance(chip, Chip) else chip) or named(chip)
     if profile is None or (isinstance(chip, Chip) and profile is not chip and profile != chip):
         if (related := named(chip, related=True)) is not None:
             why = f"of {chip} no split-K plan was recorded; chip={related.name!r} has the bits of its tensor cores"

@@ -6,7 +6,8 @@ Every message states the call, what was expected, what was observed and the reme
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 
 
 class F8Error(Exception):
@@ -30,13 +31,33 @@ class GoldenFileError(F8Error, ValueError):
 
 
 class MissingExtraError(F8Error, ImportError):
-    """An optional dependency (torch, jax, the command line's packages) is not installed."""
+    """An optional dependency (torch, JAX, a library that an integration is for) is not installed."""
 
-    def __init__(self, call: str, package: str, extra: str) -> None:
+    def __init__(self, call: str, package: str, extra: str = "") -> None:
+        target = f"'f8emu[{extra}]'" if extra else package
         super().__init__(
-            f"{call} needs the package '{package}', which is not installed; "
-            f"install it with: pip install 'f8emu[{extra}]'"
+            f"{call} needs the package '{package}', which is not installed; install it with: pip install {target}"
         )
+        self.name = package
+
+
+@contextmanager
+def required_by(call: str, extra: str = "") -> Generator[None, None, None]:
+    """A MissingExtraError if the block imports a package that is not installed; `extra` of f8emu installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or sys.modules.get(package):  # the package is there, without this module
+            raise
+        raise MissingExtraError(call, package, extra) from error
+
+
+def did_you_mean(name: str, known: Iterable[str], before: str = "") -> str:
+    """` (did you mean ...?)` for a message about an unknown name, with `before` put before the nearest known one."""
+    from difflib import get_close_matches  # few programs need it: it takes no time at their start
+
+    return "".join(f" (did you mean {before}{close}?)" for close in get_close_matches(name, known, 1))
 
 
 def warn_of_old_name(old: str, new: str) -> None:

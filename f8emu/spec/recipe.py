@@ -14,7 +14,7 @@ from enum import Enum
 from f8emu.spec.cast_plan import CastPlans, RecipePlans, cast_plans
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
-from f8emu.spec.errors import SpecError, warn_of_old_name
+from f8emu.spec.errors import SpecError, did_you_mean, warn_of_old_name
 from f8emu.spec.formats import E4M3FN, E5M2
 from f8emu.spec.gemm import GEMM_NAMES as GEMM_NAMES
 from f8emu.spec.gemm import HIGH_PRECISION_CAST as HIGH_PRECISION_CAST
@@ -23,6 +23,7 @@ from f8emu.spec.gemm import TRANSPOSED as TRANSPOSED
 from f8emu.spec.gemm import Cast as Cast
 from f8emu.spec.gemm import Gemm as Gemm
 from f8emu.spec.members import member_by_name
+from f8emu.spec.names import ChipName, RecipeName
 from f8emu.spec.scaling import TENSORS, DelayedScaling, Granularity, ScaleRule
 
 SCHEMA = 1
@@ -61,7 +62,7 @@ class Recipe:
     scale_rule: ScaleRule = ScaleRule()
     delayed: DelayedScaling | None = None
     """The rule of delayed scaling; None is dynamic scaling: every cast uses its own amax."""
-    chip: str = HOPPER.name
+    chip: ChipName = "Hopper"
     """The chip whose bits the emulation gives: a name in `f8emu.spec.CHIPS`, or another name of one, such as `H200`."""
     cast_weight_from: CastFrom = CastFrom.PARAMETER
     """Which values of the weight are cast, everywhere: layer, autocast, all-gather, weights at rest, export."""
@@ -161,7 +162,7 @@ class Recipe:
         """The name. Unless it is a named recipe, the start of the content hash follows, and what of its chip and
         its weights is not the default.
         """
-        if (RECIPES | SERVING_RECIPES).get(self.name) == self:
+        if _BY_NAME.get(self.name) == self:
             return self.name
         on = "" if self.chip == HOPPER.name else f" on {CHIPS[self.chip]}"
         of = "" if self.cast_weight_from is CastFrom.PARAMETER else f" of {self.cast_weight_from.value} weights"
@@ -283,18 +284,25 @@ BLOCKWISE_UE8M0 = replace(_UE8M0, output=replace(_UE8M0.output, split_k=False))
 The floors are those of vLLM's `per_token_group_quant` for the input, 1e-10 of a scale, and of DeepGEMM's casts for the
 weight, 1e-4 in float32 of an amax. No server casts gradients: their floor is that of `BLOCKWISE`."""
 
-RECIPES: dict[str, Recipe] = {r.name: r for r in (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, DELAYED, BLOCKWISE)}
+RECIPES: dict[RecipeName, Recipe] = {
+    "tensorwise": TENSORWISE,
+    "rowwise": ROWWISE,
+    "rowwise_with_gw_hp": ROWWISE_WITH_GW_HP,
+    "delayed": DELAYED,
+    "blockwise": BLOCKWISE,
+}
 """The named recipes."""
 
-SERVING_RECIPES: dict[str, Recipe] = {BLOCKWISE_UE8M0.name: BLOCKWISE_UE8M0}
+SERVING_RECIPES: dict[RecipeName, Recipe] = {"blockwise_ue8m0": BLOCKWISE_UE8M0}
 """Named recipes that are one of `RECIPES` but for a serving stack's scale rules."""
 
-RECIPE_ALIASES: dict[str, str] = {
+RECIPE_ALIASES: dict[str, RecipeName] = {
     "all_tensorwise": "tensorwise",
     "all_axiswise": "rowwise",
     "lw_axiswise_with_gw_hp": "rowwise_with_gw_hp",
 }
 """Older names, from torchao and torchtitan -> the present name."""
+_BY_NAME: dict[str, Recipe] = {**RECIPES, **SERVING_RECIPES}
 
 
 def recipe_by_name(name: str) -> Recipe:
@@ -303,15 +311,11 @@ def recipe_by_name(name: str) -> Recipe:
     Raises:
         SpecError: an unknown recipe; the message lists the known names.
     """
-    recipes = RECIPES | SERVING_RECIPES
     if name in RECIPE_ALIASES:
         warn_of_old_name(f"recipe {name!r}", repr(RECIPE_ALIASES[name]))
-    recipe = recipes.get(RECIPE_ALIASES.get(name, name))
+    recipe = _BY_NAME.get(RECIPE_ALIASES.get(name, name))
     if recipe is None:
-        from difflib import get_close_matches
-
-        known = ", ".join(recipes)
+        known, near = ", ".join(_BY_NAME), did_you_mean(name, _BY_NAME)
         older = ", ".join(f"{old} (= {new})" for old, new in RECIPE_ALIASES.items())
-        near = "".join(f" (did you mean {close}?)" for close in get_close_matches(name, recipes, 1))
         raise SpecError(f"recipe_by_name: unknown recipe {name!r}{near}; known recipes: {known}; older names: {older}")
     return recipe

@@ -71,9 +71,11 @@ def test_the_base_installation_has_the_command_line_and_no_framework() -> None:
 
 
 def test_every_extra_that_an_error_names_exists() -> None:
-    """`MissingExtraError(call, package, extra)` and `pip install 'f8emu[...]'` in messages and documents."""
+    """In `MissingExtraError(call, package, extra)`, `required_by(call, extra)` and `pip install 'f8emu[...]'`."""
     texts = [path.read_text() for room in ("f8emu", "reference") for path in (ROOT / room).rglob("*.py")]
-    named = {extra for text in texts for extra in re.findall(r'MissingExtraError\([^()]*, "(\w+)"\)', text)}
+    named = {
+        extra for text in texts for extra in re.findall(r'(?:MissingExtraError|required_by)\([^()]*, "(\w+)"\)', text)
+    }
     named |= {e for text in texts for extras in re.findall(r"f8emu\[([\w,]+)\]", text) for e in extras.split(",")}
     assert {"torch", "jax"} <= named <= set(PROJECT["optional-dependencies"])
 

@@ -28,7 +28,7 @@ paths = [] if sys.argv[1] == "f8emu" else getattr(package, "__path__", [])
 for module in pkgutil.walk_packages(paths, package.__name__ + "."):
     try:
         importlib.import_module(module.name)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if error.name not in ("triton", "transformers", "torchtitan", "flax", "equinox", "qwix"):  # optional
             raise
 print(json.dumps(sorted(set(sys.modules) - before)))

@@ -11,7 +11,7 @@ from f8emu.capture import GemmRecord, LeftOut, StepHeader, StepWriter, Stored, T
 from f8emu.capture.handle import arrays_of, facts_of
 from f8emu.capture.record import Record
 from f8emu.conformance.cases.distributions import draw
-from f8emu.spec import BFLOAT16, GEMM_NAMES, OPERANDS, RECIPES, TENSORS, DelayedState, GemmTrace, Recipe
+from f8emu.spec import BFLOAT16, GEMM_NAMES, OPERANDS, RECIPES, TENSORS, DelayedState, GemmTrace, Recipe, RecipeName
 
 M, N, K = 40, 144, 272
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -69,7 +69,9 @@ def gemm_record(
     return record, arrays_of(trace.a, trace.b, trace.product)
 
 
-def unfinished(root: Path, records: Records, recipe: str = "rowwise", room: int | None = None, **changes: Any) -> Any:
+def unfinished(
+    root: Path, records: Records, recipe: RecipeName = "rowwise", room: int | None = None, **changes: Any
+) -> Any:
     """The writer of a step whose process died; with `room`, on a disk that is full after so many records."""
     made = StepWriter(root, header(RECIPES[recipe], **changes))
     for record, arrays in records[:room]:
@@ -80,7 +82,7 @@ def unfinished(root: Path, records: Records, recipe: str = "rowwise", room: int 
     return made
 
 
-def written(root: Path, records: Records, recipe: str = "rowwise", **changes: Any) -> Path:
+def written(root: Path, records: Records, recipe: RecipeName = "rowwise", **changes: Any) -> Path:
     made = unfinished(root, records, recipe, **changes)
     path = made.close()
     assert path is not None, made.fault

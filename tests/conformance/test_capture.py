@@ -35,6 +35,7 @@ from f8emu.spec import (
     E5M2,
     RECIPES,
     Format,
+    RecipeName,
     SpecError,
 )
 from f8emu.split_k.plan import CHIP
@@ -78,7 +79,7 @@ def diffed(a: Path, b: Path, *options: object) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_replay_is_equal_under_every_recipe(name: str, layers: dict[str, Records], tmp_path: Path) -> None:
+def test_replay_is_equal_under_every_recipe(name: RecipeName, layers: dict[str, Records], tmp_path: Path) -> None:
     """Whole, and of a sample; tensors may come after their casts, as the callbacks of JAX do."""
     written(tmp_path / "run", layers[name], name)
     replayed = again(tmp_path / "run")
@@ -109,7 +110,13 @@ PLACES = [
 
 @pytest.mark.parametrize(("name", "gemm", "part", "index", "tensor"), PLACES)
 def test_one_flipped_bit_is_named(
-    name: str, gemm: str, part: str, index: tuple[int, int], tensor: str, layers: dict[str, Records], tmp_path: Path
+    name: RecipeName,
+    gemm: str,
+    part: str,
+    index: tuple[int, int],
+    tensor: str,
+    layers: dict[str, Records],
+    tmp_path: Path,
 ) -> None:
     """The first stage, its element, and the tensor that the operand was made of."""
     bit = 20 if part.endswith("scale") else 0

@@ -94,15 +94,15 @@ def test_a_kernel_in_a_file(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("deep/numpi.py:float32", "there is no file deep/numpi.py; did you mean deep/numpy.py?"),
-        ("deep/numpy.py:float23", "no attribute 'float23'; did you mean float32?; also there: "),
+        ("deep/numpi.py:float32", "there is no file deep/numpi.py (did you mean deep/numpy.py?); there: deep/"),
+        ("deep/numpy.py:float23", "no attribute 'float23' (did you mean float32?); there: "),
         ("deep/zzzzzz.py:f", "there is no file deep/zzzzzz.py; there: deep/broken.py, "),
         ("deep/numpy.py:", "no attribute ''"),
         ("deep/numpy.py", "which function of deep/numpy.py? Name it: deep/numpy.py:FUNCTION"),
         ("deep:float32", "deep has no attribute 'float32'"),
         ("deep/numpy.py:CALLS", "deep/numpy.py:CALLS is not callable"),
         (":f", "expected package.module:function"),
-        ("my_kernal:f", "No module named 'my_kernal'; did you mean my_kernel?"),
+        ("my_kernal:f", "No module named 'my_kernal' (did you mean my_kernel?)"),
         (
             "deep/leaves_on_import.py:f",
             "the import of deep/leaves_on_import.py raised SystemExit(0), which ends a process; put what a script",

@@ -18,6 +18,7 @@ from f8emu.conformance.vectors import folder
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.formats import FLOAT32, Format, Overflow, format_by_name
+from f8emu.spec.names import ChipName
 from f8emu.spec.scaling import ScaleRule
 from f8emu.split_k.gemm import GEMMS
 from tests.conformance.command import ROOT, invoke, raising
@@ -275,7 +276,7 @@ def rules_of(line: dict[str, str], chip: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", CHIPS)
-def test_the_definition_gives_the_gemms_of_every_chip(name: str, tmp_path: Path) -> None:
+def test_the_definition_gives_the_gemms_of_every_chip(name: ChipName, tmp_path: Path) -> None:
     status, _, errors = invoke("vectors", tmp_path / "out", "--gemms", "--gemms-per-kind", 6, "--chip", name)
     assert status == 0, errors
     for path in (tmp_path / "out").glob("*.txt"):

@@ -26,6 +26,7 @@ from f8emu.spec import (
     Granularity,
     OperandError,
     Recipe,
+    RecipeName,
     ScaleRule,
 )
 from tests.oracle.exactly import assert_same_bits
@@ -126,7 +127,7 @@ class TestDelayed:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (0, 5, 3), (3, 5, 0), (3, 0, 4)])
-def test_small_and_empty(name: str, shape: tuple[int, int, int]) -> None:
+def test_small_and_empty(name: RecipeName, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     x, w, g = tensors(np.float16, *shape)
     states = STATES if name == "delayed" else None

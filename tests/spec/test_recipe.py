@@ -15,6 +15,7 @@ from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16
 from f8emu.spec.gemm import GEMM_NAMES, HIGH_PRECISION_CAST, OPERANDS, Cast, Gemm
+from f8emu.spec.names import RecipeName
 from f8emu.spec.recipe import (
     BLOCKWISE,
     BLOCKWISE_UE8M0,
@@ -289,7 +290,7 @@ def test_every_field_but_the_name_changes_the_content_hash() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_immutable_values(name: str) -> None:
+def test_recipes_are_immutable_values(name: RecipeName) -> None:
     recipe = RECIPES[name]
     with pytest.raises(FrozenInstanceError):
         recipe.delayed = None  # type: ignore[misc]

@@ -3,14 +3,24 @@
 And the kinds of errors: what a caller may catch them as, and the text of a missing extra.
 """
 
+import importlib
 import pickle
+import sys
 from dataclasses import replace
 
 import pytest
 
 import f8emu
 from f8emu.spec.chips import CDNA3, HOPPER
-from f8emu.spec.errors import F8Error, GoldenFileError, MissingExtraError, OperandError, SpecError, UnsupportedError
+from f8emu.spec.errors import (
+    F8Error,
+    GoldenFileError,
+    MissingExtraError,
+    OperandError,
+    SpecError,
+    UnsupportedError,
+    required_by,
+)
 from f8emu.spec.formats import BFLOAT16, E4M3FN, FORMATS
 from f8emu.spec.recipe import RECIPES
 from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, ScaleRule
@@ -55,3 +65,30 @@ def test_missing_extra_names_the_remedy() -> None:
         "f8emu.torch.scaled_mm needs the package 'jax', which is not installed; "
         "install it with: pip install 'f8emu[jax]'"
     )
+
+
+ADAPTERS = {
+    "f8emu.jax.hosts.equinox": "equinox",
+    "f8emu.jax.hosts.flax_linen": "flax",
+    "f8emu.jax.hosts.flax_nnx": "flax",
+    "f8emu.jax.hosts.qwix": "qwix",
+    "f8emu.torch.integrations.huggingface": "transformers",
+    "f8emu.torch.integrations.torchtitan": "torchtitan",
+}
+
+
+@pytest.mark.parametrize(("adapter", "package"), ADAPTERS.items())
+def test_an_adapter_names_the_package_that_it_lacks(
+    adapter: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(adapter.rsplit(".", 2)[0])
+    for name in [name for name in sys.modules if name == adapter or name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=f"^{adapter} needs .*; install it with: pip install {package}$"):
+        importlib.import_module(adapter)
+
+
+def test_an_installed_package_without_a_module_is_not_missing() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"ml_dtypes\.nowhere"), required_by("a call"):
+        importlib.import_module("ml_dtypes.nowhere")

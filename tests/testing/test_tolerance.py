@@ -20,7 +20,7 @@ DRAWS = ("normal", "wide", "codes", "sparse", "cancelling")
 UNIT = np.ones((1, 1), np.float32), np.ones((1, 1), np.float32)
 
 
-def dtypes_of(chip: str) -> list[tuple[Any, Any]]:
+def dtypes_of(chip: ChipName) -> list[tuple[Any, Any]]:
     pairs = CHIPS[chip].format_pairs
     return [(np.dtype(getattr(ml_dtypes, a.name)), np.dtype(getattr(ml_dtypes, b.name))) for a, b in pairs]
 
@@ -93,7 +93,7 @@ def test_no_output_of_a_chip_is_beyond_its_bound() -> None:
     assert max(float(of_chip.max()) for of_chip in ratios.values()) <= 1
 
 
-def lossy(chip: str, *, fast: bool, k: int = 4096) -> tuple[Array, Array]:
+def lossy(chip: ChipName, *, fast: bool, k: int = 4096) -> tuple[Array, Array]:
     """Operands [1, K] and [K, 1] that lose the most: in each chain a power of two, and then products just below the
     unit to which they are cut. The powers of two cancel each other where there are several."""
     model = CHIPS[chip].float8_fast if fast else CHIPS[chip].float8

@@ -152,7 +152,7 @@ def test_transformers_loads_an_exported_model(tmp_path: Path, monkeypatch: pytes
     config.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert_same_state(loaded, {name: x.bfloat16() for name, x in model.state_dict().items()})
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(MissingExtraError, match="export_safetensors needs the package 'safetensors'"):
         export_safetensors(model, tmp_path / "other.safetensors")
 

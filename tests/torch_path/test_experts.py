@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from f8emu.spec import E4M3FN, RECIPES, Cast, OperandError, UnsupportedError, recipe_by_name
+from f8emu.spec import E4M3FN, RECIPES, Cast, OperandError, RecipeName, UnsupportedError, recipe_by_name
 from tests.torch_path.bits import assert_all_same_bits, assert_same_bits, to_numpy
 from tests.torch_path.layers import both_passes, draw, passes
 
@@ -38,7 +38,7 @@ def grouped(recipe: Any, device: str, *tensors: Tensor) -> list[Any]:
 
 @pytest.mark.parametrize("recipe", DYNAMIC)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_grouped_linear_equals_the_oracle(recipe: str, dtype: torch.dtype) -> None:
+def test_grouped_linear_equals_the_oracle(recipe: RecipeName, dtype: torch.dtype) -> None:
     offs, rows = groups_of(SIZES)
     for seed in range(5):
         x, w = draw(rows, 64, seed=seed).to(dtype), stack(len(SIZES), 96, 64, seed + 10).to(dtype)

@@ -97,7 +97,7 @@ def extremes(dtype: torch.dtype, value: float) -> Iterable[dict[str, Tensor]]:
     ids=str,
 )
 @pytest.mark.parametrize("name", RECIPES)
-def test_unusual_amaxes(name: str, dtype: torch.dtype, value: float) -> None:
+def test_unusual_amaxes(name: RecipeName, dtype: torch.dtype, value: float) -> None:
     for tensors in extremes(dtype, value):
         observed = assert_equal_to_oracle(layer_of(RECIPES[name], N, K, dtype, bias=False), tensors)
         is_finite = all(tensor.isfinite().all() for tensor in observed)
@@ -209,7 +209,7 @@ def test_a_weight_tied_to_an_embedding(name: RecipeName) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_evaluation_gives_the_bits_of_training(name: str) -> None:
+def test_evaluation_gives_the_bits_of_training(name: RecipeName) -> None:
     """Without gradients and in inference mode too, and training goes on after it."""
     layer, tensors = layer_of(RECIPES[name], N, K, BF16, bias=False), drawn(BF16)
     expected = passed(layer, tensors)
@@ -340,7 +340,7 @@ def test_autocast_leaves_the_gemm_in_high_precision_alone() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_on_a_gpu_without_float8(name: RecipeName, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused where the hardware is asked for, never replaced; emulated where the engine is left open."""
     tensors, layer = drawn(BF16), layer_of(RECIPES[name], N, K, BF16, bias=False)
     expected = passed(layer, tensors)

@@ -35,10 +35,10 @@ from f8emu.spec import (
     ROWWISE,
     ROWWISE_WITH_GW_HP,
     TENSORWISE,
+    MissingExtraError,
     OperandError,
     Recipe,
     SpecError,
-    UnsupportedError,
 )
 from f8emu.torch.casts.operand import Operand
 from f8emu.torch.inspection import recorder
@@ -525,8 +525,9 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name in STATISTICS and isinstance(value, int | float)
     }
     assert len(expected) > 50 and observed >= expected
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UnsupportedError, match="pip install tensorboard"):
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(MissingExtraError, match="pip install tensorboard"):
         f8.inspect(model, {"tensorboard": str(tmp_path)})
 
 

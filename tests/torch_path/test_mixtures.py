@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import f8emu.torch as f8
-from f8emu.spec import RECIPES, OperandError, RecipeName
+from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, OperandError, RecipeName
 from f8emu.torch import Outcome
 from f8emu.torch.conversion.mixtures import speed_of_experts
 from tests.torch_path.bits import assert_all_same_bits, assert_same_bits
@@ -313,10 +313,8 @@ def test_torchtitan_and_others_that_call_grouped_gemms(monkeypatch: pytest.Monke
         of_layers = [expected, w1.grad, w2.grad, w3.grad, inputs[1].grad]
         assert_all_same_bits([output, *(p.grad for p in experts.parameters()), inputs[0].grad], of_layers)
     # What no grouped GEMM multiplies stays, and so does what a recipe or a size excludes.
-    for recipe, i, reason in (("blockwise", 0, "blockwise"), ("delayed", 2, "way of their own")):
-        entry = f8.plan_conversion(MoE(class_in(files[i])(16, DIM, HIDDEN, names[i])), config=RECIPES[recipe]).entries[
-            0
-        ]
+    for recipe, i, reason in ((BLOCKWISE, 0, "blockwise"), (DELAYED, 2, "way of their own")):
+        entry = f8.plan_conversion(MoE(class_in(files[i])(16, DIM, HIDDEN, names[i])), config=recipe).entries[0]
         assert entry.outcome is Outcome.TYPE and reason in entry.reason
     odd = f8.plan_conversion(class_in(files[0])(4, DIM, 40, names[0]), config="rowwise").entries[0]
     assert odd.outcome is Outcome.TYPE and odd.reason == "not multiples of 16"
@@ -351,7 +349,10 @@ def test_torchtitans_converters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_model_of_bytes_says_where_bfloat16_is_faster() -> None:
     # Measured on an H100: prototypes/moe.md. Llama 4 Scout, DeepSeek-V3 (8 of its experts), Qwen3-30B, Mixtral.
     shapes = {(16, 8192, 5120): 1024, (8, 2048, 7168): 4096, (128, 768, 2048): 512, (8, 14336, 4096): 2048}
-    measured = {"rowwise": (1.11, 1.39, 0.89, 1.28), "delayed": (1.24, 1.51, 1.03, 1.41)}
+    measured: dict[RecipeName, tuple[float, ...]] = {
+        "rowwise": (1.11, 1.39, 0.89, 1.28),
+        "delayed": (1.24, 1.51, 1.03, 1.41),
+    }
     for name, speeds in measured.items():
         for (shape, tokens), speed in zip(shapes.items(), speeds, strict=True):
             assert abs(speed_of_experts(shape, tokens, RECIPES[name]) / speed - 1) < 0.04

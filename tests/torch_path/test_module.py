@@ -41,7 +41,7 @@ BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 @pytest.mark.parametrize(
     "name, backend", [(name, "inductor" if name in ("tensorwise", "rowwise") else "aot_eager") for name in RECIPES]
 )
-def test_compiled_gives_the_same_bits(name: str, backend: str) -> None:
+def test_compiled_gives_the_same_bits(name: RecipeName, backend: str) -> None:
     """One graph computes the input too, so that its amax can be found there.
 
     In float32 a sum of many rows shows the order in which they were added: the gradients of the biases. There Inductor
@@ -94,7 +94,7 @@ def test_the_amax_in_compiled_code_is_that_of_the_rounded_values() -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
-def test_one_input_of_several_layers_is_cast_once(name: str) -> None:
+def test_one_input_of_several_layers_is_cast_once(name: RecipeName) -> None:
     layers = [layer_of(RECIPES[name], 16, 32, BF16) for _ in range(2)]
     x = draw(16, 32, seed=3, dtype=BF16).requires_grad_()
     expected = layers[0](x)
@@ -148,7 +148,7 @@ def test_a_changed_input_is_cast_again() -> None:
         ("delayed", (True, False), True),
     ],
 )
-def test_an_output_can_be_changed_in_place(name: str, biases: tuple[bool, bool], is_compiled: bool) -> None:
+def test_an_output_can_be_changed_in_place(name: RecipeName, biases: tuple[bool, bool], is_compiled: bool) -> None:
     """The sum with a bias, and the output of a GEMM."""
 
     def change(x: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def saved_bytes(function: Any, x: Tensor) -> dict[torch.dtype, int]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_kept_for_the_backward_pass(name: str) -> None:
+def test_what_is_kept_for_the_backward_pass(name: RecipeName) -> None:
     """One float8 copy of the input where the recipe lets it, no copy of the weight."""
     m, n, k = 64, 32, 48
     layer = layer_of(RECIPES[name], n, k, BF16, bias=False)
@@ -348,7 +348,7 @@ def test_full_checkpointing_keeps_no_float8_copy(name: RecipeName) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_bias_shapes_and_layouts(name: str) -> None:
+def test_bias_shapes_and_layouts(name: RecipeName) -> None:
     layer = layer_of(RECIPES[name], 16, 32, BF16)
     x = draw(2, 2, 4, 32, seed=3, dtype=BF16)
     flat = layer(x.reshape(-1, 32))
@@ -363,7 +363,7 @@ def test_bias_shapes_and_layouts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_empty_batch(name: str) -> None:
+def test_an_empty_batch(name: RecipeName) -> None:
     layer = layer_of(RECIPES[name], 16, 32, BF16)
     x = torch.zeros(0, 5, 32, dtype=BF16, requires_grad=True)
     output = layer(x)

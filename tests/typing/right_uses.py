@@ -6,8 +6,8 @@ from torch import nn
 import f8emu.jax as f8jax
 import f8emu.numpy as f8np
 import f8emu.torch as f8
-from f8emu.dialects import DialectName, quantize
-from f8emu.spec import E4M3FN, HOPPER, RECIPES, Granularity, RecipeName, chip_by_name, recipe_by_name
+from f8emu.dialects import DIALECTS, DialectName, quantize, zero_block_scale
+from f8emu.spec import CHIPS, E4M3FN, HOPPER, RECIPES, Granularity, RecipeName, chip_by_name, recipe_by_name
 from f8emu.testing import check_gemm
 
 
@@ -36,6 +36,18 @@ def of_names(recipe: RecipeName = "rowwise", dialect: DialectName = "vllm_token"
     f8jax.dot_general("rowwise", engine="auto", sharded_k="gather")
     quantize(torch.ones(1, 1), dialect)
     f8.cast(torch.ones(2), E4M3FN)
+
+
+def of_tables() -> None:
+    for recipe in RECIPES:
+        f8.convert_to_float8_training(nn.Linear(128, 128), config=recipe)
+    for recipe, settings in RECIPES.items():
+        f8np.linear(recipe if settings.delayed is None else "rowwise", [[1.0]], [[1.0]])
+    for chip in CHIPS:
+        f8np.mm([[1.0]], [[1.0]], chip=chip, split_k=1)
+    for dialect, rules in DIALECTS.items():
+        if rules.scale is not None:
+            zero_block_scale(dialect)
 
 
 def of_a_kernel(kernel: object) -> None:

@@ -75,7 +75,9 @@ def test_right_and_wrong_names_at_run_time() -> None:
     from tests.typing import right_uses, wrong_literals
 
     right_uses.of_names()
-    right_uses.of_text("rowwise", "H100")
+    right_uses.of_tables()
+    with pytest.warns(DeprecationWarning, match="write 'rowwise'"):
+        right_uses.of_text("all_axiswise", "H100")
     wrong: dict[str, Callable[[], object]] = wrong_literals.WRONG
     assert len(wrong) == 10
     for name, call in wrong.items():

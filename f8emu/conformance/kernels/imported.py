@@ -8,7 +8,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ from f8emu.conformance.cases.gemm import NotOffered
 from f8emu.conformance.compare import text_of
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.spec import SpecError
+from f8emu.spec.errors import did_you_mean
 
 INTERPRETED = "in Triton's interpreter: nothing follows for the GPU"
 """Part of the engine of such a kernel."""
@@ -89,8 +89,9 @@ def _module(name: str) -> ModuleType:
 def _module_of_file(place: str) -> ModuleType:
     path = Path(place).resolve()
     if not path.is_file():
-        files = [os.path.join(os.path.dirname(place), file.name) for file in sorted(path.parent.glob("*.py"))]
-        raise ImportError(f"there is no file {place}{_near(place, files)}")
+        files = [file.name for file in sorted(path.parent.glob("*.py"))]
+        name = os.path.basename(place)
+        raise ImportError(f"there is no file {place}{_near(name, files, place.removesuffix(name))}")
     # 1. A file that is imported already is not run again: its kernels may keep state.
     name = path.stem
     known = sys.modules.get(name)
@@ -127,14 +128,11 @@ def _offered(namespace: Any) -> list[str]:
     ]
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    # The end of a message that names what is there, the nearest first.
-    named = ((os.path.basename(path), path) for path in known)
-    base = {name: path for name, path in named if not name.startswith("_")}
-    near = [base.pop(match) for match in get_close_matches(os.path.basename(name), base, 1)]
-    message = f"; did you mean {near[0]}?" if near else ""
-    where = "also there" if near else "there"
-    return message + (f"; {where}: {', '.join([*base.values()][:_NAMED])}" if base else "")
+def _near(name: str, known: Iterable[str], folder: str = "") -> str:
+    # The end of a message that names what is there.
+    public = [other for other in known if not other.startswith("_")]
+    there = ", ".join(folder + other for other in public[:_NAMED])
+    return did_you_mean(name, public, folder) + (f"; there: {there}" if there else "")
 
 
 def is_interpreted(function: Callable[..., Any] | str) -> bool:

@@ -15,21 +15,23 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, overload
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import wadler_lindig as wl  # equinox prints with it
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from f8emu.jax.compiling import is_eager, lower_jaxpr
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
-from f8emu.spec.errors import require_arguments
+from f8emu.spec.errors import require_arguments, required_by
 from f8emu.spec.exports import public
 from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import Float8State
+
+with required_by("f8emu.jax.hosts.equinox"):
+    import equinox as eqx
+    import wadler_lindig as wl  # equinox prints with it
 
 _Model = TypeVar("_Model")
 

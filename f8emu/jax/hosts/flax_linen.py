@@ -11,16 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from flax import linen as nn
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
-from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.errors import OperandError, UnsupportedError, required_by
 from f8emu.spec.exports import public
 from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.scaling import Float8State
+
+with required_by("f8emu.jax.hosts.flax_linen"):
+    from flax import linen as nn
+    from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 _CALLED = "_f8emu_called"
 

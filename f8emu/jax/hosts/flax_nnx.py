@@ -19,14 +19,17 @@ from collections.abc import Generator
 from typing import Any
 
 import jax
-from flax import nnx
-from flax.nnx import reprlib
 
 from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.layer.dot_general import delayed_dot_general
+from f8emu.spec.errors import required_by
 from f8emu.spec.exports import public
 from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe
+
+with required_by("f8emu.jax.hosts.flax_nnx"):
+    from flax import nnx
+    from flax.nnx import reprlib
 
 
 class OverwriteWithGradient(nnx.Variable):

@@ -9,13 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from qwix import QuantizationProvider, QuantizationRule
 
 from f8emu.jax.layer.dot_general import DotGeneral, dot_general
-from f8emu.spec.errors import SpecError
+from f8emu.spec.errors import SpecError, required_by
 from f8emu.spec.exports import public
 from f8emu.spec.names import EngineName, RecipeName
 from f8emu.spec.recipe import Recipe
+
+with required_by("f8emu.jax.hosts.qwix"):
+    from qwix import QuantizationProvider, QuantizationRule
 
 _OP = "dot_general"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.chip import Chip
-from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
+from f8emu.spec.chips import CHIPS, GPUS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.gemm_call import GemmCall, Shaped, check_library, mm_call, scaled_grouped_mm_call, scaled_mm_call
 from f8emu.spec.names import ChipName, EngineName
@@ -103,7 +103,7 @@ def checked_scaled_mm(
         out_dtype=_output_name("scaled_mm", out_dtype),
         use_fast_accum=use_fast_accum,
         split_k=split_k,
-        chip=CHIPS[chip],
+        chip=GPUS[chip],
     )
     check_library(gemm, addend)
     _check_float8_layout(gemm, a, b)
@@ -130,7 +130,7 @@ def checked_scaled_grouped_mm(
     out = _output_name(call, out_dtype)
     ends = None if offs is None else _shaped(offs)
     of_a, of_b, of_scale_a, of_scale_b = map(_shaped, (a, b, scale_a, scale_b))
-    options = {"out_dtype": out, "use_fast_accum": use_fast_accum, "chip": CHIPS[chip]}
+    options = {"out_dtype": out, "use_fast_accum": use_fast_accum, "chip": GPUS[chip]}
     gemm = scaled_grouped_mm_call(of_a, of_b, of_scale_a, of_scale_b, ends, **options)
     check_library(gemm)
     _check_float8_layout(gemm, *(x if x.ndim == 2 else x[0] for x in (a, b)))
@@ -145,7 +145,7 @@ def checked_mm(
 ) -> Checked:
     """The bfloat16 `mm` [BF16-1]."""
     out = _output_name("mm", out_dtype)
-    gemm = mm_call(_shaped(a), _shaped(b), out_dtype=out, split_k=split_k, chip=CHIPS[chip])
+    gemm = mm_call(_shaped(a), _shaped(b), out_dtype=out, split_k=split_k, chip=GPUS[chip])
     check_library(gemm)
     _check_devices("mm", a, b=b)
     return _with_engine(gemm, a, engine)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, cast, get_args
 
 from f8emu.shown import Shown
-from f8emu.spec.errors import SpecError, UnsupportedError
+from f8emu.spec.errors import SpecError, required_by
 from f8emu.spec.names import GemmName, RecipeName, TensorName
 from f8emu.spec.recipe import GEMM_NAMES, recipe_by_name
 
@@ -188,13 +188,8 @@ class TensorBoardLog:
     """A scalar for every statistic: `layer/gemm/operand/statistic`."""
 
     def __init__(self, folder: str) -> None:
-        try:
+        with required_by("inspect: tensorboard=..."):
             tensorboard = importlib.import_module("torch.utils.tensorboard")
-        except ImportError:
-            raise UnsupportedError(
-                "inspect: tensorboard=... needs the package 'tensorboard', which is not installed; install it with: "
-                "pip install tensorboard"
-            ) from None
         self._writer = tensorboard.SummaryWriter(folder)
 
     def write(self, records: Iterable[Record]) -> None:

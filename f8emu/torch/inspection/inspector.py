@@ -83,8 +83,8 @@ def inspect(
     Raises:
         SpecError: an invalid configuration, or a path that cannot be written.
         OperandError: no layer to inspect.
-        MissingExtraError: the statistic "error" on a GPU, or without the compiled engine, but jax is not installed.
-        UnsupportedError: TensorBoard is not installed.
+        MissingExtraError: TensorBoard is not installed; or the statistic "error" on a GPU, or without the compiled
+            engine, but jax is not installed.
     """
     chosen = config_of(config)
     layers = float8_layers(model, chosen.layers, call="f8emu.torch.inspect")

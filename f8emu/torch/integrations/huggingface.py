@@ -9,12 +9,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save
 from torch import nn
-from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
+from f8emu.spec.errors import required_by
 from f8emu.spec.exports import public
 from f8emu.torch.layer.delayed_update import DelayedScalingState
+
+with required_by("f8emu.torch.integrations.huggingface"):
+    from safetensors.torch import load, save
+    from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
 
 class DelayedScalingCallback(TrainerCallback, ExportableState):

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from f8emu.spec.errors import required_by
 from f8emu.spec.exports import public
 from f8emu.spec.names import CastFromName
 from f8emu.spec.recipe import recipe_by_name
@@ -91,7 +92,10 @@ def checkpoint_delayed_scaling(trainer: Any) -> None:
             trainer.checkpointer.states[f"float8_{number}" if number else "float8"] = state
 
 
-if find_spec("torchtitan.protocols.model_converter") is not None:  # 0.2
+with required_by("f8emu.torch.integrations.torchtitan"):
+    _HAS_CONVERTERS = find_spec("torchtitan.protocols.model_converter") is not None
+
+if _HAS_CONVERTERS:  # 0.2
     from torchtitan.protocols.model_converter import register_model_converter  # pyright: ignore[reportMissingImports]
 
     @dataclass

@@ -25,7 +25,7 @@ from f8emu.torch.torch_internals import Function
 def recipe_text(recipe: Recipe) -> str:
     """The recipe as an argument of an operator: its name, or its JSON if it is none of the named ones."""
     # Traced but for the JSON: Dynamo 2.11 hands no dataclass to a function that it calls while it traces.
-    return recipe.name if RECIPES.get(recipe.name) == recipe else _json_of(recipe)
+    return recipe.name if recipe.name in RECIPES and RECIPES[recipe.name] == recipe else _json_of(recipe)
 
 
 @constant_in_traces

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from f8emu.spec.errors import MissingExtraError
+from f8emu.spec.errors import required_by
 from f8emu.spec.exports import public
 from f8emu.torch.torch_internals import named_modules, own_parameters, rank_of_process
 from f8emu.torch.weights.sharded_weight import ShardedWeight
@@ -50,10 +50,8 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
 
 def require_safetensors(call: str) -> Any:
     """The package, with its part for torch; a MissingExtraError without it."""
-    try:
+    with required_by(call, "torch"):
         import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(call, "safetensors", "torch") from error
     return safetensors
 
 
