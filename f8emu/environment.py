@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from f8emu import __version__
+from f8emu.spec.errors import OperandError
 
 TESTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "jax": ("0.10",)}
 """The releases that the tests ran with, from the oldest that f8emu takes; torch 2.11 on a GPU, the others on a CPU."""
@@ -84,6 +85,28 @@ def write_beside(path: Path, content: bytes) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def require_new(call: str, path: Path, argument: str = "path") -> None:
+    """Refuse a path at which something is."""
+    if os.path.lexists(path):
+        raise OperandError(f"{call}: {argument} must not exist; got {path}; remove it, or choose another")
+
+
+@contextmanager
+def whole_directory(path: Path) -> Iterator[Path]:
+    """A whole directory or none: made under another name, with the parents that it lacks, and renamed at the end."""
+    beside = path.with_name(f".f8emu-{os.getpid()}-{path.name}")
+    parents = [parent for parent in path.parents if not parent.exists()]
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        beside.rename(path)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        for parent in parents:
+            parent.rmdir()
+        raise
 
 
 def printable(text: str) -> str:

@@ -7,6 +7,7 @@ from f8emu.cli.frame import CHIP, MOST, chip_names, ending, guarded, unwritable
 from f8emu.cli.paths import New
 from f8emu.cli.progress import progress_bar
 from f8emu.cli.screen import is_quiet, say
+from f8emu.environment import require_new
 from f8emu.spec.chips import chip_by_name
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _write(
 
     # 1. Everything is refused before anything is computed.
     sets = sets_for(profile, gemm_sets)
-    folder.require_new(out)
+    require_new("vectors", out, "OUT")
     makers = folder.makers(profile, sets, seed, casts, gemms)
     # 2. The command of the manifest is the one that gives these bytes.
     command = ["f8emu", "vectors", "OUT", "--chip", chip, "--seed", seed, "--casts-per-pair", casts]

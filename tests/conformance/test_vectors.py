@@ -365,12 +365,14 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     (tmp_path / "there").mkdir()
     status, _, errors = invoke("vectors", tmp_path / "there", "--scales")
     assert status == 2 and errors.startswith("vectors: OUT must not exist; got ")
-    status, _, errors = invoke("vectors", tmp_path / "no" / "out", "--scales")
+    (tmp_path / "file").touch()
+    status, _, errors = invoke("vectors", tmp_path / "file" / "out", "--scales")
     assert status == 2 and "give a path in a directory that exists" in errors
     monkeypatch.setattr(folder.GemmVectors, "table", raising(KeyboardInterrupt()))
-    status, _, _ = invoke("vectors", tmp_path / "out", "--scales", "--gemms")
-    assert status == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    for out in (tmp_path / "out", tmp_path / "no" / "out"):
+        status, _, _ = invoke("vectors", out, "--scales", "--gemms")
+        assert status == 130
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "file"}
 
 
 def test_one_kind_is_written_alone(tmp_path: Path) -> None:

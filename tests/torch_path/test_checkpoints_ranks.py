@@ -148,7 +148,7 @@ def test_transformers_loads_an_exported_model(tmp_path: Path, monkeypatch: pytes
     )
     model = transformers.LlamaForCausalLM(config).float()
     f8.convert_to_float8_training(model, module_filter_fn=lambda _, fqn: fqn != "lm_head")
-    export_safetensors(model, tmp_path / "model.safetensors")
+    assert export_safetensors(model, tmp_path / "model.safetensors") == tmp_path / "model.safetensors"
     config.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert_same_state(loaded, {name: x.bfloat16() for name, x in model.state_dict().items()})

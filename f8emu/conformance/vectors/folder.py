@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,8 +13,8 @@ from f8emu.conformance.run.result import Progress
 from f8emu.conformance.vectors.gemms import GemmSet, GemmVectors
 from f8emu.conformance.vectors.table import Summary, Table
 from f8emu.conformance.vectors.values import cast_table, decode_table, scale_table
+from f8emu.environment import whole_directory
 from f8emu.spec.chip import Chip
-from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import FLOAT8, HIGH_PRECISION
 
 SCHEMA = 1
@@ -32,12 +29,6 @@ def makers(
     pairs = product(HIGH_PRECISION, FLOAT8)
     of_casts = [decode_table, *(partial(cast_table, *pair, seed, casts) for pair in pairs)]
     return of_casts, [scale_table], [partial(vectors.table, name) for name in sets]
-
-
-def require_new(path: Path) -> None:
-    """Refuse a path at which something is."""
-    if os.path.lexists(path):
-        raise OperandError(f"vectors: OUT must not exist; got {path}; remove it, or choose another")
 
 
 def write_vectors(
@@ -57,7 +48,7 @@ def write_vectors(
     }
     files: dict[str, Summary] = {}
     progress.begin("vectors", chip.name, len(asked))
-    with _new_folder(path) as folder:
+    with whole_directory(path) as folder:
         for make in asked:
             table = make()
             (folder / f"{table.name}.txt").write_text(table.text(origin), encoding="ascii")
@@ -76,15 +67,3 @@ def _container(table: Table, origin: Mapping[str, str]) -> bytes:
     tensors, parameters, rules = table.tensors()
     lists = {"parameters of batches": json.dumps(parameters), "rules by index": json.dumps(rules)}
     return encode_container(tensors, {**table.described(origin), **lists})
-
-
-@contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    # Named once everything is in it.
-    beside = path.with_name(f".f8emu-{os.getpid()}-{path.name}")
-    beside.mkdir()
-    try:
-        yield beside
-        beside.rename(path)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

@@ -17,7 +17,7 @@ from f8emu.torch.weights.sharded_weight import ShardedWeight
 
 
 @torch.no_grad()
-def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> None:
+def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write the weights of `model` to a safetensors file, under the names of the model before its conversion.
 
     Every rank calls it. Shards are gathered one tensor at a time, and rank 0 writes. The file appears when it is
@@ -28,6 +28,9 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
         model: converted or not, whole or sharded by FSDP2 and tensor parallelism, compiled or wrapped.
         path: the file; an existing one is replaced.
         dtype: the dtype of the floating-point tensors in the file; other tensors keep theirs.
+
+    Returns:
+        `path`; the file is there once the call of rank 0 returns.
 
     Exactness: each weight is rounded once, to nearest even, from its own dtype to `dtype`.
 
@@ -46,6 +49,7 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
         unfinished = Path(f"{os.fspath(path)}.unfinished")
         save_file(tensors, unfinished, metadata={"format": "pt"})
         unfinished.replace(path)
+    return Path(path)
 
 
 def require_safetensors(call: str) -> Any:

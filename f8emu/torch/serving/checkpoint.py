@@ -7,8 +7,8 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from f8emu import __version__
+from f8emu.environment import require_new, whole_directory
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import BLOCK, Granularity
@@ -60,25 +61,19 @@ class Export:
                 f"{call}: with 128x128 scales N and K must be multiples of 128, since readers cut a matrix into equal "
                 f"blocks; got {', '.join(uneven)}; leave them in high precision: {remedy}"
             )
-        if os.path.lexists(self.path):
-            raise OperandError(f"{call}: path must not exist; got {self.path}; remove it, or choose another")
-        self.directory = Path(f"{self.path}.unfinished-{os.getpid()}")
-        self.made = [directory for directory in self.path.parents if not directory.exists()]
-        if writes:
-            self.directory.mkdir(parents=True)
+        require_new(call, self.path)
+        self.directory, self.whole = self.path, whole_directory(self.path) if writes else nullcontext(self.path)
         self.shards: list[list[str]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         self.waiting: dict[str, Tensor] = {}
         self.bytes = self.flushed = 0
 
     def __enter__(self) -> "Export":
+        self.directory = self.whole.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if error[0] is not None and self.writes:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            for directory in self.made:
-                directory.rmdir()
+    def __exit__(self, *error: Any) -> None:
+        self.whole.__exit__(*error)
 
     def add(self, name: str, value: Tensor) -> None:
         """A tensor as it is, or its codes and scales, as the layers cast it."""
@@ -107,7 +102,7 @@ class Export:
         self.waiting, self.flushed = {}, self.bytes
 
     def finish(self, config: dict[str, Any], left: Sequence[str]) -> None:
-        """Write what names the tensors, and give the directory its name; `left` stay in high precision."""
+        """Write what names the tensors; `left` stay in high precision."""
         if not self.writes:
             return
         self._flush()
@@ -127,7 +122,6 @@ class Export:
             written[INDEX] = {"metadata": {"total_size": self.bytes}, "weight_map": files}
         for name, data in written.items():
             (self.directory / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        self.directory.rename(self.path)
         if left:
             _log.warning("%s: in high precision: %s", self.path, shortened(left))
 

@@ -40,7 +40,7 @@ def export_float8(
     format: CheckpointFormat,
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
+) -> Path:
     """Write a converted model as a float8 checkpoint, which transformers, vLLM and SGLang load.
 
     The weight of every `Float8Linear` becomes codes and scales. Every rank calls it: shards of FSDP2 and tensor
@@ -57,6 +57,9 @@ def export_float8(
             configuration.
         dtype: the dtype of the other floating-point tensors.
         max_shard_bytes: the most bytes of a shard, unless one tensor has more.
+
+    Returns:
+        `path`, for `verify_export` or a server; the directory is there once the call of rank 0 returns.
 
     Shapes:
         weight [N, K] -> float8_e4m3fn [N, K], and float32 [ceil(N / 128), ceil(K / 128)], [N, 1] or [1].
@@ -96,6 +99,7 @@ def export_float8(
         for name, value in whole_tensors(model, dtype, keep=shapes):
             export.add(name, value)
         export.finish(_config_of(model, dtype), left)
+    return export.path
 
 
 @torch.no_grad()
@@ -109,7 +113,7 @@ def export_checkpoint(
     skip: Sequence[str] = SKIPPED,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
+) -> Path:
     """`export_float8` of a checkpoint of transformers: a directory with config.json and safetensors files.
 
     Every matrix `*.weight` whose sizes are multiples of 16 becomes codes, unless a pattern of `skip` fits its module:
@@ -146,6 +150,7 @@ def export_checkpoint(
             if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX):
                 shutil.copyfile(file, export.directory / file.name)
         export.finish(of_model, left)
+    return export.path
 
 
 def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
