@@ -84,6 +84,8 @@ class Audit(Shown):
     tensors: int = 0
     """Float8 weights that were examined."""
     tensors_total: int = 0
+    unscaled: list[str] = field(default_factory=list)
+    """Float8 weights without a scale that can be read, whose codes alone were examined."""
     blocks: int = 0
     elements: int = 0
     scales: str = ""
@@ -105,13 +107,16 @@ class Audit(Shown):
         """Equal: every float8 weight was examined, and compared if there is a source, and nothing is a fault."""
         counts = Counter(finding.severity for finding in self.findings)
         tally = ", ".join(counted(counts[severity], severity) for severity in Severity if counts[severity])
-        of = f"{self.tensors} of {counted(self.tensors_total, 'float8 weight')}"
+        of = f"{self.tensors - len(self.unscaled):,} of {counted(self.tensors_total, 'float8 weight')}"
         if any(finding.is_fault for finding in self.findings):
             first = f"{self.findings[0].place}: {self.findings[0].check}"
             faulty = Verdict(Exit.DIFFERENT, f"FAULTY: {tally}; the first: {first}; {of}")
             return faulty.after(ctrl_c=self.is_interrupted)
         if self.is_interrupted:
             return Verdict(Exit.INTERRUPTED, f"INTERRUPTED: no fault so far in {of}")
+        if self.unscaled:
+            lacking = f"no scale of {self.unscaled[0]} can be read"
+            return Verdict(Exit.INCOMPLETE, f"INCOMPLETE: no fault in {of}, but {lacking}")
         if self.uncompared:
             lacking = f"{len(self.uncompared)} of {of} not compared with the source"
             return Verdict(Exit.INCOMPLETE, f"INCOMPLETE: no fault, but {lacking}")

@@ -191,6 +191,7 @@ _LEAKS = (
     "leaks into the byte (wrong by 25%, or NaN)"
 )
 _ROUNDED = "versions that give them to DeepGEMM round scales up without requantizing: blocks too large by up to 2x"
+_GPU = re.compile(r"G?[BH]\d+")
 _EITHER = (Severity.WARNING, f"{_REQUANTIZED}; where that is left out, {_LEAKS}")
 CONSUMERS: Mapping[str, Mapping[ScaleKind, tuple[Severity, str]]] = {
     "deep_gemm:sm90": {ScaleKind.E8M0: (Severity.ERROR, "DeepGEMM takes float32 scales alone")},
@@ -203,7 +204,10 @@ CONSUMERS: Mapping[str, Mapping[ScaleKind, tuple[Severity, str]]] = {
     "transformers:sm100": {ScaleKind.FLOAT: (Severity.WARNING, _ROUNDED)},
 }
 """Stack and chip -> the kinds of block scales that it does not serve as they are, and what it does to them."""
-_SERVING = [name for name, chip in {**GPUS, **RELATED}.items() if chip.capability in ((9, 0), (10, 0))]
+_SERVING = {
+    family: [name for name, chip in {**GPUS, **RELATED}.items() if chip.capability == at and _GPU.fullmatch(name)]
+    for family, at in (("Hopper", (9, 0)), ("Blackwell", (10, 0)))
+}
 
 
 def consumers_of(text: str) -> list[str]:
@@ -212,11 +216,13 @@ def consumers_of(text: str) -> list[str]:
     chip = named(name, related=True)
     architecture = f"sm{chip.capability[0]}{chip.capability[1]}" if chip and chip.capability else "?"
     keys = [key for key in CONSUMERS if key.startswith(f"{stack}:{architecture}" if separator else f"{stack}:")]
+    stacks = dict.fromkeys(key.partition(":")[0] for key in CONSUMERS)
+    if stack not in stacks:
+        raise SpecError(f"audit --consumer: unknown stack {stack!r:.40}; known stacks are {', '.join(stacks)}")
     if not keys:
-        stacks = ", ".join(dict.fromkeys(key.partition(":")[0] for key in CONSUMERS))
+        known = "; ".join(f"{family}: {', '.join(gpus)}" for family, gpus in _SERVING.items())
         raise SpecError(
-            f"audit --consumer: expected STACK or STACK:CHIP with a stack among {stacks} and a chip among "
-            f"{', '.join(_SERVING)}; got {text!r:.40}"
+            f"audit --consumer: {stack} on {name!r:.40} is not known; name a GPU ({known}), or the stack alone"
         )
     return keys
 

@@ -53,7 +53,12 @@ def audit(
     origin = read_checkpoint(source) if source is not None else None
     form = format_of(checkpoint)
     weights = list(weights_of(checkpoint, form))
-    result = Audit(path=str(path), format=form.name, consumer=", ".join(consumers), source=str(source or ""))
+    result = Audit(
+        path=str(path),
+        format=form.name if weights or form.method else "not float8",
+        consumer=", ".join(consumers),
+        source=str(source or ""),
+    )
     bar = progress or Silent()
     pool = ThreadPoolExecutor(_THREADS)
     try:
@@ -116,6 +121,7 @@ def _conclude(result: Audit, form: Format, weights: Sequence[Weight]) -> None:
         sum(weight.blocks for weight in weights),
         sum(weight.codes.size for weight in weights),
     )
+    result.unscaled = [x.name for x in weights if not x.is_scaled and (form.is_certain or x.scale is not None)]
     result.scales = ", ".join(dict.fromkeys(weight.kind for weight in weights if weight.kind is not None))
     result.zero_blocks = fingerprints(weights)
     # Dialects of the stack that the configuration names come first.

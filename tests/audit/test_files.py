@@ -32,21 +32,27 @@ def test_the_command_and_its_reports(tmp_path: Path) -> None:
     tensors = {
         f"l.{i}{name}": array
         for i in range(30)
-        for name, array in ((".weight", codes()), (".weight_scale_inv", f32([-1.0])))
+        for name, array in ((".weight", codes()), (".weight_scale_inv", f32([-1.0 - i // 2])))
     }
     path, out_json, page = checkpoint(tmp_path / "model", tensors, fp8()), tmp_path / "a.json", tmp_path / "a.html"
     status, out, _ = invoke("audit", str(path), "--json", str(out_json), "--html", str(page), "--errors", "3")
     assert status == 1 and "FAULTY: 30 errors; the first: l.0.weight block [0, 0]: scale-invalid; 30 of 30" in " ".join(
         out.split()
     )
-    assert "3 of 30 findings" in out and CHECKS["scale-invalid"].thread in out and "l.4.weight" not in out
+    # Findings that say the same stand in one row, and each kind names its first tensors.
+    assert "6 of 30 findings" in out and CHECKS["scale-invalid"].thread in out and "l.4.weight" not in out
+    assert "l.0.weight and 1 more tensor" in out and "l.10.weight, l.11.weight, and 26 more" in " ".join(out.split())
     report = json.loads(out_json.read_text())
     assert report["schema"] == 1 and report["equal"] is False and len(report["findings"]) == 30
     assert report["findings"][0]["check"] == "scale-invalid" and report["findings"][0]["block"] == [0, 0]
     assert "scale-invalid" in page.read_text() and "<script" not in page.read_text()
-    assert invoke("audit", str(path), "--consumer", "nobody:h100")[0] == 2
+    stacks, chips = (invoke("audit", str(path), "--consumer", name)[2] for name in ("nobody:h100", "vllm:l40s"))
+    assert "unknown stack 'nobody'; known stacks are deep_gemm, vllm, sglang, transformers" in " ".join(stacks.split())
+    assert "vllm on 'l40s' is not known; name a GPU (Hopper: H100, H200" in " ".join(chips.split())
+    assert "sglang" not in chips
     # no float8 weight: nothing was verified
-    assert invoke("audit", str(write(tmp_path / "b.safetensors", {"l.weight": normal(8, 8)})))[0] == 2
+    status, out, _ = invoke("audit", str(write(tmp_path / "b.safetensors", {"l.weight": normal(8, 8)})))
+    assert status == 2 and "format: not float8\n" in out
     assert invoke("audit", str(write(tmp_path / "c.safetensors", SOUND)))[0] == 0
 
 

@@ -143,7 +143,9 @@ def test_scales_of_shards_and_vectors_of_codes(tmp_path: Path) -> None:
     """Slots that a loader would leave uninitialized, and a bias that no consumer decodes."""
     config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     sound = {"qkv_proj.weight": codes(384, 128), "qkv_proj.weight_scale": f32(1e-3, 2e-3, 1e-3)}
-    assert not audit(checkpoint(tmp_path / "sound", sound, config)).findings
+    result = audit(checkpoint(tmp_path / "sound", sound, config))
+    assert not result.findings and result.unscaled == ["qkv_proj.weight"] and result.verdict.status == 3
+    assert "no fault in 0 of 1 float8 weight, but no scale of qkv_proj.weight can be" in result.verdict.line
     faulty = sound | {"qkv_proj.weight_scale": f32(1e-3, 1e-39, 3e5), "qkv_proj.bias": codes(1, 384)[0]}
     findings = audit(checkpoint(tmp_path / "faulty", faulty, config)).findings
     assert {(finding.check, finding.tensor, finding.block) for finding in findings} == {
