@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 
 LINES, COLUMNS, NARROWEST = 25, 120, 20
 """The most that a result takes of a terminal, and the narrowest one that it fits."""
-WHOLE = 1 << 20
-"""Columns where there is no terminal and nothing is folded."""
 _MOST_ITEMS = 16
 """Items of a field that are shown."""
 

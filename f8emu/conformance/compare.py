@@ -8,7 +8,7 @@ sign of zero has the distance 0. NaN and infinity have no distance, and are coun
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -336,3 +336,9 @@ def merged(histograms: Iterable[UlpHistogram]) -> UlpHistogram:
         lowest=min((histogram.lowest for histogram in listed if histogram.finite), default=0),
         highest=max((histogram.highest for histogram in listed if histogram.finite), default=0),
     )
+
+
+def merged_by_name(histograms: Sequence[Mapping[str, UlpHistogram]]) -> dict[str, UlpHistogram]:
+    """Those of each name counted together, in the order in which the names first appear."""
+    names = dict.fromkeys(name for by_name in histograms for name in by_name)
+    return {name: merged(by_name[name] for by_name in histograms if name in by_name) for name in names}

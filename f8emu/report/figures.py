@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from f8emu.conformance.compare import APART, LAST_BIN, NOT_COMPARED, UlpHistogram, bin_label, bins
+from f8emu.conformance.compare import APART, LAST_BIN, NOT_COMPARED, UlpHistogram, bin_label, bins, counted, merged
 from f8emu.conformance.run.breakdown import Breakdown
 from f8emu.conformance.run.result import DifferenceMap, is_matrix
 from f8emu.report.page import Plot
 from f8emu.report.svg import Svg, number, runs, ticks
 
-_ROW = 120
-"""Height in pixels of the histogram of one dtype."""
+_ROW = 96
+"""Height in pixels of one histogram."""
+_MOST_KINDS = 6
+"""Histograms; of more the others are counted together."""
 _SLOT = 22
 """Width of a bar and the gap beside it."""
 _LEAST = 4
@@ -31,9 +33,13 @@ _AXIS = "distance in units in the last place; a bin's far end"
 
 
 def ulp_plot(breakdown: Breakdown) -> Plot:
-    """One histogram for each dtype of output, under each other on one axis."""
-    # 1. The bins that any dtype has, then, after a gap, what has no distance.
-    histograms = dict(breakdown.ulps)
+    """One histogram for each kind of GEMM and dtype of output, under each other on one axis; few stand for many."""
+    # 1. The bins that any of them has, then, after a gap, what has no distance.
+    compared = {name: of.total - of.not_compared for name, of in breakdown.ulps_by_kind.items()}
+    ranked = sorted(filter(compared.get, compared), key=compared.__getitem__, reverse=True)[:_MOST_KINDS]
+    histograms = {name: breakdown.ulps_by_kind[name] for name in ranked}
+    if rest := [histogram for name, histogram in breakdown.ulps_by_kind.items() if name not in histograms]:
+        histograms[counted(len(rest), "other")] = merged(rest)
     indices = [index for histogram in histograms.values() for index in histogram.finite]
     first, last = min([*indices, -_LEAST]), max([*indices, _LEAST])
     apart = [
@@ -52,11 +58,11 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
 
     figure.text(middle(-0.5), 16, "\N{LEFTWARDS ARROW} nearer to zero", "end", kind="below")
     figure.text(middle(0.5), 16, "farther from zero \N{RIGHTWARDS ARROW}", kind="above")
-    # 3. A histogram for each dtype, then the axis that they share.
+    # 3. The histograms, then the axis that they share.
     base = top
-    for dtype, histogram in histograms.items():
+    for name, histogram in histograms.items():
         base += _ROW
-        _histogram(figure, histogram, dtype, {key: middle(place) for key, place in places.items()}, base, slot)
+        _histogram(figure, histogram, name, {key: middle(place) for key, place in places.items()}, base, slot)
         base += 34
     for key, place in places.items():
         if apart or len(places) >= 18:
@@ -64,18 +70,18 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
         else:
             figure.text(middle(place), base - 18, _short(key), "middle")
     figure.text(left, figure.height - 6, _AXIS, kind="quiet")
-    alt = "; ".join(f"{dtype}: {histogram.words()}" for dtype, histogram in histograms.items()) + "."
-    return Plot(svg=figure.html(alt), title="Distance of the outputs that differ", alt=alt)
+    alt = "; ".join(f"{name}: {histogram.words()}" for name, histogram in histograms.items()) + "."
+    return Plot(svg=figure.html(alt), title="Distance of the outputs that differ, by kind", alt=alt)
 
 
 def _histogram(
-    figure: Svg, histogram: UlpHistogram, dtype: str, middles: Mapping[int | str, float], base: float, slot: float
+    figure: Svg, histogram: UlpHistogram, of: str, middles: Mapping[int | str, float], base: float, slot: float
 ) -> None:
     # Bars of shares on the line `base`; `middles` is where the bar of each bin stands.
     left, right = min(middles.values()) - slot / 2, figure.width - 14
     counts = {k: histogram.finite.get(k, 0) if isinstance(k, int) else histogram.apart.get(k, 0) for k in middles}
     most = max(counts.values()) / max(histogram.total, 1) or 1
-    figure.text(left, base - _ROW - 8, f"{dtype}, {histogram.total:,} outputs differ", kind="head")
+    figure.text(left, base - _ROW - 8, f"{of}, {histogram.total:,} outputs differ", kind="head")
     for share in ticks(0, 100 * most, 3):
         y = base - share / (100 * most) * (_ROW - 6)
         figure.line(left, y, right, y, "grid")
@@ -87,7 +93,7 @@ def _histogram(
         height = max(count / histogram.total / most * (_ROW - 6), 1.5)
         kind = "apart" if isinstance(key, str) else "middle" if key == 0 else "below" if key < 0 else "above"
         name, x = key if isinstance(key, str) else bin_label(key), middles[key]
-        title = f"{name}: {count:,} outputs, {100 * count / histogram.total:.2f} %, {dtype}"
+        title = f"{name}: {count:,} outputs, {100 * count / histogram.total:.2f} %, {of}"
         figure.rect(x - width / 2, base - height, width, height, f"bar {kind}", title)
         if kind == "apart":  # told apart without colour, too
             figure.line(x, base, x, base - height, "hatch", f'stroke-width="{number(width)}" stroke-dasharray="1.5 4"')

@@ -31,6 +31,7 @@ from f8emu.conformance.run.result import MAX_CELLS, StageResult, Status, differe
 from f8emu.conformance.run.subject import NotOffered
 from f8emu.conformance.run.verify import Result
 from f8emu.environment import percent
+from f8emu.report.figures import ulp_plot
 from f8emu.report.terminal import page_lines
 from f8emu.report.verify import Run, page, to_json
 from tests.conformance.command import raising
@@ -257,6 +258,17 @@ def test_breakdown_names_what_differs(planted: Result) -> None:
     fast = breakdown.tallies["accumulation"]["fast"]
     assert fast.cases_differing == 20, "NaN in a corner: 20 of float16 and 48 rows"
     assert breakdown.ulps["float16"].apart["NaN for number"] > 0
+    kinds = breakdown.ulps_by_kind
+    assert merged(kinds.values()) == merged(breakdown.ulps.values())
+    assert all("promoted" in kind for kind, histogram in kinds.items() if histogram.finite)
+    assert {"rowwise promoted, float32", "tensorwise fast, float16"} < kinds.keys()
+    picture, ranked = (
+        ulp_plot(breakdown).svg,
+        sorted(kinds.items(), key=lambda kind: kind[1].not_compared - kind[1].total),
+    )
+    for i, (kind, histogram) in enumerate(ranked):
+        assert (f">{kind}, {histogram.total:,} outputs differ</text>" in picture) == (i < 6)
+    assert f">{len(kinds) - 6} others, {merged(of for _, of in ranked[6:]).total:,} outputs differ</text>" in picture
     (golden,) = breakdowns([stage for stage in subject.stages if stage.stage == "golden"])
     sentence = "Of the cases with accumulation: promoted, 100 % (8 of 8) differ; of all others 0 % (0 of 8)"
     assert list(golden.sentences()) == [sentence]

@@ -41,6 +41,8 @@ class Breakdown:
     tallies: Tallies
     ulps: Mapping[str, UlpHistogram]
     """dtype of the output -> how far off the outputs are that differ."""
+    ulps_by_kind: Mapping[str, UlpHistogram]
+    """Kind of GEMM and dtype of the output -> the same."""
 
     @property
     def title(self) -> str:
@@ -84,7 +86,8 @@ def breakdowns(stages: Sequence[StageResult]) -> list[Breakdown]:
                 outputs=total.outputs_total,
                 outputs_differing=total.outputs_differing,
             )
-            differing.append(Breakdown(stages=titles, whole=whole, tallies=total.tallies, ulps=total.ulps))
+            ulps = {"ulps": total.ulps, "ulps_by_kind": total.ulps_by_kind}
+            differing.append(Breakdown(stages=titles, whole=whole, tallies=total.tallies, **ulps))
     return differing
 
 

@@ -13,7 +13,7 @@ from f8emu.conformance.compare import (
     Mismatch,
     UlpHistogram,
     farthest,
-    merged,
+    merged_by_name,
     mismatch_at,
     said_by,
     shape_fault,
@@ -131,8 +131,7 @@ def _compared(case: Case, answers: Parts, parts: Parts, error: str = "") -> Outc
             histogram = ulp_histogram(observed, expected)
         wrong += histogram.total
         if histogram.total:
-            name = expected.dtype.name
-            ulps[name] = merged((ulps[name], histogram)) if name in ulps else histogram
+            ulps = merged_by_name([ulps, {expected.dtype.name: histogram}])
         if mismatch is not None or not (fault or histogram.total):
             continue
         # 2. The output that is farthest off, in words, and the map of its part.
@@ -164,6 +163,7 @@ def _compared(case: Case, answers: Parts, parts: Parts, error: str = "") -> Outc
         first_differences={first: 1} if first else {},
         tallies={trait: {value: tally} for trait, value in case.traits.items()},
         ulps=ulps,
+        ulps_by_kind={", ".join(filter(None, (kind, dtype))): histogram for dtype, histogram in ulps.items()},
         places=places,
     )
     return Outcome(result, own_split)

@@ -17,7 +17,7 @@ from f8emu.conformance.compare import (
     distances,
     farthest,
     have_other_sign,
-    merged,
+    merged_by_name,
     ulps_text,
 )
 from f8emu.shown import Shown
@@ -224,6 +224,8 @@ class StageResult(Shown):
     """How many cases and outputs have a trait, and how many of those differ."""
     ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
     """dtype -> how far off its outputs are that differ."""
+    ulps_by_kind: Mapping[str, UlpHistogram] = field(default_factory=dict)
+    """`rowwise promoted, bfloat16` -> the same, for each kind of case."""
     places: list[DifferenceMap] = field(default_factory=list)
     """The maps of the worst cases."""
 
@@ -286,9 +288,8 @@ def joined(results: Sequence[StageResult], errors: int) -> StageResult:
     for result in results:
         first_differences.update(result.first_differences)
     sums = ("cases_total", "cases_equal", "cases_not_offered", "outputs_total", "outputs_equal", "seconds")
-    # Traits and dtypes in the order in which they first appear: a report of shares reads as one of the whole.
+    # Traits in the order in which they first appear: a report of shares reads as one of the whole.
     traits = dict.fromkeys(trait for result in results for trait in result.tallies)
-    dtypes = dict.fromkeys(dtype for result in results for dtype in result.ulps)
     examples = [result.example for result in results if result.example is not None]
     places = sorted((place for result in results for place in result.places), key=lambda place: -place.share)
     return replace(
@@ -302,7 +303,8 @@ def joined(results: Sequence[StageResult], errors: int) -> StageResult:
         example=min(examples, key=lambda example: len(example.snippet), default=None),
         first_differences=dict(first_differences),
         tallies={trait: _summed(result.tallies.get(trait, {}) for result in results) for trait in traits},
-        ulps={dtype: merged(result.ulps[dtype] for result in results if dtype in result.ulps) for dtype in dtypes},
+        ulps=merged_by_name([result.ulps for result in results]),
+        ulps_by_kind=merged_by_name([result.ulps_by_kind for result in results]),
         places=places[:_WORST],
     )
 

@@ -13,7 +13,7 @@ from f8emu.jax.emulated.matching import Matches, merged_dots
 from f8emu.jax.emulated.program import DOTS, aval_of, name_of
 from f8emu.jax.emulated.rules import FLOAT8, RULE_OF, Rule, is_fast
 from f8emu.jax.emulated.transform import Emulation, evaluated, traced
-from f8emu.shown import WHOLE, Shown, columns
+from f8emu.shown import Shown, columns
 from f8emu.spec.chips import HOPPER
 
 P = ParamSpec("P")
@@ -54,7 +54,7 @@ class Explanation(Shown):
     _page: ClassVar[str] = "f8emu.report.explanation:explanation_page"
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(columns(WHOLE)))
+        return "\n".join(self._lines(columns(1 << 20)))
 
 
 def explain(f: Callable[P, Any]) -> Callable[P, Explanation]:
