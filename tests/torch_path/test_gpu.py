@@ -195,6 +195,34 @@ def test_grouped_equals_the_oracle(use_fast_accum) -> None:
     assert_same_bits(out, expect("scaled_grouped_mm", *args, **options))
 
 
+GROUPS = {"even": [64] * 16, "odd": [5, 0, 129, 1, 300, 0, 77], "many": [3, 40] * 128, "one": [513], "empty": [0, 0, 0]}
+
+
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("is_of_rows", [True, False], ids=["rows", "inner"])
+def test_promoted_groups_equal_the_library_s(sizes: list[int], is_of_rows: bool) -> None:
+    """Any codes but NaN, scales of every magnitude; groups along K begin at multiples of 16, as casts lay them."""
+    sizes = sizes if is_of_rows else [-(-size // 16) * 16 for size in sizes]
+    groups, total = len(sizes), sum(sizes) + 16
+    total += -total % 16
+    torch.manual_seed(0)
+    m, n, k = (total, 272, 1040) if is_of_rows else (288, 336, total)
+    a, b = (
+        torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+        for shape in ((m, k), (groups, n, k) if is_of_rows else (n, k))
+    )
+    a, b = (x.masked_fill_(x & 127 == 127, 1).view(E4M3) for x in (a, b))
+    scale_a, scale_b = (
+        torch.exp2(torch.randint(-80, 20, shape, device="cuda") + torch.rand(shape, device="cuda"))
+        for shape in ((m,) if is_of_rows else (groups * m,), (groups, n) if is_of_rows else (groups * n,))
+    )
+    offs = torch.tensor(sizes, device="cuda").cumsum(0).int()
+    wanted = torch._scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs=offs, out_dtype=torch.bfloat16)  # pyright: ignore[reportPrivateImportUsage]
+    out = f8.scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs, engine="hardware")
+    rows = int(offs[-1])
+    assert_same_bits(*((x[:rows] for x in (out, wanted)) if is_of_rows else (out, wanted)))
+
+
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", ["row, column", "column, row"])
 @pytest.mark.parametrize("shape", [(64, 96, 512), (48, 32, 144), (17, 16, 16)], ids=str)

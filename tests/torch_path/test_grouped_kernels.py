@@ -1,15 +1,18 @@
 """The kernels of casts by groups against plain torch, bit for bit, in Triton's interpreter or on a GPU."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from f8emu.spec.gemm_call import GemmCall, Shaped, scaled_grouped_mm_call
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused.availability import launch_plans
 from f8emu.torch.fused.launch import padded_rows
+from f8emu.torch.gemm import hardware
 from f8emu.torch.scale import reciprocal
 from tests.torch_path.bits import assert_same_bits
 from tests.torch_path.interpreter import INTERPRETED, ON_GPU, Kernels
@@ -150,3 +153,35 @@ def test_scales_of_groups(kernels: Kernels) -> None:
     assert_same_bits(scale, reciprocal(inv_scales[0]))
     assert_same_bits(ones, torch.ones(300))
     assert_same_bits(products, (inv_scales[0] * inv_scales[1]).expand(5, 48).contiguous())
+
+
+@ON_GPU
+@pytest.mark.parametrize("is_of_rows", [True, False], ids=["rows", "inner"])
+def test_gemms_with_promoted_sums(kernels: Kernels, is_of_rows: bool) -> None:
+    """Integers, whose sums are exact in any order: what no group has is left, and empty groups give zeros."""
+    m, n, k, sizes = (293, 144, 272, (80, 0, 200)) if is_of_rows else (160, 272, 304, (80, 0, 200))
+    draws = torch.Generator().manual_seed(0)
+    stack = (3, n, k) if is_of_rows else (n, k)
+    a, b = (torch.randint(-8, 9, shape, generator=draws).float() for shape in ((m, k), stack))
+    counts = ((m,), (3, n)) if is_of_rows else ((3 * m,), (3 * n,))
+    scale_a, scale_b = (2.0 ** torch.randint(-3, 4, count, generator=draws) for count in counts)
+    offs = torch.tensor(sizes).cumsum(0).int()
+    codes = [x.to(torch.float8_e4m3fn) for x in (a, b)]
+    operands = codes[0], codes[1].mT, scale_a, scale_b, offs
+    gemm = call_of(*operands)
+    (out,) = kernels(partial(hardware.promoted_groups, launch_plans(), gemm=gemm), *operands)
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        run = slice(start, end)
+        pair = (a[run], b[group]) if is_of_rows else (a[:, run], b[:, run])
+        of_a = scale_a[run] if is_of_rows else scale_a.view(3, -1)[group]
+        expected = pair[0] @ pair[1].T * of_a[:, None] * scale_b.view(3, -1)[group]
+        assert_same_bits(out[run] if is_of_rows else out[group], expected.bfloat16())
+        start = end
+
+
+def call_of(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> GemmCall:
+    def shaped(x: Tensor) -> Shaped:
+        return Shaped(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+
+    return scaled_grouped_mm_call(shaped(a), shaped(b), shaped(scale_a), shaped(scale_b), shaped(offs))

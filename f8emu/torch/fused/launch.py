@@ -6,6 +6,7 @@ a tensor that the kernel does not use any tensor may be passed: its pointer is n
 
 import hashlib
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, wraps
 from pathlib import Path
@@ -41,6 +42,7 @@ class LaunchPlan:
     warps: int
     # The plan for a first tensor that does not begin at a word of 32 bits, if the kernel reads such words.
     otherwise: "LaunchPlan | None" = None
+    stages: int | None = None  # the steps of a loop that are loaded ahead; None: Triton's default
     name: str = ""  # the expression that makes this plan, in the names of `plans`; compiled code contains it
     _launches: dict[Any, _Launch] = field(default_factory=dict, repr=False)
 
@@ -89,7 +91,21 @@ class LaunchPlan:
 
     def _first_launch(self, tensors: tuple[Tensor, ...]) -> Any:
         options = {"num_warps": self.warps, **COMPILER_OPTIONS}
-        return self.kernel[(self.programs,)](*tensors, *self.sizes, **self.constants, **options)
+        if self.stages is not None:
+            options["num_stages"] = self.stages
+        launch = self.kernel[(self.programs,)]
+        return _with_scratch(launch, *tensors, *self.sizes, **self.constants, **options)
+
+
+def _with_scratch(launch: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Launch a kernel that may make tensor maps, in torch's memory; an allocator of Triton is one thread's."""
+    import triton  # pyright: ignore[reportMissingImports]
+
+    def allocated() -> Any:
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+        return launch(*args, **options)
+
+    return copy_context().run(allocated)
 
 
 def _launch_of(compiled: Any, plan: LaunchPlan) -> _Launch | None:
@@ -111,7 +127,7 @@ def _launch_on_pointers(compiled: Any, plan: LaunchPlan) -> _Launch:
     if launch_kernel is None or is_special or getattr(metadata, "launch_pdl", False):
         runner = compiled[(programs, 1, 1)]
         rest = (*plan.sizes, *plan.constants.values())
-        return lambda index, pointers: runner(*pointers, *rest)
+        return lambda index, pointers: _with_scratch(runner, *pointers, *rest)
     count = len(plan.kernel.arg_names) - len(plan.sizes) - len(plan.constants)
     kinds = list(compiled.src.signature.values())[count:]
     letters = {"i32": "i", "i64": "l"}  # Triton makes an integer that is 1 a constant, like those that follow

@@ -12,7 +12,14 @@ import torch
 from f8emu.spec.formats import E4M3FN, format_by_name
 from f8emu.spec.scaling import BLOCK
 from f8emu.torch.chip import compares_pairs
-from f8emu.torch.fused import block_kernels, cast_kernels, grouped_kernels, scale_kernels, silu_kernels
+from f8emu.torch.fused import (
+    block_kernels,
+    cast_kernels,
+    grouped_gemm_kernels,
+    grouped_kernels,
+    scale_kernels,
+    silu_kernels,
+)
 from f8emu.torch.fused.launch import (
     AMAX_TILE,
     GROUP_TILE,
@@ -45,6 +52,10 @@ GROUPS_CAST_TILE, GROUPS_CAST_WARPS = 128, 4
 GROUPS_HIDDEN_TILE, GROUPS_HIDDEN_WARPS = 64, 4
 GROUPS_GRADIENTS_TILE, GROUPS_GRADIENTS_WARPS = 64, 4
 GROUPS_ROWS, GROUPS_ROWS_ELEMENTS_PER_WARP = 64, 1024  # of weights that are read once: rows of a program
+# Of grouped GEMMs (`gemm_of_rows`, `gemm_of_inner`): tile, warps, steps loaded ahead; the fastest of ten on an H200.
+GEMM_ROWS_TILE, GEMM_ROWS_WARPS, GEMM_ROWS_STAGES = (128, 128), 4, 3
+GEMM_INNER_TILE, GEMM_INNER_WARPS, GEMM_INNER_STAGES, GEMM_INNER_SUPER = (128, 256), 8, 3, 8
+MULTIPROCESSORS = 132  # of a Hopper GPU: as many programs, each of which writes many tiles
 
 
 @planned
@@ -278,6 +289,25 @@ def scales_of_groups(m: int, n: int, groups: int) -> LaunchPlan:
     programs = blocks(max(m, groups * n), 1024)
     kernel = grouped_kernels.scales_of_groups_kernel
     return LaunchPlan(kernel, programs, (m, n, groups), {"BLOCK": 1024}, SCALES_WARPS)
+
+
+@planned
+def gemm_of_rows(t: int, n: int, k: int, groups: int, lda: int, ldb: int, stack: int) -> LaunchPlan:
+    """Tensors a [t, k], b [groups, n, k], scale_a [t], scale_b [groups, n], offs [groups], out [t, n]."""
+    bm, bn = GEMM_ROWS_TILE
+    programs = (blocks(t, bm) + groups) * blocks(n, bn)
+    constants = {"BLOCK_G": max(2, 1 << (groups - 1).bit_length()), "BM": bm, "BN": bn}
+    kernel, sizes = grouped_gemm_kernels.gemm_of_rows_kernel, (groups, n, k, lda, ldb, stack)
+    return LaunchPlan(kernel, programs, sizes, constants, GEMM_ROWS_WARPS, stages=GEMM_ROWS_STAGES)
+
+
+@planned
+def gemm_of_inner(m: int, n: int, groups: int, lda: int, ldb: int) -> LaunchPlan:
+    """Tensors a [m, t], b [n, t], scale_a [groups * m], scale_b [groups * n], offs [groups], out [groups, m, n]."""
+    bm, bn = GEMM_INNER_TILE
+    constants = {"BM": bm, "BN": bn, "SUPER": GEMM_INNER_SUPER}
+    kernel, sizes = grouped_gemm_kernels.gemm_of_inner_kernel, (groups, m, n, lda, ldb)
+    return LaunchPlan(kernel, MULTIPROCESSORS, sizes, constants, GEMM_INNER_WARPS, stages=GEMM_INNER_STAGES)
 
 
 @planned

@@ -4,13 +4,15 @@ Operands have passed the checks of `f8emu.torch.gemm.engine`. Torch further requ
 block scales; where a tensor does not have them, it is copied here.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as functional_scaled_mm
 
 from f8emu.spec.formats import BFLOAT16
-from f8emu.spec.gemm_call import GemmCall
+from f8emu.spec.gemm_call import GemmCall, GroupKind
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.chip import dtype_of, require_hopper
 from f8emu.torch.fused.availability import kernels_for
@@ -21,6 +23,8 @@ _SCALING_TYPES = {
     Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
     Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
 }
+_ROWS_PER_GROUP: dict[GroupKind | None, int] = {GroupKind.ROWS: 4096, GroupKind.INNER: 768}
+"""Rows of a group, in the mean, up to which kernels of f8emu promote faster than the library's."""
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, gemm: GemmCall) -> Tensor:
@@ -59,18 +63,37 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
 def scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, gemm: GemmCall
 ) -> Tensor:
-    """`torch._scaled_grouped_mm` [EPI-6]."""
+    """`torch._scaled_grouped_mm` [EPI-6], or the same bits by a kernel of f8emu's where groups are small."""
     require_hopper("scaled_grouped_mm", a.device)
     is_traced = is_watched(a)
+    a, b = _aligned(a, is_traced), _aligned(b.mT, is_traced).mT
+    rows = gemm.sizes[0 if gemm.group_kind is GroupKind.ROWS else 2]
+    if not gemm.use_fast_accum and offs is not None and rows <= gemm.groups * _ROWS_PER_GROUP.get(gemm.group_kind, -1):
+        if (plans := kernels_for(a)) is not None:
+            return promoted_groups(plans, a, b, scale_a, scale_b, offs, gemm)
     return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
-        _aligned(a, is_traced),
-        _aligned(b.mT, is_traced).mT,
+        a,
+        b,
         scale_a,
         scale_b,
         offs=None if offs is None else offs.contiguous(),
         out_dtype=dtype_of(gemm.out),
         use_fast_accum=gemm.use_fast_accum,
     )
+
+
+def promoted_groups(
+    plans: Any, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, gemm: GemmCall
+) -> Tensor:
+    """A GEMM of groups of rows, or along K, by `grouped_gemm_kernels`."""
+    (m, n, k), groups, b = gemm.sizes, gemm.groups, b.mT
+    if gemm.group_kind is GroupKind.ROWS:
+        plan = plans.gemm_of_rows(m, n, k, groups, a.stride(0), b.stride(1), b.stride(0))
+    else:
+        plan = plans.gemm_of_inner(m, n, groups, a.stride(0), b.stride(0))
+    out = a.new_empty(gemm.out_shape, dtype=torch.bfloat16)
+    plan(a, b, scale_a.contiguous(), scale_b.contiguous(), offs.contiguous(), out)
+    return out
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
