@@ -70,6 +70,7 @@ def calls(x: Tensor, fmt: Format = E4M3FN, rule: ScaleRule = RULES[1]) -> Calls:
         "columns": (fused.cast_columns, (x, name, torch.linspace(0.01, 9, n)[:, None])),
         "transposed": (fused.transpose_codes, (codes.view(getattr(torch, name)), x.detach())),
         "recomputable": (fused.recomputable_cast_pair, (x, name, amaxes(1), amaxes(n), *of_rule)),
+        "recomputable, given": (fused.recomputable_cast_pair_given, (x, name, one, True, True)),
     }
     for key, pair in _pairs(x.detach(), rule).items():
         table[f"pair by {key}"] = (fused.cast_pair, (x, name, *pair, *of_rule))
@@ -129,7 +130,7 @@ def by_verbs(verb: Verb, operator: Operator, x: Tensor, *args: Any) -> list[Any]
         case "cast_pair" | "recomputable_cast_pair", (fmt, row_amax, col_amax, *rule):
             rows, cols = _of_pair(verb, x, fmt, row_amax, rule), _of_pair(verb, x.t(), fmt, col_amax, rule)
             return [*rows, *cols]
-        case "cast_pair_given", (fmt, inv_scale, rows, cols):
+        case "cast_pair_given" | "recomputable_cast_pair_given", (fmt, inv_scale, rows, cols):
             return _given(verb, x, fmt, inv_scale, rows, cols)
         case "cast_pair_delayed", (fmt, inv_scale, rows, cols, _, *rule, margin):
             used = verb("scale_from_amax", verb("amax", x), fmt, _rule(rule), margin=margin)

@@ -186,7 +186,7 @@ def kept_codes(run: Callable[[Tensor], Tensor], *shape: int) -> list[tuple[int, 
     return [tuple(x.shape) for x in found if x.element_size() == 1]
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
 def test_codes_are_recomputed_if_that_is_wanted(name: RecipeName) -> None:
     """Then a compiler's partitioner keeps none of a block whose inputs are kept anyway or cheap to recompute."""
     model, plain = converted(name, recompute_casts=True), converted(name)

@@ -172,7 +172,7 @@ def cast_both(x: Tensor, plan: CastPlan, source: ScaleSource, *, recompute: bool
 def cast_matrix(x: Tensor, plan: CastPlan, state: Delayed | None = None, *, recompute: bool = False) -> Both:
     """Both operands of `x` under the scales of `state`, or where that is None of `x` itself."""
     if state is not None:
-        return cast_delayed(x, plan, state)[:2]
+        return cast_delayed(x, plan, state, recompute=recompute)[:2]
     if cpu_casts.takes(x):
         return _cast_on_cpu(x, plan)
     if plan.is_one_pass:
@@ -200,10 +200,13 @@ def _cast_rows(x: Tensor, plan: CastPlan) -> tuple[Operand, Tensor]:
     return Operand(codes, scale), amaxes
 
 
-def cast_delayed(x: Tensor, plan: CastPlan, state: Delayed) -> tuple[Operand | None, Operand | None, ScaleSource]:
+def cast_delayed(
+    x: Tensor, plan: CastPlan, state: Delayed, *, recompute: bool = False
+) -> tuple[Operand | None, Operand | None, ScaleSource]:
     """`cast_both` by the scale of earlier passes; also the source for another cast of `x`.
 
-    The amax of `x` is taken along, for the next update.
+    The amax of `x` is taken along, for the next update. With `recompute`, compiled code may cast the columns in the
+    backward pass: the cast of both tells the state, so it cannot be done again.
 
     Exactness: the codes, scales and state of `f8ref.numpy.linear`.
     """
@@ -211,9 +214,13 @@ def cast_delayed(x: Tensor, plan: CastPlan, state: Delayed) -> tuple[Operand | N
     if plan.format is None:
         return *operands, ScaleSource()
     wanted = _wanted(plan.by_amax)
+    is_apart = recompute and all(wanted) and torch.compiler.is_compiling()
+    sides = (True, False) if is_apart else wanted
     settings = (state.amax, plan.rule.power_of_two, plan.rule.amax_floor, state.margin)
-    *codes, inv_scale, scale = cast_pair_delayed(x, plan.format.name, state.inv_scale, *wanted, *settings)
-    return *_with_float8(operands, wanted, codes, (scale, scale)), ScaleSource(used=Scales(inv_scale, scale))
+    rows, cols, inv_scale, scale = cast_pair_delayed(x, plan.format.name, state.inv_scale, *sides, *settings)
+    if is_apart:
+        _, cols = fused.recomputable_cast_pair_given(x, plan.format.name, inv_scale, False, True)
+    return *_with_float8(operands, wanted, (rows, cols), (scale, scale)), ScaleSource(used=Scales(inv_scale, scale))
 
 
 def cast_rows_first(x: Tensor, plans: CastPlans, state: Delayed | None) -> tuple[Operand, ScaleSource]:

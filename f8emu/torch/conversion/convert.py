@@ -93,20 +93,19 @@ def convert_to_float8_training(
             call, so that a model can be converted before it moves.
         pad: also convert layers whose sizes are not multiples of 16, except adapters (`Outcome.ADAPTER`). Their GEMMs
             are zero-padded: the results are bit-identical, the copies cost time.
-        recompute_casts: let compiled code repeat tensorwise and rowwise casts of a layer's input in the backward pass
-            if that input is saved anyway or cheap to recompute: less memory, more time. The codes are those of the
-            input as the backward pass computes it.
+        recompute_casts: let compiled code repeat tensorwise, rowwise and delayed casts of a layer's input in the
+            backward pass if that input is saved anyway or cheap to recompute: less memory, more time. The codes are
+            those of the input as the backward pass computes it.
         subclasses: classes derived from nn.Linear to convert too. Their `forward` may only surround
             `super().forward()`, which then computes in float8; a class that never calls it is left alone. The new layer
             is an instance of both its old class and Float8Linear.
         enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard` after this call) gather the weights as float8, with
             the scales of the whole weight: see `precompute_float8_dynamic_scale_for_fsdp`. The shards stay in high
-            precision. For tensorwise, rowwise, rowwise_with_gw_hp and delayed. So are the weights of experts, those of
-            `Float8Experts` too, unless scaling is delayed. Experts must be whole on a rank: keep `shard_placement_fn`
-            at its default, dimension 0.
+            precision. Not for blockwise. So are the weights of experts, those of `Float8Experts` too, unless scaling is
+            delayed. Experts must be whole on a rank: keep `shard_placement_fn` at its default, dimension 0.
         float8_primary_weights: like TransformerEngine's `fp8_model_init`: on the device a layer holds only float8 codes
-            and scales of its weight, 1 byte an element under tensorwise and delayed, 2 under rowwise and
-            rowwise_with_gw_hp. The values move to the host, and become the float32 masters of the optimizer,
+            and scales of its weight, 1 byte an element under tensorwise and delayed, 2 under the rowwise
+            recipes. The values move to the host, and become the float32 masters of the optimizer,
             `MasterWeights`, which is made after this call. The state dict holds these masters. Under FSDP2 and tensor
             parallelism each rank holds codes and float32 masters of its part, and FSDP2 gathers the codes. Not with
             blockwise, or weights that other modules read. Experts keep their weights.

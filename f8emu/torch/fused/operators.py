@@ -266,6 +266,14 @@ def cast_pair_given(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bo
     return eager.cast_sides_by(x, named_format("cast_pair_given", fmt), inv_scale, rows, cols)
 
 
+@FusedCast(outputs=lambda *args: given_outputs("cast_pair_given", *args), launch=_launch_given, is_recomputable=True)
+def recomputable_cast_pair_given(
+    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool
+) -> tuple[Tensor, Tensor]:
+    """`cast_pair_given`, which a compiler may do again in the backward pass instead of keeping its codes."""
+    return cast_pair_given.function(x, fmt, inv_scale, rows, cols)
+
+
 def _columns_outputs(x: Tensor, fmt: str, inv_scale: Tensor) -> tuple[Output, ...]:
     m, n = matrix("cast_columns", x)
     named_format("cast_columns", fmt)

@@ -140,7 +140,7 @@ def require_codes(call: str, recipe: Recipe, option: str) -> None:
         return
     raise UnsupportedError(
         f"{call}: with {option}=True float8 codes stand for a weight; under recipe {recipe.label!r} they cannot: "
-        f"{reason}; use tensorwise, rowwise, rowwise_with_gw_hp or delayed, or leave the argument out"
+        f"{reason}; use tensorwise, delayed or a rowwise recipe, or leave the argument out"
     )
 
 
