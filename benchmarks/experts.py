@@ -4,10 +4,10 @@
 
 Experts are `w2(silu(w1(x)) * w3(x))` on groups of rows, whose sizes are multiples of 16 but for "odd". f8emu has w1 and
 w3 as one weight but for "pair". "x4" accumulates the gradients of four microbatches before the weights change, "kept"
-casts the weights once for the four; times are a microbatch's. "fast" accumulates without promotion in all three GEMMs,
-as torchao does; otherwise gradients are promoted. Gradients of "delayed" are E4M3. Speed and memory are times
-bfloat16's, compiled, with as many microbatches. Subjects take turns for several rounds; bfloat16 is timed at the begin
-and at the end of each.
+casts the weights once for the four; times are a microbatch's. "fast" and "rowwise_fast" accumulate without promotion
+in all three GEMMs, as torchao does; otherwise gradients are promoted. Gradients of "delayed" are E4M3. Speed and memory
+are times bfloat16's, compiled, with as many microbatches. Subjects take turns for several rounds; bfloat16 is timed at
+the begin and at the end of each.
 
 The floor is the time of the GEMMs alone, operands ready, and of the bytes that must move, at the speed of a copy: a
 cast reads its sources once and writes each of its codes once; scales of the tensor's own amax need one more reading.
@@ -29,13 +29,13 @@ from benchmarks.runner import BASELINE, Entry, is_wrong
 from benchmarks.subjects import MODES, fast, torchao
 from benchmarks.timing import back_to_back, copy_bandwidth, held_bytes, peak_bytes
 from benchmarks.workloads import Experts
-from f8emu.spec import DELAYED, E4M3FN, ROWWISE, Cast, Recipe
+from f8emu.spec import DELAYED, E4M3FN, ROWWISE, ROWWISE_FAST, Cast, Recipe
 from f8emu.torch import Float8Experts, float8_experts
 
 WARMUP = 3  # steps before the first figure: compilation, and a delayed recipe's first states
 ALONE = "alone"  # the mode of GEMMs without anything else
 _E4M3 = Cast(format=E4M3FN)  # of gradients, since grouped GEMMs take no E5M2
-_ROWWISE, _DELAYED = fast(ROWWISE), fast(DELAYED, a=_E4M3)
+_DELAYED = fast(DELAYED, a=_E4M3)
 _EAGER = ("eager",)
 SHAPES = {
     "llama4-scout": Experts(16, 5120, 8192, 16384),
@@ -104,22 +104,22 @@ class Kind(NamedTuple):
 
 
 _BF16 = Kind(partial(Mixture, mm=torch._grouped_mm), None, True)  # pyright: ignore[reportPrivateImportUsage]
-_FAST = Kind(partial(_joint, recipe=_ROWWISE), _ROWWISE)
+_FAST = Kind(partial(_joint, recipe=ROWWISE_FAST), ROWWISE_FAST)
 KINDS = {
     BASELINE: _BF16,
     "torchao/rowwise": Kind(_torchao, is_pair=True, modes=("compiled",)),
-    "f8emu/rowwise": Kind(modes=_EAGER),
-    "f8emu/rowwise, fast": _FAST,
-    "f8emu/rowwise, fast, odd": _FAST._replace(modes=_EAGER),
-    "f8emu/rowwise, fast, pair": Kind(
-        partial(Mixture, experts=float8_experts, recipe=_ROWWISE), _ROWWISE, True, modes=_EAGER
+    "f8emu/rowwise": Kind(),
+    "f8emu/rowwise_fast": _FAST,
+    "f8emu/rowwise_fast, odd": _FAST._replace(modes=_EAGER),
+    "f8emu/rowwise_fast, pair": Kind(
+        partial(Mixture, experts=float8_experts, recipe=ROWWISE_FAST), ROWWISE_FAST, True, modes=_EAGER
     ),
     "f8emu/delayed, fast": Kind(partial(_joint, recipe=_DELAYED), _DELAYED),
     "bf16, x4": _BF16._replace(microbatches=4),
-    "f8emu/rowwise, fast, kept, x4": _FAST._replace(microbatches=4, keeps_codes=True),
+    "f8emu/rowwise_fast, kept, x4": _FAST._replace(microbatches=4, keeps_codes=True),
     "GEMMs/bf16": Kind(None, None, True, modes=(ALONE,)),
-    "GEMMs/float8": Kind(None, _ROWWISE, modes=(ALONE,)),
-    "GEMMs/float8, pair": Kind(None, _ROWWISE, True, modes=(ALONE,)),
+    "GEMMs/float8": Kind(None, ROWWISE_FAST, modes=(ALONE,)),
+    "GEMMs/float8, pair": Kind(None, ROWWISE_FAST, True, modes=(ALONE,)),
     "bf16, again": _BF16,
 }
 

@@ -4,8 +4,8 @@
 
 Eight layers of 2048 with 8192 hidden features, 4 x 4096 random tokens, fused AdamW, every layer compiled by itself, the
 output layer in bfloat16. All models live at once and take turns, a few steps each; figures are medians over rounds.
-Peak memory is a model's own: weights, optimizer, and the most that a step holds. Exit status 1 if f8emu fails or a loss
-is not finite.
+"+recompute" is f8emu with `recompute_casts`. Peak memory is a model's own: weights, optimizer, and the most that a
+step holds. Exit status 1 if f8emu fails or a loss is not finite.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks import runner
 from benchmarks.measure import forget
 from benchmarks.runner import Entry, is_wrong
-from benchmarks.subjects import MODES, SUBJECTS, compile_options, converted
+from benchmarks.subjects import MODES, RECOMPUTE, SUBJECTS, compile_options, converted
 from benchmarks.timing import back_to_back, draw_kernels, held_bytes, kernels, peak_bytes
 
 WARMUP = 4  # steps before the first figure; their losses are recorded
@@ -42,14 +42,14 @@ _TINY_CONFIG = _CONFIG | {
     "num_key_value_heads": 2,
     "vocab_size": 256,
 }
+_SUBJECTS = (*SUBJECTS, *(f"{name}{RECOMPUTE}" for name in SUBJECTS if name.startswith("f8emu/")))
 BENCH = runner.Bench(
     "benchmarks.huggingface",
     __doc__,
-    runner.option("subjects", SUBJECTS, choices=SUBJECTS),
+    runner.option("subjects", SUBJECTS, choices=_SUBJECTS),
     runner.option("mode", "compiled", choices=MODES),
-    runner.option("kernels", (), "list the kernels of a step", choices=SUBJECTS, metavar="SUBJECT"),
+    runner.option("kernels", (), "list the kernels of a step", choices=_SUBJECTS, metavar="SUBJECT"),
     *runner.turns_of(5, 3),
-    runner.option("recompute-casts", False, "f8emu's option, for less memory"),
     runner.option("tiny", False, "two tiny layers, 64 tokens, one step: for tests"),
     runner.DEVICE,
 )
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.manual_seed(0)  # the same weights for every subject
         with device:
             model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).to(torch.bfloat16)
-        return converted(subject, model, left_out=("lm_head",), recompute_casts=arguments.recompute_casts)
+        return converted(subject, model, left_out=("lm_head",))
 
     def prepare(entry: Entry) -> Callable[[], Tensor]:
         return warmed_up(entry, built, ids, is_compiled=arguments.mode == "compiled")

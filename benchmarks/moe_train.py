@@ -24,10 +24,10 @@ from benchmarks.huggingface import warmed_up
 from benchmarks.measure import forget
 from benchmarks.models import read_corpus
 from benchmarks.runner import BASELINE, Entry, is_wrong, say
-from benchmarks.subjects import FAST, MODES, converted
+from benchmarks.subjects import MODES, converted
 from benchmarks.timing import back_to_back, draw_kernels, kernels
 
-RECIPES = ("rowwise", f"rowwise{FAST}", "rowwise_with_gw_hp", "tensorwise", "delayed")
+RECIPES = ("rowwise", "rowwise_fast", "rowwise_with_gw_hp", "tensorwise", "delayed")
 SUBJECTS = (BASELINE, *(f"f8emu/{name}" for name in RECIPES))
 SEEDS, LAST = (0, 1, 2), 10
 _SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}

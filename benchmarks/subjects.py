@@ -17,11 +17,11 @@ from f8emu.torch import Float8Weight, convert_to_float8_training, float8_checkpo
 from f8emu.torch.weights.float8_weight import refill_all
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-FAST = "+fast"  # the suffix of subjects whose GEMMs all accumulate fast
 AT_REST = "+at-rest"  # the suffix of subjects whose weights rest as float8 from one optimizer step to the next
 SUBJECTS = (BASELINE, *(f"torchao/{name}" for name in TORCHAO_RECIPES), *(f"f8emu/{name}" for name in RECIPES))
 RESTING = tuple(f"f8emu/{name}{AT_REST}" for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"))
 MODES = ("compiled", "eager")
+RECOMPUTE = "+recompute"  # the suffix of subjects with `recompute_casts`
 Call = Callable[[Tensor], Tensor]
 
 
@@ -41,23 +41,19 @@ def recipe_of(subject: str) -> Recipe | None:
     """None is bfloat16."""
     if subject == BASELINE:
         return None
-    name = subject.partition("/")[2].removesuffix(AT_REST)
-    recipe = recipe_by_name(name.removesuffix(FAST))
-    return fast(recipe) if name.endswith(FAST) else recipe
+    return recipe_by_name(subject.partition("/")[2].removesuffix(AT_REST).removesuffix(RECOMPUTE))
 
 
 def fast(recipe: Recipe, **casts: Cast) -> Recipe:
     """Fast accumulation in the backward pass too, as torchao's experts have it."""
     gemms = {name: replace(recipe.gemms[name], use_fast_accum=True, **casts) for name in ("grad_input", "grad_weight")}
-    return replace(recipe, name=f"{recipe.name}{FAST}", **gemms)
+    return replace(recipe, name=f"{recipe.name}, fast", **gemms)
 
 
-def converted(
-    subject: str, model: nn.Module, *, left_out: Sequence[str] = (), recompute_casts: bool = False
-) -> nn.Module:
+def converted(subject: str, model: nn.Module, *, left_out: Sequence[str] = ()) -> nn.Module:
     """The model under the subject's recipe, in place, but for layers with a name of `left_out`.
 
-    `recompute_casts` is f8emu's option; torchao's casts always are ordinary operations, which a compiler recomputes.
+    torchao's casts are ordinary operations, which a compiler recomputes; f8emu's are under `RECOMPUTE`.
     """
 
     def is_wanted(_: nn.Module, name: str) -> bool:
@@ -67,7 +63,7 @@ def converted(
     if subject == BASELINE:
         return model
     if library == "f8emu":
-        options: dict[str, Any] = {"module_filter_fn": is_wanted, "recompute_casts": recompute_casts}
+        options: dict[str, Any] = {"module_filter_fn": is_wanted, "recompute_casts": name.endswith(RECOMPUTE)}
         options["float8_primary_weights"] = name.endswith(AT_REST)
         model = convert_to_float8_training(model, config=recipe_of(subject), **options)
     else:

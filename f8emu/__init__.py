@@ -12,6 +12,7 @@ from f8emu.spec import E5M2 as E5M2
 from f8emu.spec import E8M0FNU as E8M0FNU
 from f8emu.spec import RECIPES as RECIPES
 from f8emu.spec import ROWWISE as ROWWISE
+from f8emu.spec import ROWWISE_FAST as ROWWISE_FAST
 from f8emu.spec import ROWWISE_WITH_GW_HP as ROWWISE_WITH_GW_HP
 from f8emu.spec import TENSORWISE as TENSORWISE
 from f8emu.spec import Cast as Cast

@@ -21,6 +21,7 @@ from results_records import (
 )
 from results_torch import losses
 
+from benchmarks.kernel_kinds import KINDS, kinds
 from f8emu.report.charts import bars
 
 _JAX = ("jax",)
@@ -116,18 +117,40 @@ def titan_two() -> str:
     return _titan("torchtitan-all-gather-h200x2", 16)
 
 
+_STEP = "torchtitan-step-h200x2"
+_OF_STEP = [*(kind for kind in KINDS if kind != "collectives"), "other"]
+
+
 def titan_at_rest() -> str:
     """The same with the codes of weights at rest."""
-    rows, name = [], "torchtitan-at-rest-h100x2"
+    rows, name = [], _STEP
     weights = record(name)["layers"] * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)  # of q, k, v, o and w1, w2, w3
     for found in record(name)["variants"]:
-        label = found["variant"].replace("/", " ").replace("bf16", "bfloat16").replace("+at-rest", ", at rest")
+        label = _titan_label(found["variant"])
         codes = {"f8emu tensorwise, at rest": 1, "f8emu rowwise, at rest": 2}.get(label, 0) * weights
         held = [f"{found[key]:.2f}" for key in ("rest_gib", "peak_active_gib")]
         predicted = f"{codes / record(name)['gpus'] / 2**30:.2f}"
-        rows.append([label.replace("+all-gather", ", all-gather"), f"{found['speed']:.3f}", predicted, *held])
+        rows.append([label, f"{found['speed']:.3f}", predicted, *held])
     columns = ["", "speed", "codes, predicted, GiB", "at rest, GiB", "peak, GiB"]
     return f"{table(columns, rows)}\n\n{source(name, _TITAN)}"
+
+
+def titan_two_step() -> str:
+    """Where the milliseconds of a step on two GPUs go."""
+    rows = []
+    for found in record(_STEP)["variants"]:
+        if "kernels" not in found:
+            continue
+        of_kinds, waits = kinds(found["kernels"]), found["exposure"]
+        row = [waits["step_us"], *(of_kinds[kind] for kind in _OF_STEP), waits["exposed_us"], waits["idle_us"]]
+        rows.append([_titan_label(found["variant"]), *(f"{us / 1e3:.0f}" for us in row)])
+    columns = ["ms", "step", *_OF_STEP, "collectives alone", "nothing"]
+    return f"{table(columns, rows)}\n\n{source(_STEP, _TITAN)}"
+
+
+def _titan_label(variant: str) -> str:
+    named = variant.replace("/", " ").replace("bf16", "bfloat16")
+    return named.replace("+at-rest", ", at rest").replace("+all-gather", ", all-gather")
 
 
 def titan_plot() -> str:
@@ -228,6 +251,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "titan-four": titan_four,
     "titan-two": titan_two,
     "titan-at-rest": titan_at_rest,
+    "titan-two-step": titan_two_step,
     "titan-plot": titan_plot,
     "titan-bfloat16-gather": titan_bfloat16_gather,
     "titan-step": titan_step,

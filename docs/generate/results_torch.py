@@ -52,7 +52,22 @@ def readme() -> str:
     """The README's one table, with the line that says where it comes from."""
     packages = re.sub(r"\.0\b", "", versions(_SPEED, ("torch", "torchao")))
     where = f"One {device(_SPEED)}, {packages}, `torch.compile`."
-    return f"{_speed_table('`{}`')}\n\n{where} Measure again:\n`{command(_SPEED).split(' --rounds')[0]}`"
+    measured = f"{where} Measure again:\n`{command(_SPEED).split(' --rounds')[0]}`"
+    return f"{_speed_table('`{}`')}\n\n{measured}\n\n{_memory()}"
+
+
+def _memory() -> str:
+    """What `recompute_casts` trades, in a model of many layers."""
+    name = "huggingface-h200"
+    shown = [
+        f"{times(found['speed'])} in {found['peak_bytes'] / 2**30:.1f} GiB"
+        for found in (subject(record(name), f"f8emu/tensorwise{suffix}") for suffix in ("", "+recompute"))
+    ]
+    plain = f"{subject(record(name), 'bf16')['peak_bytes'] / 2**30:.1f} GiB"
+    return (
+        f"A [Hugging Face Llama](docs/results/torch.md#a-hugging-face-model) trains in {plain} in bfloat16. Under\n"
+        f"`tensorwise` its speed is {shown[0]}; with `recompute_casts=True` it is {shown[1]}."
+    )
 
 
 def speed() -> str:
@@ -152,6 +167,7 @@ def huggingface() -> str:
     rows = []
     for found in record("huggingface-h200")["subjects"]:
         label = found["subject"].replace("/", " ").replace("bf16", "bfloat16")
+        label = label.replace("+recompute", ", `recompute_casts=True`")
         figures = (times(found["speed"]), f"{found['tokens_per_second']:,.0f}", f"{found['peak_bytes'] / 2**30:.1f}")
         rows.append([label, *figures])
     shown = table(["", "speed", "tokens per second", "peak memory, GiB"], rows)

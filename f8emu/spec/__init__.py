@@ -66,6 +66,7 @@ from f8emu.spec.recipe import DELAYED as DELAYED
 from f8emu.spec.recipe import RECIPE_ALIASES as RECIPE_ALIASES
 from f8emu.spec.recipe import RECIPES as RECIPES
 from f8emu.spec.recipe import ROWWISE as ROWWISE
+from f8emu.spec.recipe import ROWWISE_FAST as ROWWISE_FAST
 from f8emu.spec.recipe import ROWWISE_WITH_GW_HP as ROWWISE_WITH_GW_HP
 from f8emu.spec.recipe import SERVING_RECIPES as SERVING_RECIPES
 from f8emu.spec.recipe import TENSORWISE as TENSORWISE

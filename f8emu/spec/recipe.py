@@ -262,6 +262,13 @@ TENSORWISE = _alike("tensorwise", _TENSOR, _TENSOR, Cast(format=E5M2))
 """One scale per tensor, torchao's default. E4M3 forward, E5M2 gradients."""
 ROWWISE = replace(_alike("rowwise", _ROW, _ROW, _ROW), scale_rule=ScaleRule(power_of_two=True))
 """One power-of-two scale per row of each operand; E4M3 everywhere, as in torchao."""
+ROWWISE_FAST = replace(
+    ROWWISE,
+    name="rowwise_fast",
+    grad_input=replace(ROWWISE.grad_input, use_fast_accum=True),
+    grad_weight=replace(ROWWISE.grad_weight, use_fast_accum=True),
+)
+"""Rowwise, with fast accumulation in all three GEMMs, as torchao's mixtures of experts have it."""
 ROWWISE_WITH_GW_HP = replace(ROWWISE, name="rowwise_with_gw_hp", grad_input=Gemm(a=_ROW, b=_TENSOR), grad_weight=_HIGH)
 """Rowwise, with `grad_weight` in high precision and a tensorwise weight in `grad_input`, as in torchao."""
 DELAYED = replace(TENSORWISE, name="delayed", delayed=DelayedScaling())
@@ -287,6 +294,7 @@ weight, 1e-4 in float32 of an amax. No server casts gradients: their floor is th
 RECIPES: dict[RecipeName, Recipe] = {
     "tensorwise": TENSORWISE,
     "rowwise": ROWWISE,
+    "rowwise_fast": ROWWISE_FAST,
     "rowwise_with_gw_hp": ROWWISE_WITH_GW_HP,
     "delayed": DELAYED,
     "blockwise": BLOCKWISE,

@@ -42,6 +42,7 @@ TEN, AXS = "ten/e4m3fn ten/e4m3fn", "axs/e4m3fn axs/e4m3fn"
 CASTS: dict[str, tuple[tuple[str, str, str], tuple[bool, bool, bool], bool]] = {
     "tensorwise": ((TEN, "ten/e5m2 ten/e4m3fn", "ten/e5m2 ten/e4m3fn"), (True, False, False), False),
     "rowwise": ((AXS, AXS, AXS), (True, False, False), True),
+    "rowwise_fast": ((AXS, AXS, AXS), (True, True, True), True),
     "rowwise_with_gw_hp": ((AXS, "axs/e4m3fn ten/e4m3fn", "bf16 bf16"), (True, False, False), True),
     "delayed": ((TEN, "ten/e5m2 ten/e4m3fn", "ten/e5m2 ten/e4m3fn"), (True, False, False), False),
     "blockwise": (
@@ -54,6 +55,7 @@ ABBREVIATIONS = {Granularity.TENSORWISE: "ten", Granularity.ROWWISE: "axs", VECT
 HASHES = {
     "tensorwise": "7b2408b92d5b8c7cb25178174e4744ebd00d181171d227e0733e51e4f50fb8a0",
     "rowwise": "2e879072581ddcc96a6ce25c2fd3c6c6668fbc96213c3cd4afd8d00b8dd50bcd",
+    "rowwise_fast": "2db765a30f91f8b2aac07a4e863d2331a01a037aa621c00218d595b133749c66",
     "rowwise_with_gw_hp": "27d6c3e1fb002de73cc72e55efab0b067a1e65ccb64fff1b490bfd23ebfc9445",
     "delayed": "0aedd2334dbb44a29269fb047e8dee0017c9e1d58410c4a95ef850be9392e241",
     "blockwise": "c0ec3af7adec30b1da9c8941fef54807f13bdc0b105ce9bb2cedc9c35495d687",
@@ -103,9 +105,9 @@ def test_unknown_recipe_lists_the_known(name: str, near: str) -> None:
     with pytest.raises(SpecError) as caught:
         recipe_by_name(name)
     assert str(caught.value) == (
-        f"recipe_by_name: unknown recipe {name!r}{near}; known recipes: tensorwise, rowwise, rowwise_with_gw_hp, "
-        "delayed, blockwise, blockwise_ue8m0; older names: all_tensorwise (= tensorwise), all_axiswise (= rowwise), "
-        "lw_axiswise_with_gw_hp (= rowwise_with_gw_hp)"
+        f"recipe_by_name: unknown recipe {name!r}{near}; known recipes: tensorwise, rowwise, rowwise_fast, "
+        "rowwise_with_gw_hp, delayed, blockwise, blockwise_ue8m0; older names: all_tensorwise (= tensorwise), "
+        "all_axiswise (= rowwise), lw_axiswise_with_gw_hp (= rowwise_with_gw_hp)"
     )
 
 
@@ -211,6 +213,7 @@ BY_AMAX, BY_BLOCKS = "amaxes, then codes", "blocks in one reading"
 PASSES: dict[str, tuple[tuple[str, str], ...]] = {
     "tensorwise": ((BY_AMAX, BY_AMAX),) * 3,
     "rowwise": ((BY_AMAX, BY_AMAX),) * 3,
+    "rowwise_fast": ((BY_AMAX, BY_AMAX),) * 3,
     "rowwise_with_gw_hp": (("rows in one pass", "bf16"), (BY_AMAX, BY_AMAX), ("rows in one pass", "bf16")),
     "delayed": ((BY_AMAX, BY_AMAX),) * 3,
     "blockwise": ((BY_BLOCKS, BY_BLOCKS),) * 3,

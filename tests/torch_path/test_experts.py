@@ -14,7 +14,17 @@ from torch.nn.functional import silu
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from f8emu.spec import E4M3FN, RECIPES, Cast, OperandError, RecipeName, UnsupportedError, recipe_by_name
+from f8emu.spec import (
+    E4M3FN,
+    RECIPES,
+    ROWWISE,
+    ROWWISE_FAST,
+    Cast,
+    OperandError,
+    RecipeName,
+    UnsupportedError,
+    recipe_by_name,
+)
 from tests.torch_path.bits import assert_all_same_bits, assert_same_bits, to_numpy
 from tests.torch_path.layers import both_passes, draw, passes
 
@@ -208,12 +218,6 @@ def test_weights_cast_once_a_step(backend: str | None) -> None:
         run(draw(rows, 32, seed=1), offs)
 
 
-FAST = replace(
-    RECIPES["rowwise"],
-    name="fast",
-    grad_input=replace(RECIPES["rowwise"].grad_input, use_fast_accum=True),
-    grad_weight=replace(RECIPES["rowwise"].grad_weight, use_fast_accum=True),
-)
 TENSORWISE_E4M3 = replace(DELAYED_E4M3, name="tensorwise_e4m3", delayed=None)
 
 
@@ -228,7 +232,7 @@ def nasty(rows: int, columns: int, seed: int) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [RECIPES["rowwise"], FAST, TENSORWISE_E4M3], ids=lambda x: x.name)
+@pytest.mark.parametrize("recipe", [ROWWISE, ROWWISE_FAST, TENSORWISE_E4M3], ids=lambda x: x.name)
 def test_every_group_equals_a_layer_on_a_gpu(recipe: Any) -> None:
     """Tensor cores: rowwise layers one by one; with one scale a group, whose layers may be split along K, the CPU."""
     sizes, device = (0, 1, 15, 17, 8192, 0), "cuda"
@@ -251,7 +255,7 @@ def test_every_group_equals_a_layer_on_a_gpu(recipe: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_joint", [True, False], ids=["joint", "strict"])
-@pytest.mark.parametrize("recipe", [FAST, TENSORWISE_E4M3], ids=lambda x: x.name)
+@pytest.mark.parametrize("recipe", [ROWWISE_FAST, TENSORWISE_E4M3], ids=lambda x: x.name)
 def test_fused_experts_equal_their_layers_on_a_gpu(recipe: Any, is_joint: bool) -> None:
     sizes, device = (0, 1, 15, 17, 2048, 130), "cuda"
     offs, rows = groups_of(sizes)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from f8emu.spec.recipe import BLOCKWISE, DELAYED, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
+from f8emu.spec.recipe import BLOCKWISE, DELAYED, ROWWISE, ROWWISE_FAST, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
 from f8emu.torch.chip import CHIP
 from f8emu.torch.conversion.mixtures import experts_of, speed_of_experts
 from f8emu.torch.recipes import RecipeLike, resolve_recipe, torchao_options
@@ -26,12 +26,13 @@ class SmallestLayer(NamedTuple):
 
 
 _TOKENS = 8192  # with which the smallest layers were measured
-_NAMED = (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, DELAYED, BLOCKWISE)
+_NAMED = (TENSORWISE, ROWWISE, ROWWISE_FAST, ROWWISE_WITH_GW_HP, DELAYED, BLOCKWISE)
 SMALLEST_LAYERS: dict[Recipe, SmallestLayer] = dict.fromkeys(_NAMED, SmallestLayer(2048, 29360128))
 """Measured by `benchmarks.sizes`: one H200, 8,192 tokens, eager, forward and backward of one layer back to back."""
 SMALLEST_LAYERS_IN_CUDA_GRAPHS: dict[Recipe, SmallestLayer] = {
     TENSORWISE: SmallestLayer(1024, 4194304),
     ROWWISE: SmallestLayer(1024, 8388608),
+    ROWWISE_FAST: SmallestLayer(1024, 8388608),
     ROWWISE_WITH_GW_HP: SmallestLayer(1024, 4194304),
     DELAYED: SmallestLayer(512, 4194304),
     BLOCKWISE: SmallestLayer(2048, 8388608),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from f8emu.spec.formats import E5M2
-from f8emu.spec.recipe import Recipe
+from f8emu.spec.recipe import Gemm, Recipe
 from f8emu.torch import torch_internals as internals
 
 TRANSFORMERS = "transformers.integrations.moe"
@@ -147,8 +147,9 @@ def routers(module: nn.Module) -> set[int]:
 
 # A model of time: the operations of the nine GEMMs, and the bytes of GEMMs and casts. Its rates are fitted to one H100
 # (Llama 4 Scout, DeepSeek-V3, Qwen3-30B and Mixtral; forward and backward against compiled bfloat16), and meet those
-# GEMMs within 2 % and those ratios within 4 %.
-_OPERATIONS = {"bfloat16": 737e12, "float8": 1339e12}  # a second
+# GEMMs within 2 % and those ratios within 4 %; the rate of promoted sums to `rowwise` beside `rowwise_fast` on an H200,
+# within 4 % too.
+_OPERATIONS = {"bfloat16": 737e12, "float8": 1339e12, "float8 promoted": 1116e12}  # a second
 _GEMM_BYTES = {"bfloat16": 4.37e12, "float8": 2.51e12}  # a second, as if every GEMM read each operand once
 _CAST_BYTES = 2.95e12  # a second
 
@@ -161,8 +162,7 @@ def are_multiplied_apart(recipe: Recipe) -> bool:
 def speed_of_experts(shape: tuple[int, ...], tokens_per_expert: float, recipe: Recipe) -> float:
     """The predicted speed of float8 experts, times that of bfloat16, forward and backward, weights cast once a pass.
 
-    It is of GEMMs of groups that all accumulate fast. Promoted accumulation of gradients takes longer, above all with
-    few tokens an expert; E5M2 gradients are multiplied expert by expert.
+    It is of GEMMs of groups; E5M2 gradients, which are multiplied expert by expert, take longer.
 
     Shapes:
         shape is (experts, hidden_dim, dim).
@@ -172,10 +172,14 @@ def speed_of_experts(shape: tuple[int, ...], tokens_per_expert: float, recipe: R
     x, hidden, weight = tokens_per_expert * d, tokens_per_expert * h, h * d
     operations = 18 * tokens_per_expert * h * d  # three of each pass of forward, grad_input and grad_weight
     plain = operations / _OPERATIONS["bfloat16"] + (26 * x + 34 * hidden + 18 * weight) / _GEMM_BYTES["bfloat16"]
-    # A GEMM in bfloat16, as grad_weight may be, is a third of the work.
-    share = sum(gemm.a.format is not None for gemm in recipe.gemms.values()) / len(recipe.gemms)
-    rate = share / _OPERATIONS["float8"] + (1 - share) / _OPERATIONS["bfloat16"]
-    multiply = operations * rate + (8 * x + 12 * hidden + 12 * weight) / _GEMM_BYTES["float8"]
+    multiply = sum(operations / 3 / _OPERATIONS[_arithmetic(gemm)] for gemm in recipe.gemms.values())
+    multiply += (8 * x + 12 * hidden + 12 * weight) / _GEMM_BYTES["float8"]
     # Delayed scaling reads each matrix once, the others twice.
     casts = 18 * weight + 12 * x + 28 * hidden if recipe.delayed is None else 12 * weight + 8 * x + 18 * hidden
     return plain / (multiply + casts / _CAST_BYTES)
+
+
+def _arithmetic(gemm: Gemm) -> str:
+    if gemm.a.format is None:
+        return "bfloat16"
+    return "float8" if gemm.use_fast_accum else "float8 promoted"

@@ -63,11 +63,7 @@ class ConversionEntry(Shown):
     """Of experts, where the tokens of each are given: the predicted speed in float8, times that of bfloat16."""
 
     def __str__(self) -> str:
-        speed = (
-            ""
-            if self.speed is None
-            else f"predicted at {self.speed:.2f} times the speed of bfloat16, all GEMMs accumulating fast"
-        )
+        speed = "" if self.speed is None else f"predicted at {self.speed:.2f} times the speed of bfloat16"
         return ": ".join(filter(None, (self.outcome.value, self.reason, speed)))
 
 
