@@ -5,6 +5,8 @@ One on a GPU is copied to the host, and its results back. An array of JAX, trace
 `jax.pure_callback`, so that both functions work under `jit`.
 """
 
+from __future__ import annotations  # short signatures in `help`
+
 import functools
 import sys
 from collections.abc import Callable

@@ -9,6 +9,8 @@ The product of a value and its inv_scale is the one float32 operation that decid
   format; flushing keeps the sign. No sum follows that could become a fused multiply-add.
 """
 
+from __future__ import annotations  # short signatures in `help`
+
 import functools
 
 import jax

@@ -3,6 +3,8 @@
 The verbs refuse to be differentiated: a layer's backward pass treats scales as constants.
 """
 
+from __future__ import annotations  # short signatures in `help`
+
 import functools
 import math
 import struct

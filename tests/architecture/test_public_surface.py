@@ -10,7 +10,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -101,6 +101,14 @@ class Bare:
 
     def __repr__(self) -> str:
         return self.name
+
+
+@pytest.mark.parametrize("package", ["f8emu.numpy", "f8emu.jax", "f8emu.dialects"])
+def test_help_begins_with_names_of_types(package: str) -> None:
+    """Not with the members of each Literal, which take a screen."""
+    functions = [value for value in vars(load(package)).values() if isinstance(value, FunctionType)]
+    assert len(functions) > 2
+    assert {f.__name__: str(inspect.signature(f)) for f in functions if "Literal[" in str(inspect.signature(f))} == {}
 
 
 def public_names(package: str) -> list[str]:

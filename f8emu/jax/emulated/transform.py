@@ -5,6 +5,8 @@ The program is traced, flattened (`program.py`) and evaluated again. A dot that 
 (`gemm.py`). Everything else, also in the bodies of loops and branches, is computed as it was.
 """
 
+from __future__ import annotations  # short signatures in `help`
+
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +106,7 @@ class Emulation:
     listen: Callable[[str, Jaxpr, Matches], None] | None = None
     """Told of every flat program and its matches."""
 
-    def within(self, eqn: JaxprEqn, body: int = 0) -> "Emulation":
+    def within(self, eqn: JaxprEqn, body: int = 0) -> Emulation:
         """For a program of an equation."""
         name = eqn.primitive.name
         names = {"scan": f"scan of {eqn.params.get('length')}", "cond": f"branch {body}"}

@@ -4,6 +4,8 @@ An eager call asks the device of its operands. A trace does not know where it wi
 lowers the one of the backend (`jax.lax.platform_dependent`). A vmapped GEMM is one GEMM after another.
 """
 
+from __future__ import annotations  # short signatures in `help`
+
 import functools
 import warnings
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """The GEMMs: scaled_mm, scaled_grouped_mm and mm, on the tensor cores or emulated."""
 
+from __future__ import annotations  # short signatures in `help`
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

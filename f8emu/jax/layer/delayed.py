@@ -18,6 +18,8 @@ A next state that JAX added has an `initialized` above 1. Such states, and gradi
 (or none, of a layer that did not run), are broken: an error where values are known, in a trace an inv_scale of NaN.
 """
 
+from __future__ import annotations  # short signatures in `help`
+
 import functools
 from collections.abc import Callable
 from typing import Any

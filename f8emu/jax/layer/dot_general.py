@@ -5,6 +5,8 @@ The left operand is the recipe's `input`, the right one its `weight`. Their dime
 a kernel [K, N] of flax does, is not moved: its two operands change places.
 """
 
+from __future__ import annotations  # short signatures in `help`
+
 import functools
 import math
 from collections.abc import Sequence
@@ -44,7 +46,7 @@ def dot_general(
     engine: EngineName = "auto",
     in_specs: Specs | None = None,
     sharded_k: ShardedK = SUM,
-) -> "DotGeneral":
+) -> DotGeneral:
     """`jax.lax.dot_general` under a recipe: a frozen, hashable function with its signature and gradients.
 
     Equal recipes give equal functions, inside a trace and outside, so that the function may be a static argument or the
@@ -73,7 +75,7 @@ def delayed_dot_general(
     engine: EngineName = "auto",
     in_specs: Specs | None = None,
     sharded_k: ShardedK = SUM,
-) -> "DelayedDotGeneral":
+) -> DelayedDotGeneral:
     """`dot_general` for a recipe with delayed scaling: the function takes a `Float8State` after its operands.
 
     The gradient of the state is made of amaxes, for `linear_delayed_update`. Arguments and errors are as for

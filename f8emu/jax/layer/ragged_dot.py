@@ -5,6 +5,8 @@ another: each as the layer that it is (`layer.matmul`), of its rows and of rows 
 of a few extents. Zeros change no scale, and at the end of what is summed no bit of a product [ACC-1], [ACC-2].
 """
 
+from __future__ import annotations  # short signatures in `help`
+
 import bisect
 import functools
 import math

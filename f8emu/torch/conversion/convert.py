@@ -4,6 +4,8 @@ Experts of mixtures are converted too (`experts`). A layer that cannot be conver
 not in the middle of training.
 """
 
+from __future__ import annotations  # short signatures in `help`
+
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
