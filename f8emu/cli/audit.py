@@ -25,6 +25,8 @@ def add_to(app: "typer.Typer") -> None:
             "f8emu audit DeepSeek-V3",
             "f8emu audit served --source trained --consumer vllm:h200",
             "f8emu audit model.safetensors --json findings.json --html findings.html",
+            differs="an error or a warning, notes are no fault",
+            left="a weight has no scale that can be checked, or could not be compared with the source",
         )
     )
     def audit(
@@ -38,7 +40,7 @@ def add_to(app: "typer.Typer") -> None:
     ) -> None:
         """Find what is wrong with a float8 checkpoint before it is served: names, scales, codes.
 
-        Errors and warnings give status 1, notes do not. With --source it names the quantizer that wrote every byte, or
+        With --source it names the quantizer that wrote every byte, or
         the first block that none explains. Ctrl-C ends it, and the findings so far are reported.
         """
         options = {"source": source, "consumer": consumer, "tp": tp}

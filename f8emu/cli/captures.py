@@ -46,7 +46,11 @@ def add_to(app: "typer.Typer") -> None:
         raise typer.Exit(guarded(_inspect, log, by, top, json_file, html_file))
 
     @app.command(
-        epilog=ending("f8emu replay captured", "f8emu replay captured/step-00000100-rank-00000 --outputs 1000")
+        epilog=ending(
+            "f8emu replay captured",
+            "f8emu replay captured/step-00000100-rank-00000 --outputs 1000",
+            differs="a bit differs",
+        )
     )
     def replay(
         path: Annotated[Input, typer.Argument(help="A capture, or one of its step-... directories.")],
@@ -68,6 +72,7 @@ def add_to(app: "typer.Typer") -> None:
         epilog=ending(
             "f8emu diff run_a run_b",
             "f8emu diff trainer server --map 'model\\.(.*)=\\1' --html diff.html",
+            differs="a bit differs",
         )
     )
     def diff(

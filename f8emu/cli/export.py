@@ -27,6 +27,7 @@ def add_to(app: "typer.Typer") -> None:
             "f8emu export trained served --format block --recipe blockwise",
             "f8emu export trained served --format per-channel --recipe rowwise",
             "f8emu export served --verify",
+            differs="with --verify, a tensor differs from its manifest",
         )
     )
     def export(

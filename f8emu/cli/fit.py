@@ -14,7 +14,8 @@ from f8emu.spec import SpecError
 if TYPE_CHECKING:
     import typer
 
-_STATUSES = f"{frame.STATUSES} 3: random GEMMs confirm the rules, and a GEMM with another M, N or K misses them."
+_DIFFERS = "a rule is unconfirmed, a row's bits depend on M, or results contradict each other"
+_LEFT = "random GEMMs confirm the rules, and a GEMM with another M, N or K misses them"
 _EXAMPLES = (
     "f8emu fit torch --kind 'rowwise fast'",
     "f8emu fit my_kernels.py:scaled_mm --m 1 --m 4096 --html fit.html",
@@ -25,7 +26,7 @@ def add_to(app: "typer.Typer") -> None:
     """Add the command."""
     import typer
 
-    @app.command(epilog=frame.ending(*_EXAMPLES, statuses=_STATUSES))
+    @app.command(epilog=frame.ending(*_EXAMPLES, differs=_DIFFERS, left=_LEFT))
     def fit(
         kernel: Annotated[str, typer.Argument(help="A subject of `f8emu verify`: package.module:function, torch, ...")],
         json_file: Annotated[ReportOrNone, typer.Option("--json", metavar="OUT", help=JSON)] = None,
@@ -44,8 +45,7 @@ def add_to(app: "typer.Typer") -> None:
     ) -> None:
         """Measure the unknown rules of a kernel, and confirm them by bits, also at other sizes.
 
-        Ctrl-C ends it, and the findings so far are reported. Exit status 1: a rule is unconfirmed, a row depends on M,
-        or results are inconsistent.
+        Ctrl-C ends it, and the findings so far are reported.
         """
         raise typer.Exit(
             guarded(_fit, kernel, (json_file, html_file), arrays.value, kind or [], m or [], timeout, here)

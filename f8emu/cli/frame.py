@@ -38,9 +38,21 @@ def chip_names(incomplete: str) -> list[str]:
     return [incomplete + name[len(incomplete) :] for name in named]
 
 
-def ending(*examples: str, statuses: str = STATUSES) -> str:
-    """The end of a command's help: lines that can be pasted, then the exit statuses."""
-    return "\n\n".join(["Examples:", *examples, statuses])
+def ending(*examples: str, differs: str = "", left: str = "", statuses: str = "") -> str:
+    """The end of a command's help: lines that can be pasted, then its exit statuses.
+
+    `differs` and `left` say what 1 and 3 mean; a command without a meaning for one never ends with it.
+    """
+    failed = "bad usage, a missing package, a file that cannot be read or written, or a failure of f8emu itself"
+    meanings = {
+        0: "all equal, or done" if differs else "done",
+        1: differs,
+        2: f"nothing could be compared, {failed}" if differs else failed,
+        3: left,
+        130: "interrupted by Ctrl-C or SIGTERM",
+    }
+    listed = "; ".join(f"{status} {meaning}" for status, meaning in meanings.items() if meaning)
+    return "\n\n".join(["Examples:", *examples, f"Exit status: {statuses or listed}."])
 
 
 MOST = 1 << 15

@@ -52,7 +52,9 @@ def add_to(app: "typer.Typer") -> None:
         """List the named recipes, or explain one."""
         raise typer.Exit(guarded(_recipes, name, as_toml, json_file))
 
-    @app.command(cls=JsonWasAFlag, epilog=ending("f8emu doctor", "f8emu doctor --json -"))
+    @app.command(
+        cls=JsonWasAFlag, epilog=ending("f8emu doctor", "f8emu doctor --json -", differs="an installed library fails")
+    )
     def doctor(
         json_file: Annotated[ReportOrNone, json_option] = None,
         html_file: Annotated[ReportOrNone, html_option] = None,
@@ -60,7 +62,13 @@ def add_to(app: "typer.Typer") -> None:
         """Show what this machine has, which engine computes a GEMM here, and what to do next."""
         raise typer.Exit(guarded(_doctor, (json_file, html_file)))
 
-    @app.command(epilog=ending("f8emu record golden.safetensors --check", "f8emu record plan.json --plans shapes.json"))
+    @app.command(
+        epilog=ending(
+            "f8emu record golden.safetensors --check",
+            "f8emu record plan.json --plans shapes.json",
+            differs="f8ref.numpy differs from the new file (--check), or no S explains a shape (--plans)",
+        )
+    )
     def record(
         out: Annotated[Output, typer.Argument(help="The golden file to write; with --plans the plan file.")],
         seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the operands.")] = None,

@@ -18,7 +18,11 @@ def add_to(app: "typer.Typer") -> None:
     import typer
 
     @app.command(
-        epilog=ending("f8emu run -- python train.py", "f8emu run --chip H200 --bf16 -- python -m pytest"),
+        epilog=ending(
+            "f8emu run -- python train.py",
+            "f8emu run --chip H200 --bf16 -- python -m pytest",
+            statuses="that of the program; 2 also for bad usage, or where there is no such program",
+        ),
         context_settings={"allow_interspersed_args": False},
     )
     def run(
@@ -29,7 +33,7 @@ def add_to(app: "typer.Typer") -> None:
         """Run a program whose torch GEMMs in float8 have the bits of a chip.
 
         Its child processes have them too, except a Python that ignores PYTHONPATH, as python -I does. On a machine
-        whose GPU is the chip, nothing changes. The exit status is the program's.
+        whose GPU is the chip, nothing changes.
         """
         raise typer.Exit(guarded(execute, program, chip, bf16))
 

@@ -70,7 +70,7 @@ def add_to(app: "typer.Typer") -> None:
     """Add the command."""
     import typer
 
-    @app.command(epilog=frame.ending(*_EXAMPLES))
+    @app.command(epilog=frame.ending(*_EXAMPLES, differs="a bit differs, or a subject raised an error"))
     def verify(
         subjects: Annotated[
             list[str] | None,
