@@ -49,14 +49,14 @@ def columns(most: int = COLUMNS) -> int:
     return max(min(get_terminal_size((most, LINES)).columns, most), NARROWEST)
 
 
-def screen(lines: Iterable[str], *, name: str = "") -> str:
+def screen(lines: Iterable[str], *, name: str = "", most: int = COLUMNS, rest: str = "more lines") -> str:
     """At most `LINES` lines as wide as the terminal, folded between words; lines that do not fit are counted."""
     every = [line for text in lines for line in text.splitlines() or [""]]
     if name:
         every[:1] = [f"{name}: {line}" for line in every[:1] or [""]]
-    folded = [part for line in every for part in _folded(line.rstrip(), columns())]
+    folded = [part for line in every for part in _folded(line.rstrip(), columns(most))]
     if (more := len(folded) - LINES + 1) > 1:
-        folded[LINES - 1 :] = [f"... {more} more lines"]
+        folded[LINES - 1 :] = [f"... {more} {rest}"]
     return "\n".join(folded)
 
 

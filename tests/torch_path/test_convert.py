@@ -131,7 +131,10 @@ def test_the_log_is_one_table_on_one_rank_and_fits_on_a_screen(
     assert "lm_head" in report.names(Outcome.CONVERTED), "a filter decides for heads too"
     many = nn.ModuleDict({f"a{i}": nn.Linear(16, 16 * i) for i in range(1, 60)})
     lines = f8.plan_conversion(many).screen.splitlines()
-    assert len(lines) == 24 and max(map(len, lines)) <= 80 and lines[-1].startswith("... 38 more lines")
+    assert len(lines) == 25 and max(map(len, lines)) <= 80 and lines[-1].startswith("... 37 more lines: print(plan_")
+    name, unequal = "_".join("name" for _ in range(14)), nn.ModuleDict({"odd": nn.Linear(32, 20)})
+    lines = f8.plan_conversion(nn.ModuleDict({name: unequal})).screen.splitlines()
+    assert any(f"  {name}.odd" == line.rstrip() for line in lines), "no name is cut"
 
 
 # After the first step

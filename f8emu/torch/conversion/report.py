@@ -117,11 +117,8 @@ class ConversionReport(Shown):
 
     @property
     def screen(self) -> str:
-        """The report on a screen: at most 24 lines of 80 columns; what does not fit is cut off."""
-        lines = str(self).splitlines()
-        if (more := len(lines) - 23) > 1:
-            lines[23:] = [f"... {more} more lines: print(plan_conversion(model))"]
-        return "\n".join(line if len(line) <= 80 else f"{line[:77]}..." for line in lines)
+        """The report in at most 25 lines of 80 columns, folded between words."""
+        return screen([str(self)], most=80, rest="more lines: print(plan_conversion(model))")
 
 
 def _rows(rows: Iterable[tuple[str, tuple[int, ...], str]]) -> list[str]:
