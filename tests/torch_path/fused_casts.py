@@ -70,7 +70,7 @@ def calls(x: Tensor, fmt: Format = E4M3FN, rule: ScaleRule = RULES[1]) -> Calls:
         "columns": (fused.cast_columns, (x, name, torch.linspace(0.01, 9, n)[:, None])),
         "transposed": (fused.transpose_codes, (codes.view(getattr(torch, name)), x.detach())),
         "recomputable": (fused.recomputable_cast_pair, (x, name, amaxes(1), amaxes(n), *of_rule)),
-        "recomputable, given": (fused.recomputable_cast_pair_given, (x, name, one, True, True)),
+        "recomputable, given": (fused.recomputable_cast_pair_given, (x, name, torch.full((1, 1), 0.3), True, True)),
     }
     for key, pair in _pairs(x.detach(), rule).items():
         table[f"pair by {key}"] = (fused.cast_pair, (x, name, *pair, *of_rule))

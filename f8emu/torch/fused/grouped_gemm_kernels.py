@@ -96,6 +96,6 @@ def gemm_of_inner_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(start, end, STEP):
             acc += tl.dot(of_a.load([row, k]), of_b.load([column, k]).T)
-        own = out + group.to(tl.int64) * M * N
-        of_out = tl.make_tensor_descriptor(own, [M, N], [N, 1], [BM, BN])
+        matrix = out + group.to(tl.int64) * M * N
+        of_out = tl.make_tensor_descriptor(matrix, [M, N], [N, 1], [BM, BN])
         write_tile(acc, of_out, scale_a + group * M, scale_b + group * N, row, column, M, N, BM, BN)
