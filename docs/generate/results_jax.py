@@ -22,7 +22,7 @@ from results_records import (
 from results_torch import losses
 
 from benchmarks.kernel_kinds import KINDS, kinds
-from f8emu.report.charts import bars
+from f8emu.report.charts import bars, curves
 
 _JAX = ("jax",)
 _FUSED, _MEMORY = "jax_feed_forward-fused-h200", "jax_feed_forward-memory-h200"
@@ -242,6 +242,22 @@ def distributed_bits() -> str:
     return f"{table(columns, rows)}\n\n{source('distributed_bits-h200x2', ('torch',))}"
 
 
+def titan_curves() -> str:
+    """Losses over the steps of the longest run in which torchao's layers trained too."""
+    name = "torchtitan-all-gather-h200x2"
+    runs = [r for r in record(name)["runs"] if any(v["variant"].startswith("torchao") for v in r["variants"])]
+    run = max(runs, key=lambda run: run["steps"])
+    lines_of = {
+        v["variant"].removesuffix("+all-gather").replace("/", " ").replace("bf16", "bfloat16"): [
+            *enumerate(v["losses"], 1)
+        ]
+        for v in run["variants"]
+        if v["variant"] == "bf16" or v["variant"].endswith("+all-gather")
+    }
+    title = f"Training loss of {run['layers']} layers on {run['gpus']} GPUs over {run['steps']} steps, one run each"
+    return f"{inline(curves(lines_of, unit='loss'), title)}\n\n{source(name, _TITAN)}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "jax-feed-forward": jax_feed_forward,
     "jax-plot": jax_plot,
@@ -256,6 +272,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "titan-bfloat16-gather": titan_bfloat16_gather,
     "titan-step": titan_step,
     "titan-losses": titan_losses,
+    "titan-curves": titan_curves,
     "tensor-parallel": tensor_parallel,
     "distributed-bits": distributed_bits,
 }
