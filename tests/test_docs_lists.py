@@ -168,3 +168,11 @@ def test_warnings_are_those_of_the_code() -> None:
     texts = re.sub(r'"\s*\n\s*f?"', "", sources)
     warnings = names("docs/reference/errors.md", "Warnings")
     assert warnings and not {warning for warning in warnings if warning.strip(". ") not in texts}
+
+
+@pytest.mark.parametrize("words", ["pytest", "wandb", "error analysis", "split k", "H100 CPU"])
+def test_what_is_searched_for_stands_in_a_heading(words: str) -> None:
+    """The site's search ranks headings first; it splits words at blanks and hyphens."""
+    pages = [path.read_text() for room in ("guides", "concepts") for path in (ROOT / "docs" / room).glob("*.md")]
+    headings = [re.split(r"[\s:-]+", line.lower()) for page in pages for line in re.findall(r"^#+ (.*)", page, re.M)]
+    assert any({*words.lower().split()} <= {*heading} for heading in headings)

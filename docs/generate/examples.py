@@ -19,7 +19,7 @@ def page() -> str:
     for path in sorted(FOLDER.glob("*.ipynb")):
         title, *blocks = notebook(path)
         table.append(f"| [`{path.name}`](#{path.stem}) | {title} |")
-        programs += [f"## {path.stem} {{#{path.stem}}}", f"The notebook `examples/{path.name}`.", *blocks]
+        programs += [f"## Notebook {path.stem} {{#{path.stem}}}", f"The notebook `examples/{path.name}`.", *blocks]
     head = ["# Examples", "Complete programs and notebooks. The tests run them."]
     return "\n\n".join([*head, "\n".join(table), *programs]) + "\n"
 
