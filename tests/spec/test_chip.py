@@ -131,7 +131,7 @@ def test_names_that_people_say() -> None:
     with pytest.raises(SpecError, match="test: of GH200 no split-K plan was recorded; chip='Hopper' has the bits"):
         chip_by_name("test", "GH200")
     assert consumers_of("vllm:H200") == consumers_of("vllm:gh200") == ["vllm:sm90"]
-    with pytest.raises(SpecError, match=r"a chip among Hopper, H100, .*B200, .*GH200"):
+    with pytest.raises(SpecError, match=r"name a GPU \(Hopper: H100, H200, .*GH200; Blackwell: .*B200"):
         consumers_of("vllm:L40S")
 
 
