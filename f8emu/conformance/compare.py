@@ -54,7 +54,7 @@ class Mismatch(Shown):
         if self.error:
             return f"{head} => {self.error}"
         place = f" [{', '.join(map(str, self.index))}]" if self.index else ""
-        share = f"; {self.differing} of {self.outputs} differ" if self.outputs else ""
+        share = f"; {self.differing:,} of {self.outputs:,} differ" if self.outputs else ""
         inputs = f" {self.inputs}" if self.inputs else ""
         return f"{head}{place}{inputs} => {self.observed}  expected: {self.expected}{share}"
 
@@ -128,7 +128,7 @@ def abbreviated(array: np.ndarray, name: str, *, shown: int = 8) -> str:
 
 def counted(count: int, singular: str, plural: str = "") -> str:
     """`1 case differs`, `2 cases differ`; without `plural` it is `singular` and an s."""
-    return f"{count} {singular if count == 1 else plural or f'{singular}s'}"
+    return f"{count:,} {singular if count == 1 else plural or f'{singular}s'}"
 
 
 def text_of(error: BaseException) -> str:

@@ -117,7 +117,7 @@ def _words(alike: Sequence[Diagnosis]) -> str:
     left = _contrast_words(*(kind.best.left for kind in alike if kind.best is not None and kind.best.left is not None))
     if not best.alterations:
         left = left and f"; what differs {left}"
-        return f"NOT EXPLAINED, {shares} under the chip's rules{left}; {best.sentence}, {total - equal} outputs"
+        return f"NOT EXPLAINED, {shares} under the chip's rules{left}; {best.sentence}, {total - equal:,} outputs"
     left = left and f"; what is left {left}"
     if first.is_nearly_explained:
         return f"nearly explained, {percent(equal / total)}: {names}{left}; {shares}: {best.sentence}"
@@ -149,7 +149,7 @@ def _names(explanation: Explanation) -> str:
 
 
 def _shares(equal: int, total: int) -> str:
-    return f"{equal}/{total} outputs equal"
+    return f"{equal:,}/{total:,} outputs equal"
 
 
 def diagnosis_json(kinds: Sequence[Diagnosis]) -> list[dict[str, Any]]:

@@ -78,21 +78,21 @@ def verdict(result: Result) -> Verdict:
     # 2. None so far.
     cases = sum(stage.cases_total for stage in stages)
     if result.is_interrupted:
-        so_far = f": equal so far, every bit of {outputs} outputs in {cases} cases"
+        so_far = f": equal so far, every bit of {outputs:,} outputs in {cases:,} cases"
         return Verdict(Exit.INTERRUPTED, f"INTERRUPTED{so_far if outputs else ', nothing was compared'}")
     if not result.is_equal:
         return Verdict(Exit.UNVERIFIED, f"NOT VERIFIED: {'; '.join(blamed)}")
     # 3. Cases under an S of their own are equal, but are not the chip's: they are counted apart.
     splits = [tally for stage in stages for tally in stage.own_splits.values()]
     cases -= sum(tally.cases for tally in splits)
-    equal = [f"every bit of {outputs} outputs in {cases} cases"] if cases else []
+    equal = [f"every bit of {outputs:,} outputs in {cases:,} cases"] if cases else []
     if splits:
-        counts = f"{sum(tally.outputs for tally in splits)} in {sum(tally.cases for tally in splits)}"
+        counts = f"{sum(tally.outputs for tally in splits):,} in {sum(tally.cases for tally in splits):,}"
         equal.append(f"{counts} under an S of its own")
     kernels = [subject for subject in result.subjects if subject.name not in SUBJECTS]
     skipped = sum(stage.cases_not_offered for kernel in kernels for stage in kernel.stages)
     line = f"equal: {', and '.join(equal)}"
-    return Verdict(Exit.EQUAL, f"{line}; {skipped} cases not offered" if skipped else line)
+    return Verdict(Exit.EQUAL, f"{line}; {skipped:,} cases not offered" if skipped else line)
 
 
 def _blamed(subject: SubjectResult) -> str:
@@ -284,7 +284,7 @@ def stage_lines(subject: SubjectResult) -> Iterator[str]:
     judges: dict[str, list[str]] = {}
     for stage in subject.stages:
         if stage.reason:
-            cases = f" ({stage.cases_not_offered} cases)" if stage.cases_total else ""
+            cases = f" ({stage.cases_not_offered:,} cases)" if stage.cases_total else ""
             reasons.setdefault(stage.reason.removeprefix(subject.name).strip(), []).append(stage.title + cases)
         if stage.oracle:
             judges.setdefault(stage.oracle, []).append(stage.title)
@@ -296,10 +296,10 @@ def stage_lines(subject: SubjectResult) -> Iterator[str]:
 
 def _counts(stage: StageResult) -> str:
     # `recorded GEMMs 3/4 cases equal, 90/96 outputs, 0.1 s, 1 equal under an S of its own [CHAIN-3] (S = 5: 1)`.
-    cases = f"{stage.cases_equal}/{stage.cases_total} cases"
+    cases = f"{stage.cases_equal:,}/{stage.cases_total:,} cases"
     if stage.cases_equal != stage.cases_total:
         cases += " equal"
-    line = f"{stage.title} {cases}, {stage.outputs_equal}/{stage.outputs_total} outputs, {stage.seconds:.1f} s"
+    line = f"{stage.title} {cases}, {stage.outputs_equal:,}/{stage.outputs_total:,} outputs, {stage.seconds:.1f} s"
     if not stage.own_splits:
         return line
     counts = ", ".join(f"S = {slices}: {tally.cases}" for slices, tally in stage.own_splits.items())
@@ -319,8 +319,8 @@ def _breakdown(breakdown: Breakdown, name: str) -> Section:
     rows: list[Row] = []
     for trait, values in breakdown.telling().items():
         for i, (value, tally) in enumerate(values.items()):
-            cases = f"{tally.cases_differing}/{tally.cases}", Share(value=tally.share_of_cases)
-            outputs = f"{tally.outputs_differing}/{tally.outputs}", Share(value=tally.share_of_outputs)
+            cases = f"{tally.cases_differing:,}/{tally.cases:,}", Share(value=tally.share_of_cases)
+            outputs = f"{tally.outputs_differing:,}/{tally.outputs:,}", Share(value=tally.share_of_outputs)
             rows.append(["" if i else trait, value, *cases, *outputs])
     columns = ("by", "", "cases differ", "share", "outputs differ", "share")
     caption = f"{name}: what differs in {breakdown.title}"

@@ -307,7 +307,7 @@ def test_breakdown_in_json_and_on_the_terminal(planted: Result) -> None:
 
     text = "\n".join(page_lines(page(planted, run), 400))
     fast = breakdown["by"]["accumulation"]["fast"]
-    counts = rf"20/{fast['cases']} .* {fast['outputs_differing']}/{fast['outputs']} "
+    counts = rf"20/{fast['cases']} .* {fast['outputs_differing']:,}/{fast['outputs']:,} "
     assert re.search(rf"accumulation +fast +{counts}", text), text
     assert "…" not in text, "nothing is cut off"
     assert f"float32: {breakdown['ulps']['float32']['total']:,} outputs differ, by " in text

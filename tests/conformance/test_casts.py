@@ -151,7 +151,7 @@ def test_a_cast_of_jax_is_equal_and_what_it_refuses_is_no_pass() -> None:
 def test_a_cast_that_leaves_a_tail_unwritten_is_found_by_its_values() -> None:
     wrong = verified("unwritten_tail", "cast")
     assert wrong.diagnosis is not None and wrong.diagnosis.contradictions > 10_000
-    assert wrong.diagnosis.headline.startswith("NOT EXPLAINED: 10700 values have several codes, by place")
+    assert wrong.diagnosis.headline.startswith("NOT EXPLAINED: 10,700 values have several codes, by place")
 
 
 def test_a_cast_that_changes_its_input_is_at_fault() -> None:

@@ -78,7 +78,7 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
     lines = [line for line in out.splitlines() if "  expected: " in line]
     assert status == 1
     assert len(lines) == 4, "one of each case"
-    assert all(line.endswith("; 4 of 6144 differ") for line in lines[:3])
+    assert all(line.endswith("; 4 of 6,144 differ") for line in lines[:3])
     assert lines[0].startswith(
         "000 tensorwise-normal float8_e4m3fn x float8_e4m3fn 64x96x512 -> bfloat16 fast [3, 5] a[3]=<"
     )

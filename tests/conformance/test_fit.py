@@ -276,7 +276,7 @@ def test_command_line(kernels: Path) -> None:
     options = ("--arrays", "numpy", "--kind", "tensorwise fast", "--m", "1", "--m", "32", "--json", str(out))
     status, text = invoke("fit", "fit_kernels:exact", *options)
     assert status == 0, text
-    assert "nothing is lost" in text and "confirmed on random GEMMs, 1792/1792 outputs equal" in text
+    assert "nothing is lost" in text and "confirmed on random GEMMs, 1,792/1,792 outputs equal" in text
     assert "do not depend on M (32, 1)" in text
     (kind,) = json.loads(out.read_text())["kinds"]
     assert kind["rules"]["adder"] == "exact" and kind["in_words"][0].startswith("order of adding: nothing is lost")
@@ -295,7 +295,7 @@ def test_command_line(kernels: Path) -> None:
         text.split()
     )
     words = " ".join(invoke("fit", "--help")[1].replace("│", " ").split())
-    assert "3: random GEMMs confirm the rules" in words
+    assert "; 3 random GEMMs confirm the rules" in words
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_right_kernels_pass() -> None:
     [
         (never_promotes, ["NOT EQUAL: ", ":never_promotes (golden)", "in short: it never promotes its accumulator"]),
         (swaps_scales, ["in short: it multiplies scale_a before scale_b", "not offered: recorded GEMMs"]),
-        (raises, ["148 cases differ, 496384 outputs", "=> raised ValueError: out of shared memory"]),
+        (raises, ["148 cases differ, 496,384 outputs", "=> raised ValueError: out of shared memory"]),
         (refuses, ["NOT VERIFIED: ", "(nothing ran)", "not offered: recorded GEMMs: no such GEMM"]),
     ],
 )

@@ -62,7 +62,7 @@ class CastDiagnosis:
             sentence = f"as dialect {self.basis}, but {sentence}"
         if self.alterations and self.is_complete:
             return sentence
-        share = f"{self.outputs_equal}/{self.outputs_total} outputs"
+        share = f"{self.outputs_equal:,}/{self.outputs_total:,} outputs"
         if self.contradictions:
             values = counted(self.contradictions, "value has", "values have")
             return f"NOT EXPLAINED: {values} several codes, by place, layout or dtype ({share} are right)"
