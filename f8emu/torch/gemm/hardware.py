@@ -67,10 +67,8 @@ def scaled_grouped_mm(
     require_hopper("scaled_grouped_mm", a.device)
     is_traced = is_watched(a)
     a, b = _aligned(a, is_traced), _aligned(b.mT, is_traced).mT
-    rows = gemm.sizes[0 if gemm.group_kind is GroupKind.ROWS else 2]
-    if not gemm.use_fast_accum and offs is not None and rows <= gemm.groups * _ROWS_PER_GROUP.get(gemm.group_kind, -1):
-        if (plans := kernels_for(a)) is not None:
-            return promoted_groups(plans, a, b, scale_a, scale_b, offs, gemm)
+    if offs is not None and _promotes_small_groups(gemm) and (plans := kernels_for(a)) is not None:
+        return promoted_groups(plans, a, b, scale_a, scale_b, offs, gemm)
     return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
         a,
         b,
@@ -80,6 +78,12 @@ def scaled_grouped_mm(
         out_dtype=dtype_of(gemm.out),
         use_fast_accum=gemm.use_fast_accum,
     )
+
+
+def _promotes_small_groups(gemm: GemmCall) -> bool:
+    # Rows of all groups: of a, or of both operands where K is divided.
+    rows = gemm.sizes[0 if gemm.group_kind is GroupKind.ROWS else 2]
+    return not gemm.use_fast_accum and rows <= gemm.groups * _ROWS_PER_GROUP.get(gemm.group_kind, -1)
 
 
 def promoted_groups(
