@@ -22,10 +22,13 @@ class Shown:
     _page: ClassVar[str] = ""
     """`module:function` of what makes its page, loaded when it is shown: pages are on a higher floor."""
 
+    _rest: ClassVar[str] = "more lines"
+    """What stands behind the number of lines that a screen leaves out."""
+
     def __repr__(self) -> str:
         if not self._page:
             return fields_of(self)
-        return screen(self._lines(columns()), name=type(self).__name__)
+        return screen(self._lines(columns()), name=type(self).__name__, rest=self._rest)
 
     def _repr_html_(self) -> str:
         if not self._page:

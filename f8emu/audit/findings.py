@@ -77,6 +77,7 @@ class Audit(Shown):
     """The result of an audit, which may have been interrupted."""
 
     _page: ClassVar[str] = "f8emu.audit.page:audit_page"
+    _rest: ClassVar[str] = "more lines; `findings` has all"
     path: str
     format: str
     consumer: str = ""
@@ -98,6 +99,8 @@ class Audit(Shown):
     """With a source: the tensors that were compared with it."""
     uncompared: dict[str, str] = field(default_factory=dict)
     """With a source: the float8 weights that were not compared with it -> why."""
+    unquantized_compared: int = 0
+    """With a source: the weights in high precision that were compared with it."""
     findings: list[Finding] = field(default_factory=list)
     """The worst first."""
     is_interrupted: bool = False
@@ -108,9 +111,10 @@ class Audit(Shown):
         counts = Counter(finding.severity for finding in self.findings)
         tally = ", ".join(counted(counts[severity], severity) for severity in Severity if counts[severity])
         of = f"{self.tensors - len(self.unscaled):,} of {counted(self.tensors_total, 'float8 weight')}"
+        plain = f"; {counted(self.unquantized_compared, 'unquantized weight')} compared" if self.source else ""
         if any(finding.is_fault for finding in self.findings):
             first = f"{self.findings[0].place}: {self.findings[0].check}"
-            faulty = Verdict(Exit.DIFFERENT, f"FAULTY: {tally}; the first: {first}; {of}")
+            faulty = Verdict(Exit.DIFFERENT, f"FAULTY: {tally}; the first: {first}; {of}{plain}")
             return faulty.after(ctrl_c=self.is_interrupted)
         if self.is_interrupted:
             return Verdict(Exit.INTERRUPTED, f"INTERRUPTED: no fault so far in {of}")
@@ -119,10 +123,11 @@ class Audit(Shown):
             return Verdict(Exit.INCOMPLETE, f"INCOMPLETE: no fault in {of}, but {lacking}")
         if self.uncompared:
             lacking = f"{len(self.uncompared)} of {of} not compared with the source"
-            return Verdict(Exit.INCOMPLETE, f"INCOMPLETE: no fault, but {lacking}")
+            return Verdict(Exit.INCOMPLETE, f"INCOMPLETE: no fault, but {lacking}{plain}")
         if not self.tensors_total:
             return Verdict(Exit.UNVERIFIED, "NOT VERIFIED: the checkpoint has no float8 weight")
-        return Verdict(Exit.EQUAL, f"no fault in {of}" + (f"; {tally}" if tally else ""))
+        alone = "" if self.source else "; values not compared with a source (--source)"
+        return Verdict(Exit.EQUAL, f"no fault in {of}{plain}" + (f"; {tally}" if tally else "") + alone)
 
     @property
     def is_equal(self) -> bool:

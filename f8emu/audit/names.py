@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from f8emu.audit.blocks import CODES, LAYER, Weight, like_of, names_of, shapes_of
+from f8emu.audit.blocks import CODES, Weight, like_of, names_of, shapes_of
 from f8emu.audit.checkpoint import FLOATS, MODELOPT, Checkpoint, Tensor
 from f8emu.audit.findings import Finding, Severity, finding
 from f8emu.audit.formats import INPUT_SCALES, SCALES, Format, format_of, has
@@ -89,19 +89,6 @@ def changed(checkpoint: Checkpoint, name: str) -> list[Finding]:
     hashes = known.get("sha256") if isinstance(known, dict) else None, there and there.sha256
     texts = (f"SHA-256 {one!s:.16}..." if one else "no tensor" for one in hashes)
     return [finding("manifest", name, *texts)] if hashes[0] != hashes[1] else []
-
-
-def left_out(checkpoint: Checkpoint, origin: Checkpoint, weights: Sequence[Weight]) -> Iterator[Finding]:
-    """Weights of the source that are not there, although their like in other layers and more of their layer are."""
-    layers = {layer[0] for name in checkpoint.tensors if (layer := LAYER.match(name))}
-    there = {weight.source: weight.codes.shape for weight in weights}
-    like = {(like_of(name), shape) for name, shape in there.items()}
-    for name, stored in origin.tensors.items():
-        is_like = (like_of(name), stored.shape) in like
-        is_lost = is_like and name not in there and name not in checkpoint.tensors
-        # A layer that is missing as a whole was left out on purpose, as the last ones of DeepSeek-V3 are.
-        if checkpoint.has_config and is_lost and (layer := LAYER.match(name)) and layer[0] in layers:
-            yield finding("left-out", name, "the weight, as in other layers", "none")
 
 
 def _scale(form: Format, weight: Weight, scale: Tensor, consumers: Sequence[str]) -> Iterator[Finding]:

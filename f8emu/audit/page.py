@@ -22,6 +22,7 @@ def audit_page(audit: Audit, errors: int = 20) -> Page:
         ("float8 weights", f"{checked}, {audit.blocks:,} blocks, {audit.elements:,} weights"),
         ("without a scale to check", _some(audit.unscaled)),
         ("source", audit.source and f"{audit.source}, {counted(audit.compared, 'weight')} compared"),
+        ("unquantized weights", audit.source and f"{audit.unquantized_compared:,} compared with the source"),
         ("dialect", (audit.dialect or ", ".join(parts) or "none") if audit.compared else ""),
         ("not compared", _some([f"{name} ({why})" for name, why in audit.uncompared.items()])),
         *(("zero blocks", f"{count:,}: {what}") for what, count in audit.zero_blocks.items()),
@@ -33,8 +34,9 @@ def audit_page(audit: Audit, errors: int = 20) -> Page:
         key = finding.severity, finding.check, finding.effect, finding.expected, finding.found
         alike.setdefault(key, []).append(finding)
     shown = [*alike.values()][:errors]
+    noun = "finding" if any(finding.is_fault for finding in audit.findings) else "note"
     table = Table(
-        caption=f"{sum(map(len, shown)):,} of {counted(len(audit.findings), 'finding')}",
+        caption=f"{sum(map(len, shown)):,} of {counted(len(audit.findings), noun)}",
         columns=("severity", "check", "where", "expected", "found"),
         rows=[
             (Cell(text=f.severity, tone=_TONES[f.severity]), f.check, _where(f, len(others)), f.expected, f.found)

@@ -11,8 +11,9 @@ from f8emu.audit.checkpoint import FLOATS, Checkpoint, read_checkpoint
 from f8emu.audit.findings import CHECKS, Audit, Severity
 from f8emu.audit.formats import Format, consumers_of, format_of
 from f8emu.audit.layers import layered
-from f8emu.audit.names import changed, infinite, left_out, named
+from f8emu.audit.names import changed, infinite, named
 from f8emu.audit.pairs import paired, siblings_of
+from f8emu.audit.plain import altered, comparable, gaps, left_out
 from f8emu.audit.serving import cuts, served
 from f8emu.audit.source import compare
 from f8emu.audit.values import examine, together, unscaled
@@ -56,7 +57,7 @@ def audit(
     result = Audit(
         path=str(path),
         format=form.name if weights or form.method else "not float8",
-        consumer=", ".join(consumers),
+        consumer=f"{consumer} ({', '.join(consumers)})" if consumer is not None else "",
         source=str(source or ""),
     )
     bar = progress or Silent()
@@ -67,20 +68,25 @@ def audit(
         result.findings += layered(checkpoint, form, weights, consumers)
         result.findings += cuts(checkpoint, weights, consumers, tp)
         if origin is not None:
-            result.findings += left_out(checkpoint, origin, weights)
             weights = [shard for weight in weights for shard in paired(weight, origin.tensors)]
+            result.findings += left_out(checkpoint, origin, weights)
+        else:
+            result.findings += gaps(checkpoint, weights)
         result.tensors_total = len(weights)
         exported = sorted(checkpoint.manifest and checkpoint.manifest.keys() | checkpoint.tensors.keys())
         others = [
             tensor for tensor in checkpoint.tensors.values() if tensor.dtype in FLOATS and "scale" not in tensor.name
         ]
+        plain = comparable(checkpoint, origin) if origin is not None and weights else []
         for title, check, items in (
             ("hashes of the manifest", partial(changed, checkpoint), exported),
             ("weights in high precision", infinite, others if weights else []),
+            ("weights in high precision beside the source", altered, plain),
         ):
             bar.begin("audit", title, len(items))
             for findings in pool.map(check, items):
                 result.findings += findings
+                result.unquantized_compared += items is plain
                 bar.advance()
         bar.begin("audit", "float8 weights", len(weights))
         for _ in pool.map(partial(_examine, form=form, origin=origin, consumers=consumers), weights):

@@ -9,8 +9,9 @@ from f8emu.audit.blocks import Blocks, Weight, bands
 from f8emu.audit.checkpoint import DTYPES, Joined, Tensor
 from f8emu.audit.findings import Severity
 from f8emu.audit.formats import Format
+from f8emu.conformance.compare import counted
 from f8emu.dialects.arithmetic import block_amax, codes_of_other, factors_from_stored
-from f8emu.dialects.matching import Candidate, candidates, count_codes, numbers_differ
+from f8emu.dialects.matching import Candidate, candidates, count_codes, numbers_differ, relation
 from f8emu.dialects.rules import TENSOR, PowerOfTwo
 
 
@@ -57,7 +58,8 @@ def compare(weight: Weight, blocks: Blocks, source: Tensor | Joined, siblings: S
     with np.errstate(all="ignore"):
         ratios = [np.log2(candidate.factors.scale / raw.astype(np.float32)) for candidate in tied]
         far = [float(np.median(np.abs(ratio))) for ratio in ratios]
-    best = next((candidate for candidate in tied if _moved(candidate.scale, raw)), tied[far.index(min(far))])
+    of_rule = (candidate for candidate in tied if _moved(candidate.scale, raw) or relation(candidate.scale, raw))
+    best = next(of_rule, tied[far.index(min(far))])
     if not right:
         best.codes_differ[:] = 0
         _count_codes(weight, source, [best], is_sample=False)
@@ -160,12 +162,15 @@ def _differ(weight: Weight, raw: np.ndarray, best: Candidate) -> None:
     if codes == 0 and (moved := _moved(best.scale, raw)):
         weight.add("grid-moved", f"the order of blocks, by {name}", moved, wrong)
         return
+    if codes == 0 and (of := relation(best.scale, raw)):
+        weight.add("no-dialect", f"codes and scales of {name}", f"its codes, with scales that are {of} its own", wrong)
+        return
     # 2. What the nearest dialect gives, and what is there.
     first = tuple(np.argwhere(wrong)[0])
     expected = f"by {name}, the nearest: scale {float(best.scale[first]):.9g}"
     if best.codes_differ[first]:
         expected += f", code {best.first[int(first[0])]}"
-    seen = f"scale {float(raw[first]):.9g}; {scales} scales and {codes} codes differ in all"
+    seen = f"scale {float(raw[first]):.9g}; {counted(scales, 'scale')} and {counted(codes, 'code')} differ in all"
     is_other = scales or codes > weight.codes.size // 20  # dialects with the same scales differ in 3% of codes at most
     severity = Severity.ERROR if is_other else Severity.WARNING
     weight.add("no-dialect", expected, seen, wrong, severity=severity)

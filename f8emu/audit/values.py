@@ -86,8 +86,15 @@ def examine(weight: Weight, blocks: Blocks, form: Format, consumers: Sequence[st
         first = int(is_faint.argmax())
         weight.add("floored", "0x6e or more", f"{largest[first]:#04x} under {scale[first]:.4g}, a floor", is_faint)
     # 4. Scales larger than the codes need: by 8% where they have mantissa bits, else by more than the factor of 2 that
-    # a power of two may be. The rule CEIL of Microscaling leaves codes of 128 to 256.
-    limit, share = (TOP - 1, 0.95) if kind is ScaleKind.FLOAT and count >= 4 else (_HALF, 0.5)
+    # a power of two may be. The rule CEIL of Microscaling leaves codes of 128 to 256. Few scales with mantissa bits
+    # among powers of two were changed, and judge no other block.
+    odd, of_others = has_mantissa & ~is_floored, largest[used & ~has_mantissa]
+    is_mostly_float = 4 * int(has_mantissa.sum()) > count
+    if not is_mostly_float and odd.any() and (of_others < TOP).any() and not form.is_power_of_two:
+        title, effect = "few scales that are no powers of two, among powers of two", "these blocks are off by a factor"
+        seen = f"{scale[int(odd.argmax())]:.9g}"
+        weight.add("scale-format", "a power of two, as in the other blocks", seen, odd, title=title, effect=effect)
+    limit, share = (TOP - 1, 0.95) if is_mostly_float and count >= 4 else (_HALF, 0.5)
     is_small = used & ~is_floored & (largest < limit)
     is_ceil = weight.block == MX_GROUP and np.mean(largest[used] < _CEIL) <= 0.05
     if np.mean(is_small[used]) > share and not is_ceil:

@@ -14,7 +14,7 @@ import numpy as np
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.compare import counted, different
 from f8emu.dialects import DIALECTS, CodeForm, Dialect, ScaleForm, Stored, arithmetic, dequantize, quantize
-from f8emu.dialects.matching import fitting
+from f8emu.dialects.matching import fitting, relation
 from f8emu.dialects.rules import Arithmetic, Block, CodeRule, Division, PowerOfTwo
 from f8emu.environment import spanned
 from f8emu.spec import BFLOAT16, E4M3FN
@@ -109,16 +109,13 @@ def _related(a: Side, b: Side) -> dict[str, str]:
     # What two scales of equal codes tell of each other.
     if a.codes.shape != b.codes.shape or a.scale.shape != b.scale.shape or different(a.codes, b.codes).any():
         return {}
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        pair = a.factors, b.factors
-        for name, (x, y) in (("B", pair), ("A", pair[::-1])):
-            if np.array_equal(_up(x), y):
-                return {name: _LATE}
-        if any(np.array_equal(np.float32(1) / x, y) for x, y in (pair, pair[::-1])):
-            return {"B": "the scales are the inverses of A's"}
-        ratio = np.unique(pair[1] / pair[0])
-    is_shifted = ratio.size == 1 and abs(np.frexp(ratio[0])[0]) == 0.5
-    return {"B": f"the codes of A, with scales that are {ratio[0]:g} times A's"} if is_shifted else {}
+    pair = a.factors, b.factors
+    for name, (x, y) in (("B", pair), ("A", pair[::-1])):
+        if np.array_equal(_up(x), y):
+            return {name: _LATE}
+    of_a = relation(*pair)
+    of_what = "the scales are" if of_a.startswith("the ") else "the codes of A, with scales that are"
+    return {"B": f"{of_what} {of_a} A's"} if of_a else {}
 
 
 def _up(scale: np.ndarray) -> np.ndarray:

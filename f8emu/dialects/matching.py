@@ -50,6 +50,17 @@ def numbers_differ(a: Array, b: Array) -> NDArray[np.bool]:
     return (a != b) & ~(np.isnan(a) & np.isnan(b))
 
 
+def relation(a: Array, b: Array) -> str:
+    """What the scales `b` are to the scales `a` of equal codes, if one rule makes all of them of these; else empty."""
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        if any(np.array_equal(np.float32(1) / x, y) for x, y in ((a, b), (b, a))):
+            return "the inverses of"
+        ratio = np.unique(b / a)
+    is_power = ratio.size == 1 and ratio[0] != 1 and abs(np.frexp(ratio[0])[0]) == 0.5
+    return f"{ratio[0]:g} times" if is_power else ""
+
+
 def candidates(
     amax: Callable[[bool], Float32],
     scale: Array,
