@@ -66,7 +66,9 @@ def _memory() -> str:
     plain = f"{subject(record(name), 'bf16')['peak_bytes'] / 2**30:.1f} GiB"
     return (
         f"A [Hugging Face Llama](docs/results/torch.md#a-hugging-face-model) trains in {plain} in bfloat16. Under\n"
-        f"`tensorwise` its speed is {shown[0]}; with `recompute_casts=True` it is {shown[1]}."
+        f"`tensorwise` its speed is {shown[0]}; with\n"
+        f"`convert_to_float8_training(..., recompute_casts=True)` it is {shown[1]}.\n"
+        "That option does nothing for `blockwise` and experts."
     )
 
 

@@ -26,6 +26,8 @@ from f8emu.spec import OPERANDS, SpecError
 from f8emu.verdict import Verdict
 
 _REST = "Only the first divergence is shown; --json has all."
+_TO_COMPARE = "To compare recipes on one run: f8emu.torch.inspect with what_if, or examples/compare_recipes.py."
+_OTHER_WEIGHTS = "The weights differ already, so what follows drifts: capture step 1 of both runs, from one checkpoint."
 _ORDER = ("value", "a.scale", "a.codes", "b.scale", "b.codes", "product")
 _OPTIONS = ("a_format", "b_format", "granularity_a", "granularity_b", "out_dtype", "use_fast_accum", "chip", "split_k")
 """Options of a GEMM; if they differ, the bits may differ too."""
@@ -236,11 +238,20 @@ def diff_page(result: CaptureDiff, errors: int = 20) -> Page:
     above, findings = [f"A / B: {text}" for text in result.context], result.divergences
     if sentence := _of_two_recipes(result):
         above, findings, errors = [sentence, *above], findings[:1], 1
+    elif _has_other_weights(findings):
+        above = [_OTHER_WEIGHTS, *above]
 
     def shown(mismatch: Mismatch) -> str:
         return f"{mismatch.part} [{', '.join(map(str, mismatch.index))}]: A {mismatch.observed}  B {mismatch.expected}"
 
     return findings_page("diff", result, above, findings, lists, errors, shown)
+
+
+def _has_other_weights(findings: Sequence[Difference]) -> bool:
+    # In the first step that differs, which is a later one than step 1.
+    step = findings[0].step if findings else "step 1"
+    places = [(finding.step, finding.part, finding.tensor, finding.cause) for finding in findings]
+    return not f"{step} ".startswith("step 1 ") and (step, "value", "weight", "") in places
 
 
 def _of_two_recipes(result: CaptureDiff) -> str:
@@ -252,5 +263,7 @@ def _of_two_recipes(result: CaptureDiff) -> str:
     first = result.divergences[0]
     runs = f"The runs use different recipes (A {a}, B {b})"
     if first.part == "value":
-        return f"{runs}, but they already differ before any cast, in {first.tensor or 'a tensor'}. {_REST}"
-    return f"{runs}, so their scales and codes differ by rule: compare runs of one recipe. {_REST}"
+        return (
+            f"{runs}, but they already differ before any cast, in {first.tensor or 'a tensor'}. {_TO_COMPARE} {_REST}"
+        )
+    return f"{runs}, so their scales and codes differ by rule: compare runs of one recipe. {_TO_COMPARE} {_REST}"

@@ -38,7 +38,7 @@ def add_to(app: "typer.Typer") -> None:
     def inspect(
         log: Annotated[Input, typer.Argument(metavar="FILE.jsonl", help="The log that f8emu.torch.inspect wrote.")],
         by: str = typer.Option("sqnr", help=by_help),
-        top: Annotated[int, typer.Option(min=1, max=MOST, help="How many places and lines of events to show.")] = 20,
+        top: Annotated[int, typer.Option(min=1, max=MOST, help="Most rows and lines of events on the screen.")] = 20,
         json_file: Annotated[ReportOrNone, json_option] = None,
         html_file: Annotated[ReportOrNone, html_option] = None,
     ) -> None:

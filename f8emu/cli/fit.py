@@ -79,7 +79,8 @@ def _fit(
     subject = begin_subject_and_call(kernel, arrays=arrays, timeout=timeout, here=here)()
     with progress_bar() as progress:
         result = fit(subject, kinds=[known[name] for name in kinds] or KINDS, ms=ms, progress=progress)
-    page = fit_page(result)
+    words = [kernel, "--arrays", arrays] if ":" in kernel else [kernel]
+    page = fit_page(result, words)
     show(page)
     seconds, verdict = time.perf_counter() - start, fit_verdict(result)
     say(f"{verdict.line}; {seconds:.1f} s")

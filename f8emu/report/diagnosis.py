@@ -12,7 +12,7 @@ from f8emu.conformance.diagnosis.checks import RandomGemms
 from f8emu.conformance.diagnosis.coverage import Coverage
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
 from f8emu.conformance.diagnosis.probes import KINDS
-from f8emu.conformance.diagnosis.search import Diagnosis, Explanation
+from f8emu.conformance.diagnosis.search import Diagnosis, Explanation, in_words
 from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.breakdown import Contrast
 from f8emu.environment import devices, percent, versions
@@ -21,6 +21,8 @@ from f8emu.verdict import Exit, Verdict
 
 FIT_SCHEMA = 2
 """Version of the JSON layout of a fit."""
+_HEADLINE = 25
+"""The most words of the line `in short`."""
 _MORE = "; this explains the small probes, and not all that differs in the suite"
 OTHER_BITS = "it gives other bits when the same GEMM is asked again: nothing else follows from them"
 
@@ -63,7 +65,7 @@ def diagnosis_lines(name: str, kinds: tuple[Diagnosis, ...]) -> Iterator[str]:
     for kind in sorted(kinds, key=lambda kind: kind.best is not None and not kind.best.is_complete):
         best = kind.best
         left = None if best is None or best.left is None else best.left.names
-        names = best and frozenset(best.alterations)
+        names = best and (frozenset(best.alterations), best.right_scales)
         beyond = "" if kind.coverage is None else kind.coverage.worst
         key = kind.error, kind.is_random, names, best and best.is_complete, kind.is_nearly_explained, left, beyond
         alike.setdefault(key, []).append(kind)
@@ -83,16 +85,37 @@ def diagnosis_lines(name: str, kinds: tuple[Diagnosis, ...]) -> Iterator[str]:
 
 
 def _headline(kinds: Sequence[Diagnosis]) -> str:
-    """The explanation whose steps are part of most explained kinds of GEMM."""
+    """The faults of the explained kinds of GEMM, those of most kinds first, as many as 25 words hold."""
     if any(kind.is_random for kind in kinds):
         return OTHER_BITS
-    explanations = [kind.best for kind in kinds if kind.best and (kind.best.is_complete or kind.is_nearly_explained)]
-    held = [sum(set(one.alterations) <= set(most.alterations) for one in explanations) for most in explanations]
-    most = max(zip(held, explanations, strict=True), key=lambda pair: pair[0], default=None)
-    if not most:
-        return ""
+    # 1. Which kinds have each fault.
+    having: dict[str, list[str]] = {}
+    for kind in kinds:
+        if kind.best and (kind.best.is_complete or kind.is_nearly_explained):
+            for sentence in dict.fromkeys(step.sentence for step in kind.best.steps):
+                having.setdefault(sentence, []).append(kind.kind)
+    faults = sorted(having.items(), key=lambda fault: len(fault[1]), reverse=True)
+    # 2. The faults of the same kinds together.
+    text, names = "", [kind.kind for kind in kinds]
+    for count in range(len(faults), 0, -1):
+        clauses: dict[str, list[str]] = {}
+        for sentence, of in faults[:count]:
+            clauses.setdefault(_in_kinds(of, names), []).append(sentence)
+        text = "; ".join(f"{where}{in_words(sentences)}" for where, sentences in clauses.items())
+        text += f"; and {counted(len(faults) - count, 'more fault')}" if count < len(faults) else ""
+        if len(text.split()) <= _HEADLINE:
+            break
     is_partial = any(kind.best and kind.best.is_complete and not kind.is_explained for kind in kinds)
-    return f"{most[1].headline}{_MORE if is_partial else ''}"
+    return f"{text}{_MORE if text and is_partial else ''}"
+
+
+def _in_kinds(having: Sequence[str], names: Sequence[str]) -> str:
+    """The kinds that have a fault, before "it": by a word that they alone have in their names, else their number."""
+    if len(having) == len(names):
+        return ""
+    words = ("tensorwise", "rowwise", "fast", "promoted")
+    word = next((word for word in words if [*having] == [name for name in names if word in name]), "")
+    return f"in {word or f'{len(having)} of {len(names)}'} kinds "
 
 
 def _words(alike: Sequence[Diagnosis]) -> str:
@@ -176,8 +199,11 @@ def _explanation_json(explanation: Explanation) -> dict[str, Any]:
 # A fit
 
 
-def fit_page(fit: Fit) -> Page:
-    """A table of parameters for each kind of GEMM, and whether its rules hold."""
+def fit_page(fit: Fit, words: Sequence[str] = ()) -> Page:
+    """A table of parameters for each kind of GEMM, whether its rules hold, and what to do where they do not.
+
+    `words` name the subject in a command.
+    """
     sections: list[Section] = []
     for kind in fit.kinds:
         columns = ("parameter", "value", "measured by")
@@ -187,7 +213,20 @@ def fit_page(fit: Fit) -> Page:
         sections.append(Section(title=kind.kind, blocks=[*blocks, Text(points=list(fit_lines(kind)))]))
     lead = f"{fit.subject}   engine: {fit.engine}"
     sections.insert(0, Section(title=fit.subject, lead=lead))
+    if remedies := list(_remedies(fit, words or (fit.subject,))):
+        sections.append(Section(title="Next", blocks=[Text(points=["next:", *remedies])]))
     return Page(title="f8emu fit", verdict=verdict_cell(fit_verdict(fit)), sections=sections)
+
+
+def _remedies(fit: Fit, words: Sequence[str]) -> Iterator[str]:
+    """What to do about what failed."""
+    if any(kind.is_random for kind in fit.kinds):
+        yield "  random bits: look for atomic additions, and for memory that is read before it is written"
+    if any(kind.is_batch_invariant is False for kind in fit.kinds):
+        yield "  bits depend on M: choose the tile and the slices of K without M, then fit again with --m of two sizes"
+    if any(not (kind.is_confirmed or kind.is_random) for kind in fit.kinds):
+        command = f"f8emu verify {shlex.join(words)} --errors 1"
+        yield f"  unconfirmed rules: `{command}` gives a program in plain torch for one output that differs"
 
 
 def fit_lines(kind: Fitted) -> Iterator[str]:
@@ -201,11 +240,13 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
     random = kind.random
     if random is not None:
         shares = _shares(random.outputs_equal, random.outputs_total)
-        whose = f", the rules of {kind.follows}" if kind.follows and kind.is_confirmed else ""
-        claim = "confirmed on random GEMMs" if kind.is_confirmed else "NOT CONFIRMED; random GEMMs"
+        is_confirmed = kind.holds_on_random and not random.unsteady
+        whose = f", the rules of {kind.follows}" if kind.follows and is_confirmed else ""
+        claim = "confirmed on random GEMMs" if is_confirmed else "NOT CONFIRMED; random GEMMs"
         if not random.outputs_total:
             claim, shares = "NOT CONFIRMED", "no random GEMM is offered"
         left = f"; what differs {_contrast_words(random.left)}" if random.left is not None else ""
+        left += f"; NOT at {', '.join(size.name for size in kind.missed)}" if kind.missed else ""
         yield f"{kind.kind}: {claim}, {shares}{whose}{left}"
         if random.unsteady:
             yield f"  CONTRADICTS ITSELF: {random.unsteady}"
@@ -216,8 +257,11 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
     # 2. Other sizes.
     if kind.is_batch_invariant is not None:
         claim = "do not depend" if kind.is_batch_invariant else "DEPEND"
-        ran = (size for size in kind.sizes if size.dimension == "M" and (not size.reason or size.has_failed))
-        yield f"{kind.kind}: bits of a row {claim} on M ({', '.join(str(size.size) for size in ran)})"
+        rows = [size for size in kind.sizes if size.dimension == "M" and (not size.reason or size.has_failed)]
+        told = rows if kind.is_batch_invariant else [row for row in rows if not row.is_same or row.has_failed]
+        which = "" if kind.is_batch_invariant else "other bits at "
+        listed = ", ".join(map(str, sorted(row.size for row in told)))
+        yield f"{kind.kind}: bits of a row {claim} on M ({which}{listed})"
     for size in kind.sizes:
         if size.reason:
             yield f"  {size.name}: {'FAILED' if size.has_failed else 'not run'}: {size.reason}"
@@ -238,7 +282,7 @@ def fit_verdict(fit: Fit) -> Verdict:
     # 1. What is wrong, each with the kinds of GEMM that have it.
     where = f" {INTERPRETED}" if INTERPRETED in fit.engine else ""
     confirmed = sum(kind.is_confirmed for kind in fit.kinds)
-    parts = [f"{fit.subject}: {confirmed} of {len(fit.kinds)} kinds of GEMM confirmed{where}"]
+    parts = [f"{fit.subject}: {confirmed} of {len(fit.kinds)} kinds of GEMM confirmed at every size tried{where}"]
     missed = [f"{kind.kind} ({', '.join(size.name for size in kind.missed)})" for kind in fit.kinds if kind.missed]
     random = [kind.kind for kind in fit.kinds if kind.is_random]
     unconfirmed = [kind.kind for kind in fit.kinds if not (kind.is_confirmed or kind.missed or kind.kind in random)]

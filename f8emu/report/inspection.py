@@ -93,6 +93,12 @@ def page(inspection: Inspection) -> Page:
     if run.is_cut:
         faults.append("the last line is incomplete: the run was ended while it wrote")
     sections = [Section(title=f"Worst by {by}", blocks=[*blocks, Text(points=faults)] if faults else blocks)]
+    count, lines = _tried(run)
+    tried: list[Row] = [[name, f"{line[-1][1]:.1f}"] for name, line in lines.items() if line]
+    if tried:
+        caption = f"What other recipes would give: mean SQNR of {count} casts at the last step"
+        table = Table(caption=caption, columns=("recipe", "sqnr dB"), rows=tried, numeric=frozenset((1,)))
+        sections.append(Section(title="Other recipes", blocks=[table]))
     if drawn := [*_curves(run), *_heat(run), *_what_if(run)]:
         sections.insert(0, Section(title="Over the steps", blocks=[Plots(plots=drawn)]))
     words = "no NaN, no infinity, no overflow"
@@ -133,15 +139,21 @@ def _events(events: Sequence[dict[str, Any]], most: int) -> Iterator[str]:
 
 
 def to_json(inspection: Inspection) -> dict[str, Any]:
-    """Headers, events and worst places."""
-    run, worst = inspection.run, inspection.worst
+    """Headers, events, all places, the worst first, and the mean SQNR under each recipe that was tried."""
+    run = inspection.run
     places: list[dict[str, Any]] = []
-    for place in worst:
+    for place in run.worst(inspection.by, len(run.places)):
         values = {name: place.worst[name][0] for name in MEASURES if name in place.worst}
         plain = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         names = {name: getattr(place, name) for name in (*NAMES, "cast")}
         places.append({**names, "steps": len(place.steps), **plain})
-    return {"schema": 1, "runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}
+    count, lines = _tried(run)
+    what_if = {
+        "casts": count,
+        "sqnr": {name: [{"step": x, "mean": y} for x, y in line] for name, line in lines.items()},
+    }
+    told = {"worst": places, "what_if": what_if, "lines_skipped": run.skipped}
+    return {"schema": 1, "runs": run.headers, "events": run.events, **told}
 
 
 # Pictures: a layer has the worst value of its casts.
@@ -187,8 +199,8 @@ def _heat(run: Run) -> Iterator[Plot]:
     yield Plot(svg=chart.html(alt), title="SQNR of layers by steps", alt=alt)
 
 
-def _what_if(run: Run) -> Iterator[Plot]:
-    # The mean over the places that every recipe casts, so that recipes are compared on the same tensors.
+def _tried(run: Run) -> tuple[int, dict[str, Curve]]:
+    # How many places every recipe casts, and their mean SQNR by step: recipes are compared on the same tensors.
     recipe = str(run.headers[0].get("recipe", "in use")) if run.headers else "in use"
     recipes = {f"{recipe} (in use)": run.places, **run.tried}
     series = {
@@ -197,7 +209,7 @@ def _what_if(run: Run) -> Iterator[Plot]:
     }
     shared = set.intersection(*(set(of) for of in series.values()))
     if not run.tried or not shared:
-        return
+        return 0, {}
     lines: dict[str, Curve] = {}
     for name, places in series.items():
         steps: dict[int, list[float]] = {}
@@ -206,9 +218,15 @@ def _what_if(run: Run) -> Iterator[Plot]:
                 if math.isfinite(value):
                     steps.setdefault(step, []).append(value)
         lines[name] = sorted((step, sum(values) / len(values)) for step, values in steps.items())
+    return len(shared), lines
+
+
+def _what_if(run: Run) -> Iterator[Plot]:
+    count, lines = _tried(run)
     last = [f"{name} {line[-1][1]:.1f} dB" for name, line in lines.items() if line]
-    alt = f"Mean SQNR of {len(shared)} casts; at the last step {', '.join(last)}."
-    yield Plot(svg=curves(lines, unit="dB").html(alt), title="What other recipes would give", alt=alt)
+    alt = f"Mean SQNR of {count} casts; at the last step {', '.join(last)}."
+    if lines:
+        yield Plot(svg=curves(lines, unit="dB").html(alt), title="What other recipes would give", alt=alt)
 
 
 def _valued(measure: str, value: float) -> str:

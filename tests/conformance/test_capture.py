@@ -24,6 +24,7 @@ from f8emu.capture import (
     diff,
     writer,
 )
+from f8emu.capture.diffing import CaptureDiff
 from f8emu.capture.findings import Difference, compared, ulps
 from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record
@@ -483,6 +484,16 @@ def test_a_difference_is_told_in_one_notation() -> None:
     assert share([1, 2], [1 + 2**-23, 3]) == "2 of 2 differ (100.00%), by 2097152.5 ulps (median), 4194304 at most"
     assert share([1, 0, 4], [-1, -0.0, 4]) == "2 of 3 differ (66.67%), 2 in sign"
     assert share([1, 2, np.nan], [-1, 2.5, 3]).endswith(", by 2097152 ulps, 1 in sign, 1 finite on one side only")
+
+
+@pytest.mark.parametrize(
+    ("step", "tensor", "cause", "says"),
+    [(10, "weight", "", 1), (1, "weight", "", 0), (2, "weight", "of a copy", 0), (2, "input", "", 0)],
+)
+def test_other_weights_are_told(step: int, tensor: str, cause: str, says: int) -> None:
+    place: dict[str, Any] = {"step": f"step {step}", "place": "w1", "part": "value", "tensor": tensor, "cause": cause}
+    parted = CaptureDiff(stages=1, divergences=[Difference(**place, elements=2, elements_different=1)])
+    assert repr(parted).count("capture step 1 of both") == says
 
 
 # The commands

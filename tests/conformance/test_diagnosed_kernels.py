@@ -66,13 +66,14 @@ IN_NUMPY: dict[str, tuple[Callable[[Array, Array], Array], str, str]] = {
     "float32": (
         in_16_lanes,
         "float32 accumulation in 16 lanes",
-        "it accumulates in float32 instead of the tensor core's 13-bit steps, multiplies scale_b before scale_a, and "
-        "keeps -0",
+        "it accumulates in float32 instead of the tensor core's 13-bit steps; in tensorwise kinds it multiplies "
+        "scale_b before scale_a, and keeps -0",
     ),
     "float64": (
         lambda a, b: a.astype(np.float64) @ b.astype(np.float64),
         "float64 throughout",
-        "it computes in float64 up to the output type, multiplies scale_b before scale_a, and keeps -0",
+        "it computes in float64 up to the output type; in tensorwise kinds it multiplies scale_b before scale_a, and "
+        "keeps -0",
     ),
 }
 
@@ -86,6 +87,7 @@ def test_a_kernel_in_numpy_is_explained(accumulate: Callable[[Array, Array], Arr
     assert lines[1] == f"  in short: {headline}" and len(headline.split()) <= 25
     starts = [line.split(":")[:2] for line in lines[2:] if not line.startswith("    the same bits")]
     assert starts == [["  tensorwise fast", " explained"], ["  rowwise promoted", " explained"]]
+    assert ["acc * (sa * sb) + 0 [EPI-1]" in line for line in lines[2:4]] == [True, False], "the chip's order"
 
 
 def power_of_two(up: bool) -> Callable[[Array], Array]:

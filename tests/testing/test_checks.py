@@ -78,7 +78,7 @@ def test_right_kernels_pass() -> None:
 @pytest.mark.parametrize(
     ("kernel", "texts"),
     [
-        (never_promotes, ["NOT EQUAL: ", ":never_promotes (golden)", "in short: it never promotes its accumulator"]),
+        (never_promotes, ["NOT EQUAL: ", ":never_promotes (golden)", "in short: in promoted kinds it never promotes"]),
         (swaps_scales, ["in short: it multiplies scale_a before scale_b", "not offered: recorded GEMMs"]),
         (raises, ["148 cases differ, 496,384 outputs", "=> raised ValueError: out of shared memory"]),
         (refuses, ["NOT VERIFIED: ", "(nothing ran)", "not offered: recorded GEMMs: no such GEMM"]),

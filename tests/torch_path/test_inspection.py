@@ -426,6 +426,12 @@ def test_what_if_tells_what_other_recipes_would_lose(tmp_path: Path) -> None:
         model(x)
     found = {r.get("recipe", "own"): r["underflow"] for r in records_of(path) if "underflow" in r}
     assert found == pytest.approx({"own": 511 / 512, "rowwise": 511 / 512, "blockwise": 127 / 512})
+    # The screen and the JSON have what the page has.
+    result, out = inspected(path, "--json", str(tmp_path / "out.json")), tmp_path / "out.json"
+    tried = json.loads(out.read_text())["what_if"]
+    assert tried["casts"] == 1 and list(tried["sqnr"]) == ["delayed (in use)", "blockwise", "rowwise"]
+    rows = [line.split()[-1] for line in result.stdout.splitlines() if line.startswith(("delayed", "blockw", "roww"))]
+    assert rows == [f"{series[-1]['mean']:.1f}" for series in tried["sqnr"].values()]
 
 
 def test_the_log_survives_a_crash_and_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -573,6 +579,8 @@ def test_equal_events_are_one_line_and_one_cast_is_one_row(tmp_path: Path) -> No
         ["0", "output", "b", "(weight)"],
     ]
     assert rows[-1] == ["4", "events"]
-    short = inspected(path, "--by", "nan", "--top", "1").stdout
+    out = tmp_path / "all.json"
+    short = inspected(path, "--by", "nan", "--top", "1", "--json", str(out)).stdout
+    assert len(json.loads(out.read_text())["worst"]) == len(places), "--top is of the screen"
     assert "nan in (the model)" not in short and "1 more kind" in short
     assert inspected(path, "--by", "nan").stdout.count("  product  ") == 2

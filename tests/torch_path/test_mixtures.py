@@ -279,7 +279,9 @@ class MoE(nn.Module):
         self.shared_expert_gate = nn.Linear(DIM, 1) if shared else None
 
 
-def test_torchtitan_and_others_that_call_grouped_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchtitan_and_others_that_call_grouped_gemms(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     names = ("w1", "w2", "w3"), ("w1_EFD", "w2_EDF", "w3_EFD"), ("a", "b", "c")
     files = ("torchtitan.models.moe.moe", "torchtitan.models.common.moe", "somewhere")
     x, sizes = draw(TOKENS, DIM, seed=1), torch.tensor([7, 0, 25, 1, *[0] * 12])  # and 7 behind the last
@@ -316,8 +318,12 @@ def test_torchtitan_and_others_that_call_grouped_gemms(monkeypatch: pytest.Monke
         assert_all_same_bits([output, *(p.grad for p in experts.parameters()), inputs[0].grad], of_layers)
     # What no grouped GEMM multiplies stays, and so does what a recipe or a size excludes.
     for recipe, i, reason in ((BLOCKWISE, 0, "blockwise"), (DELAYED, 2, "way of their own")):
-        entry = f8.plan_conversion(MoE(class_in(files[i])(16, DIM, HIDDEN, names[i])), config=recipe).entries[0]
-        assert entry.outcome is Outcome.TYPE and reason in entry.reason
+        model = MoE(class_in(files[i])(16, DIM, HIDDEN, names[i]))
+        entry = f8.plan_conversion(model, config=recipe, tokens_per_expert=512).entries[0]
+        assert entry.outcome is Outcome.TYPE and reason in entry.reason and entry.speed is None
+        caplog.clear()
+        f8.convert_to_float8_training(model, config=recipe)
+        assert f"experts stay in high precision: {entry.fqn}: {entry.reason}" in caplog.text
     odd = f8.plan_conversion(class_in(files[0])(4, DIM, 40, names[0]), config="rowwise").entries[0]
     assert odd.outcome is Outcome.TYPE and odd.reason == "not multiples of 16"
     replaced: Any = class_in(files[0])(4, DIM, HIDDEN, names[0])

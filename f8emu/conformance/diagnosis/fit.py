@@ -206,6 +206,7 @@ def _of_probes(
 ) -> tuple[Rules, list[Measured]]:
     """Each parameter by the option that gives the most outputs of its probes; again, while one uncovers another."""
     memory = Memory()
+    values: dict[str, str] = {}
     measured: dict[str, Measured] = {}
     for sweep in ("first sweep", "second sweep", "third sweep"):
         progress.begin(name, f"parameters, {sweep}", len(_PARAMETERS))
@@ -220,8 +221,11 @@ def _of_probes(
             equal = {text: sum(x.outputs_equal(after[text], memory) for x in telling) for text in after}
             text = max(equal, key=lambda text: equal[text])  # of equals the first: what the hardware does
             evidence = f"{equal[text]} of {sum(x.size for x in telling)} outputs of {len(telling)} probes"
-            is_old = after[text] == rules and parameter in measured
-            measured[parameter] = Measured(parameter, measured[parameter].value if is_old else text, evidence)
+            if after[text] != rules or parameter not in values:
+                values[parameter] = text
+            is_decided = 10 * equal[text] >= 9 * sum(x.size for x in telling)  # nearly explained
+            value = values[parameter] if is_decided else f"undecided; best: {values[parameter]}"
+            measured[parameter] = Measured(parameter, value, evidence)
             rules = after[text]
         if rules == before:
             break

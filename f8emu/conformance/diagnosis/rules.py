@@ -172,6 +172,11 @@ class Rules:
         parts |= {of.name: next((wrong for wrong in misplaced if wrong.of is of), None) for of in Places}
         return parts | {name: getattr(model, name) for name in MODEL_PARTS}
 
+    @property
+    def scales_and_id(self) -> str:
+        """The order of the scales as a formula, and the id of the rule about it."""
+        return f"{self.scales.value}{' + 0' if self.adds_zero else ''} [{_ORDER_IDS[self.mode]}]"
+
     def to_dict(self) -> dict[str, Any]:
         """The rules as plain data, for JSON."""
         return _plain(self)
@@ -199,7 +204,7 @@ _ORDERS = {
     Mode.BLOCKWISE: ScaleOrder.FMA_PRODUCT,
     Mode.GROUPED_ROWWISE: ScaleOrder.ROW_FIRST,
 }
-"""[EPI-1], [EPI-2], [EPI-5], [EPI-6]."""
+_ORDER_IDS = dict(zip(_ORDERS, ("EPI-1", "EPI-2", "EPI-5", "EPI-6"), strict=True))
 
 
 def rules_of(chip: Chip, case: GemmCase) -> Rules:

@@ -33,14 +33,12 @@ from f8emu.spec import HOPPER
 _SHOWN = 5
 _BEAM, _LAST, _ALIKE = 8, 2, 2
 """How many first steps are gone on with, how many of three, and how many of them may alter the same parts."""
-_HEADLINE = 25
 Steps = tuple[Alteration, ...]
 
 
-def _in_words(clauses: Sequence[str], most: int | None = None) -> str:
-    """`it a`, `it a, and b`, `it a, b, and c`, as far as `most` words go."""
-    text = f"it {', '.join([*clauses[:-1], f'and {clauses[-1]}'] if len(clauses) > 1 else clauses)}"
-    return text if most is None or len(clauses) < 2 or len(text.split()) <= most else _in_words(clauses[:-1], most)
+def in_words(clauses: Sequence[str]) -> str:
+    """`it a`, `it a, and b`, `it a, b, and c`."""
+    return f"it {', '.join([*clauses[:-1], f'and {clauses[-1]}'] if len(clauses) > 1 else clauses)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +47,7 @@ class Explanation:
 
     steps: Steps
     rules: Rules
+    right: Rules  # the chip's
     outputs_equal: int = 0
     outputs_total: int = 0
     probes_equal: int = 0  # whole ones: each stands for one concern
@@ -60,20 +59,22 @@ class Explanation:
 
     @property
     def sentence(self) -> str:
-        """The steps in words, each with its formula; says so without steps."""
+        """The steps in words, each with its formula, the chip's beside an order of scales; says so without steps."""
         details: dict[str, list[str]] = {}
         for step in self.steps:
-            details.setdefault(step.sentence, []).append(step.detail)
+            is_order = self.right_scales and step.detail == self.rules.scales.value
+            right = f"a Hopper GPU: {self.right_scales}" if is_order else ""
+            details.setdefault(step.sentence, []).extend((step.detail, right))
         clauses = [
             f"{clause} ({'; '.join(filter(None, formulas))})" if any(formulas) else clause
             for clause, formulas in details.items()
         ]
-        return _in_words(clauses) if clauses else "no alteration that the suite knows gives half of what differs"
+        return in_words(clauses) if clauses else "no alteration that the suite knows gives half of what differs"
 
     @property
-    def headline(self) -> str:
-        """The same without formulas, and with the steps that 25 words hold."""
-        return _in_words(list(dict.fromkeys(step.sentence for step in self.steps)), _HEADLINE)
+    def right_scales(self) -> str:
+        """The chip's order of the scales with the id of its rule; empty where this explanation has the same order."""
+        return "" if self.rules.scales is self.right.scales else self.right.scales_and_id
 
     @property
     def is_complete(self) -> bool:
@@ -237,7 +238,7 @@ class Search:
         equal = {probe: probe.outputs_equal(right, memory) == probe.size for probe in observed}
         self.probes = sorted(observed, key=lambda probe: (equal[probe], probe.case.k))
         self.longest = max(observed, key=lambda probe: (not equal[probe], probe.case.k))  # of those that differ
-        self.own = self._counted(Explanation(steps=(), rules=right))
+        self.own = self._counted(Explanation(steps=(), rules=right, right=right))
         self.alterations = (*ALTERATIONS, *from_there_on(first_wrong(self.probes, right, memory)))
         self.claims = {probe: claimed for probe in self.alterations if (claimed := claims(probe, right))}
         self.siblings = siblings
@@ -368,7 +369,7 @@ class Search:
         parts = rules.parts() if len(steps) > 1 else {}
         if any(parts[part] != value for part, value in claimed if parts):
             return None
-        return Explanation(steps=steps, rules=rules)
+        return Explanation(steps=steps, rules=rules, right=self.own.rules)
 
     def _is_complete(self, tried: Explanation, probes: Sequence[Observation] = ()) -> bool:
         return all(probe.outputs_equal(tried.rules, self.memory) == probe.size for probe in probes or self.probes)

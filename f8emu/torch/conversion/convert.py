@@ -183,6 +183,9 @@ def convert_to_float8_training(
             f"recipe {recipe.label!r} casts gradients to E5M2, which no library multiplies by groups: the GEMMs of "
             "each expert run one by one, and the host waits for their sizes; on a GPU config='rowwise' is faster"
         )
+    excluded = {entry.fqn: entry.reason for entry in report.entries if entry.outcome is Outcome.TYPE}
+    if left := [fqn for fqn in excluded if fqn in mixtures]:
+        messages.append(f"experts stay in high precision: {shortened(left)}: {excluded[left[0]]}")
     if module_filter_fn is None and (heads := report.names(Outcome.FILTER)):
         messages.append(
             f"{shortened(heads)} stays in high precision, as servers keep it and `f8emu export` leaves it; to convert "

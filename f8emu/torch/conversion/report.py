@@ -203,7 +203,8 @@ def report_of(
             shape, outcome = (part.out_features, part.in_features), outcomes.get(id(part)) or outcome_of(fqn, part)
         elif experts is not None:
             shape, outcome = experts.shape, outcomes.get(id(part)) or outcome_of_experts(fqn, part, experts)
-            if tokens_per_expert is not None and experts.weight_names is not None:
+            is_float8 = outcome[0] in (Outcome.CONVERTED, Outcome.ALREADY)
+            if is_float8 and tokens_per_expert is not None and experts.weight_names is not None:
                 speed = speed_of_experts(shape, tokens_per_expert, recipe)
         else:
             continue

@@ -142,7 +142,7 @@ def require_groups(call: str, recipe: Recipe) -> None:
         if cast.format is not None and cast.granularity.is_blockwise:
             raise UnsupportedError(
                 f"{call}: {name} of recipe {recipe.label!r} has {cast.granularity.value} scales, which torch's grouped "
-                "GEMMs do not take; choose rowwise or tensorwise"
+                "GEMMs do not take; choose rowwise"
             )
     for name, gemm in recipe.gemms.items():
         if (gemm.a.granularity, gemm.b.granularity) == (Granularity.TENSORWISE, Granularity.ROWWISE):
