@@ -76,9 +76,9 @@ class Replay(Comparison):
         undone_words = counted(undone, "product was not computed again", "products were not computed again")
         return self.judged(
             self.findings,
-            f"{count.elements} of {counted(self.outputs, 'output')} of {counted(self.gemms, 'GEMM')}; judge: "
+            f"{count.elements:,} of {counted(self.outputs, 'output')} of {counted(self.gemms, 'GEMM')}; judge: "
             f"{', '.join(self.oracles)}",
-            equal=f"{count.elements_equal} of ",
+            equal=f"{count.elements_equal:,} of ",
             otherwise=f"DAMAGED: {counted(len(self.damaged), 'file')}" if self.damaged else "",
             nothing="" if count.elements else "nothing was computed again",
             undone=undone_words if undone else "",

@@ -221,7 +221,8 @@ def test_one_damaged_file_costs_its_record_alone(layers: dict[str, Records], tmp
     path, same = written(tmp_path / "run", layers["rowwise"]), written(tmp_path / "same", layers["rowwise"])
     os.truncate(path / "000002.safetensors", 1000)
     status, out = replayed(path)
-    equal = f"equal: {(M + N) * K} of {(M + N) * K} of {(M + N) * K} outputs of 2 GEMMs"
+    count = f"{(M + N) * K:,}"
+    equal = f"equal: {count} of {count} of {count} outputs of 2 GEMMs"
     assert status == 1 and out.splitlines()[-1].startswith(f"DAMAGED: 1 file; {equal}"), out
     status, out = diffed(path, same)
     assert status == 1 and "equal: 13 of 13 stages" in out and "damaged (1):" in out
@@ -505,7 +506,7 @@ def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
     flipped_output = flipped(output, "layers.0.w1", "output", "a.codes", (3, 5))
     written(tmp_path / "b", flipped_output, "tensorwise")
     status, out, _ = invoke("replay", tmp_path / "a", "--json", tmp_path / "out.json")
-    assert status == 0 and out.splitlines()[-1].startswith(f"equal: every bit of {M * N} of {M * N} outputs"), out
+    assert status == 0 and out.splitlines()[-1].startswith(f"equal: every bit of {M * N:,} of {M * N:,} outputs"), out
     assert "f8ref.jax" in out
     data = json.loads((tmp_path / "out.json").read_text())
     assert data["equal"] and data["counts"]["product"]["elements_equal"] == data["outputs"]

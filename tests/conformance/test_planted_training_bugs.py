@@ -105,7 +105,11 @@ def rounded(gemm: Any, a: Any, b: Any, spec: Any, dtype: Any, *options: Any) -> 
 
 def lost(cast_delayed: Any) -> Any:
     """The amax is not raised."""
-    return lambda x, plan, state: cast_delayed(x, plan, state._replace(amax=state.amax.clone()))
+
+    def cast(x: Any, plan: Any, state: Any, **options: Any) -> Any:
+        return cast_delayed(x, plan, state._replace(amax=state.amax.clone()), **options)
+
+    return cast
 
 
 tripled = gemm_with(lambda gemm, a, b, spec, *rest: gemm(a, b, spec, *rest) * (3 if is_grad("weight", spec) else 1))

@@ -29,7 +29,7 @@ def test_diff_and_audit_name_the_same_dialect_where_zeros_have_lost_their_sign(t
     # 2. Those that ask it.
     side = Side(codes=unsigned, scale=scale, block=(128, 128), stack="vllm_weight")
     said = explained(x, side, side)
-    assert DIALECT in said and f"but for the sign of {lost} zeros" in said
+    assert DIALECT in said and f"but for the sign of {lost:,} zeros" in said
     made = checkpoint(tmp_path / "made", {"l.weight": unsigned, "l.weight_scale_inv": scale}, fp8())
     found = audit(made, source=checkpoint(tmp_path / "source", {"l.weight": x}))
     assert DIALECT in found.dialect and not found.findings

@@ -140,6 +140,7 @@ def test_numerics_states_every_rule() -> None:
 
 
 def test_an_explanation_reads_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     lines = str(explained("epilogue/bias relu")).splitlines()
     assert lines[0] == "1 of 1 dots are float8 GEMMs; bits are promised of 1"
     assert lines[2].split() == ["dot", "operands", "float8", "GEMM", "joins", "it", "rules"]

@@ -77,7 +77,7 @@ def records_of(path: Path) -> list[dict[str, Any]]:
 
 def inspected(path: Path, *options: str) -> Any:
     """The result of `f8emu inspect` for a log."""
-    return CliRunner().invoke(cli.build_app(), ["inspect", str(path), *options])
+    return CliRunner().invoke(cli.build_app(), ["inspect", str(path), *options], env={"COLUMNS": "200"})
 
 
 class Block(nn.Module):

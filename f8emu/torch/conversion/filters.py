@@ -32,7 +32,7 @@ SMALLEST_LAYERS: dict[Recipe, SmallestLayer] = dict.fromkeys(_NAMED, SmallestLay
 SMALLEST_LAYERS_IN_CUDA_GRAPHS: dict[Recipe, SmallestLayer] = {
     TENSORWISE: SmallestLayer(1024, 4194304),
     ROWWISE: SmallestLayer(1024, 8388608),
-    ROWWISE_FAST: SmallestLayer(1024, 8388608),
+    ROWWISE_FAST: SmallestLayer(1024, 8388608),  # of rowwise, whose GEMMs are slower
     ROWWISE_WITH_GW_HP: SmallestLayer(1024, 4194304),
     DELAYED: SmallestLayer(512, 4194304),
     BLOCKWISE: SmallestLayer(2048, 8388608),
