@@ -12,7 +12,7 @@ class Exit(IntEnum):
     EQUAL = 0
     DIFFERENT = 1
     UNVERIFIED = 2
-    """Nothing ran, or something is missing; a command that fails has this status too."""
+    """Nothing ran or was compared; a command that fails has this status too."""
     INCOMPLETE = 3
     """No difference, but a part was not compared; of `fit`, confirmed rules do not hold at another size."""
     INTERRUPTED = 130

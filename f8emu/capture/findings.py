@@ -50,7 +50,9 @@ class Difference(Shown):
 
     @property
     def where(self) -> str:
-        return f"{self.step}: {self.place} {self.part}"
+        # A layer of a Sequential is called by its number, which is quoted.
+        layer, _, rest = self.place.partition(" ")
+        return f"{self.step}: {f'{layer!r} {rest}' if layer.isdecimal() else self.place} {self.part}"
 
     @property
     def share(self) -> str:
@@ -169,7 +171,7 @@ class Comparison(Shown, Course):
             return Verdict(Exit.UNVERIFIED, f"NOT VERIFIED: {nothing}")
         missing = counted(len(self.missing), "thing is missing", "things are missing") if self.missing else ""
         if lacks := ", ".join(filter(None, (undone, missing))):
-            return Verdict(Exit.UNVERIFIED, f"NOT VERIFIED: {lacks}; equal: {of}")
+            return Verdict(Exit.INCOMPLETE, f"INCOMPLETE: no bit differs, but {lacks}; equal: {of}")
         return Verdict(Exit.EQUAL, f"equal: every bit of {of}")
 
 

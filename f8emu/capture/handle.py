@@ -51,8 +51,8 @@ class Handle:
     def __repr__(self) -> str:
         written = [f"  {path}" for path in self.written]
         left = [f"  left out: {record.place}: {record.reason}" for record in self.left_out]
-        head = f"{type(self).__name__}: step {self.number}, {len(written)} written, {len(left)} records left out"
-        return screen([head, *written, *left])
+        head = f"at step {self.number}, steps written: {len(written)}, records left out: {len(left)}"
+        return screen([f"{type(self).__name__}: {head}", *written, *left])
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self))}</pre>"

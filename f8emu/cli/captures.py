@@ -49,7 +49,8 @@ def add_to(app: "typer.Typer") -> None:
         epilog=ending(
             "f8emu replay captured",
             "f8emu replay captured/step-00000100-rank-00000 --outputs 1000",
-            differs="a bit differs",
+            differs="a bit differs, or a file is damaged",
+            left="no bit differs, but a record is missing or a product was not computed again",
         )
     )
     def replay(
@@ -72,7 +73,8 @@ def add_to(app: "typer.Typer") -> None:
         epilog=ending(
             "f8emu diff run_a run_b",
             "f8emu diff trainer server --map 'model\\.(.*)=\\1' --html diff.html",
-            differs="a bit differs",
+            differs="a bit differs, or one capture lacks a step or a record",
+            left="no bit differs, but a part of a capture is missing, or a stack does not show it",
         )
     )
     def diff(

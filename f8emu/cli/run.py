@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 from f8emu.cli.frame import CHIP, chip_names, ending, guarded
@@ -32,8 +33,8 @@ def add_to(app: "typer.Typer") -> None:
     ) -> None:
         """Run a program whose torch GEMMs in float8 have the bits of a chip.
 
-        Its child processes have them too, except a Python that ignores PYTHONPATH, as python -I does. On a machine
-        whose GPU is the chip, nothing changes.
+        python is the one on PATH, or else the one that runs f8emu. Its child processes have the bits too, except a
+        Python that ignores PYTHONPATH, as python -I does. On a machine whose GPU is the chip, nothing changes.
         """
         raise typer.Exit(guarded(execute, program, chip, bf16))
 
@@ -42,6 +43,8 @@ def execute(program: list[str], chip: str, bf16: bool) -> int:
     """Become the program; it returns where that fails alone."""
     chip_by_name("run", chip)
     path = shutil.which(program[0])
+    if path is None and program[0] in ("python", "python3"):
+        path = sys.executable
     if path is None:
         raise SpecError(f"run: {program[0]} is no program here; for a script: f8emu run -- python {program[0]}")
     return os.execve(path, program, environment(chip, bf16))

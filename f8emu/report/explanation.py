@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from f8emu.conformance.compare import counted
 from f8emu.report.page import Cell, Page, Row, Section, Table
 
 _CAPTION = "On a Hopper GPU, compiled with xla_gpu_enable_triton_gemm=False"
@@ -13,6 +14,8 @@ def explanation_page(explanation: Any) -> Page:
     float8 = [dot for dot in dots if dot.is_float8]
     promised = sum(dot.is_promised for dot in float8)
     summary = f"{len(float8)} of {len(dots)} dots are float8 GEMMs; bits are promised of {promised}"
+    if explanation.own_gemms:
+        summary += f"; not listed, with the chip's bits: {counted(explanation.own_gemms, 'GEMM')} of f8emu's own layers"
     rows: list[Row] = []
     for i, dot in enumerate(dots, 1):
         gemm = f"{dot.accumulation or 'no'}{'' if dot.is_promised or not dot.is_float8 else ', not promised'}"

@@ -225,7 +225,7 @@ class Recipe:
 
 
 def _inv_scale(rule: ScaleRule) -> str:
-    return f"max / max(amax, {rule.amax_floor!r})" + (", cut to a power of two" if rule.power_of_two else "")
+    return f"max / max(amax, {rule.amax_floor:.9g})" + (", cut to a power of two" if rule.power_of_two else "")
 
 
 def _accumulation(gemm: Gemm, chip: Chip) -> str:

@@ -27,7 +27,11 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        from f8emu.spec.chips import chip_by_name
+        try:
+            from f8emu.spec.chips import chip_by_name
+        except ModuleNotFoundError:
+            message = f"f8emu run: {sys.executable} has no f8emu; run a Python that has it, or install it there"
+            raise ModuleNotFoundError(message) from None
         from f8emu.torch.emulated.switch import emulate
 
         chip, _, bf16 = self.options.partition(",")

@@ -149,7 +149,11 @@ def test_an_explanation_reads_as_a_table(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COLUMNS", "80")
     narrow = str(explained("epilogue/bias relu")).splitlines()
     assert max(map(len, narrow)) <= 80 and " ".join(narrow).split()[-6:] == lines[3].split()[-6:]
-    assert str(f8.explain(lambda x: x + 1)(1.0)) == "0 of 0 dots are float8 GEMMs; bits are promised of 0"
+    none = "0 of 0 dots are float8 GEMMs; bits are promised of 0"
+    assert str(f8.explain(lambda x: x + 1)(1.0)) == none
+    dot_general, x = f8.dot_general("rowwise"), jnp.ones((32, 32), jnp.bfloat16)
+    step = jax.value_and_grad(lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ()))).sum(), argnums=(0, 1))
+    assert str(f8.explain(step)(x, x)) == f"{none}; not listed, with the chip's bits: 3 GEMMs of f8emu's own layers"
 
 
 # Planted faults

@@ -342,8 +342,8 @@ def test_explanation_of_a_rule_of_its_own() -> None:
     """The floors of vLLM and DeepGEMM: 1e-10 of a scale of activations, 1e-4 in float32 of an amax of weights."""
     rules = (
         "max / max(amax, 1e-12)",
-        "of input: max / max(amax, 4.4800000000000004e-08)",
-        "of weight: max / max(amax, 9.999999747378752e-05)",
+        "of input: max / max(amax, 4.48e-08)",
+        "of weight: max / max(amax, 9.99999975e-05)",
     )
     cut = [line.split("  ")[-1] for line in BLOCKWISE_UE8M0.explain().splitlines() if "cut to a power of two" in line]
     assert cut == [f"{'inv_scale = ' * (i == 0)}{rule}, cut to a power of two" for i, rule in enumerate(rules)]

@@ -159,7 +159,7 @@ def test_an_exception_has_the_ring_written_and_no_half_step_complete(
     assert {step.header.reason for step in steps} == {"ZeroDivisionError: in the loss"}
     assert capturing.is_done and len(capturing.written) == 1
     found = replay(steps)
-    assert found.verdict.status is Exit.UNVERIFIED and found.gemms == 5 + 2 and len(found.missing) == 1
+    assert found.verdict.status is Exit.INCOMPLETE and found.gemms == 5 + 2 and len(found.missing) == 1
     with pytest.raises(ZeroDivisionError), capture(run.model, tmp_path / "step", layers="^0"):
         run.model(torch.ones(24, 48, dtype=torch.bfloat16))
         raise ZeroDivisionError

@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr
 
 from f8emu.jax.emulated.epilogue import Epilogue
 from f8emu.jax.emulated.matching import Matches, merged_dots
-from f8emu.jax.emulated.program import DOTS, aval_of, name_of
+from f8emu.jax.emulated.program import DOTS, aval_of, flattened, name_of, own_gemms
 from f8emu.jax.emulated.rules import FLOAT8, RULE_OF, Rule, is_fast
 from f8emu.jax.emulated.transform import Emulation, evaluated, traced
 from f8emu.shown import Shown, columns
@@ -51,6 +51,8 @@ class Explanation(Shown):
     """The dots of a function, those of a loop's body after those around it; `str` is a table for the terminal."""
 
     dots: tuple[ExplainedDot, ...]
+    own_gemms: int = 0
+    """The GEMMs of f8emu's own layers, which have the chip's bits and are not listed."""
     _page: ClassVar[str] = "f8emu.report.explanation:explanation_page"
 
     def __str__(self) -> str:
@@ -75,7 +77,7 @@ def explain(f: Callable[P, Any]) -> Callable[P, Explanation]:
         emulation = Emulation(chip=HOPPER, listen=lambda *program: dots.extend(_explained(*program)))
         program, arrays, _ = traced(f, args, kwargs)
         jax.eval_shape(lambda *arrays: evaluated(program, arrays, emulation), *arrays)
-        return Explanation(dots=tuple(dots))
+        return Explanation(dots=tuple(dots), own_gemms=own_gemms(flattened(program).jaxpr))
 
     return explained
 

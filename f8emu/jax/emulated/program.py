@@ -26,6 +26,7 @@ _WITH_BODIES = ("scan", "while", "cond", "shard_map")
 """The primitives whose programs are emulated, each by itself."""
 _OWN = "f8emu_"
 """How the primitives of f8emu's own layers begin, whose GEMMs have the chip's bits as they are."""
+_OWN_GEMMS = (f"{_OWN}gemm", f"{_OWN}emulated_gemm", f"{_OWN}tensor_core_dot", f"{_OWN}linear")
 DOTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
 _SHAPES = ("broadcast_in_dim", "reshape", "squeeze")
 
@@ -97,6 +98,13 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield eqn
         for body in _bodies(eqn):
             yield from _equations(body)
+
+
+def own_gemms(jaxpr: Jaxpr) -> int:
+    """The GEMMs of f8emu's own layers in a program; of branches, as of platforms, those of the longest."""
+    return sum(
+        1 if eqn.primitive.name in _OWN_GEMMS else max(map(own_gemms, _bodies(eqn)), default=0) for eqn in jaxpr.eqns
+    )
 
 
 def _multiplies_float8(jaxpr: Jaxpr) -> bool:

@@ -69,7 +69,10 @@ class Doubt(Enum):
     TWO_ROUNDINGS = "whether a scaled float32 product and a residual are rounded twice was not recorded"
     TWO_GEMMS = "a sum of two GEMMs, of which the first takes the second's result, was not recorded"
     TRANSPOSED = "a transpose follows the scale, which XLA then applies to the rounded product"
-    SHARED = "its scale is broadcast to another array of this shape too, and XLA then leaves it outside"
+    SHARED = (
+        "its scale is broadcast to another array of this shape too, and XLA then leaves it outside: give one of "
+        "them a scale of its own, as an argument"
+    )
     TWO_FACTORS = "in which order a constant and a scale are multiplied was not recorded"
     LATE_CONSTANT = "XLA takes a constant after a bias or an activation into alpha, before these"
 
