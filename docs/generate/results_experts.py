@@ -95,7 +95,7 @@ def _parts(kernels: list[Entry]) -> dict[str, float]:
 
 
 def _label(name: str) -> str:
-    return name.replace("bf16", "bfloat16").replace("+fast", "_fast")
+    return name.replace("bf16", "bfloat16")
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

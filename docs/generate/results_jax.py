@@ -13,6 +13,7 @@ from results_records import (
     middle,
     of,
     record,
+    shown_as,
     source,
     span,
     subject,
@@ -126,11 +127,11 @@ def titan_at_rest() -> str:
     rows, name = [], _STEP
     weights = record(name)["layers"] * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)  # of q, k, v, o and w1, w2, w3
     for found in record(name)["variants"]:
-        label = _titan_label(found["variant"])
-        codes = {"f8emu tensorwise, at rest": 1, "f8emu rowwise, at rest": 2}.get(label, 0) * weights
+        named = shown_as(found["variant"])
+        codes = {"f8emu tensorwise, at rest": 1, "f8emu rowwise, at rest": 2}.get(named, 0) * weights
         held = [f"{found[key]:.2f}" for key in ("rest_gib", "peak_active_gib")]
         predicted = f"{codes / record(name)['gpus'] / 2**30:.2f}"
-        rows.append([label, f"{found['speed']:.3f}", predicted, *held])
+        rows.append([named, f"{found['speed']:.3f}", predicted, *held])
     columns = ["", "speed", "codes, predicted, GiB", "at rest, GiB", "peak, GiB"]
     return f"{table(columns, rows)}\n\n{source(name, _TITAN)}"
 
@@ -143,14 +144,9 @@ def titan_two_step() -> str:
             continue
         of_kinds, waits = kinds(found["kernels"]), found["exposure"]
         row = [waits["step_us"], *(of_kinds[kind] for kind in _OF_STEP), waits["exposed_us"], waits["idle_us"]]
-        rows.append([_titan_label(found["variant"]), *(f"{us / 1e3:.0f}" for us in row)])
+        rows.append([shown_as(found["variant"]), *(f"{us / 1e3:.0f}" for us in row)])
     columns = ["ms", "step", *_OF_STEP, "collectives alone", "nothing"]
     return f"{table(columns, rows)}\n\n{source(_STEP, _TITAN)}"
-
-
-def _titan_label(variant: str) -> str:
-    named = variant.replace("/", " ").replace("bf16", "bfloat16")
-    return named.replace("+at-rest", ", at rest").replace("+all-gather", ", all-gather")
 
 
 def titan_plot() -> str:
@@ -171,7 +167,7 @@ def titan_bfloat16_gather() -> str:
     rows = []
     for found in record("torchtitan-h200x4")["variants"]:
         figures = (times(found["speed"]), f"{found['tokens_per_second_per_gpu']:,.0f}", times(found["memory"]))
-        rows.append([found["variant"].replace("/", " ").replace("bf16", "bfloat16"), *figures])
+        rows.append([shown_as(found["variant"]), *figures])
     columns = ["", "speed", "tokens per second and GPU", "memory"]
     return f"{table(columns, rows)}\n\n{source('torchtitan-h200x4', _TITAN)}"
 
@@ -205,10 +201,10 @@ def titan_losses() -> str:
     for name in ("torchtitan-all-gather-h200x4", "torchtitan-all-gather-h200x2"):
         run = next(r for r in record(name)["runs"] if r["steps"] == 50)
         for found in run["variants"]:
-            label = found["variant"].removesuffix("+all-gather").replace("/", " ").replace("bf16", "bfloat16")
+            named = shown_as(found["variant"].removesuffix("+all-gather"))
             layers = f"{run['layers']} layers, {run['gpus']} GPUs"
             loss, baseline = found["losses"][-1], run["variants"][0]["losses"][-1]
-            rows.append([label, layers, f"{loss:.3f}", f"{loss - baseline:+.3f}" if loss != baseline else "0"])
+            rows.append([named, layers, f"{loss:.3f}", f"{loss - baseline:+.3f}" if loss != baseline else "0"])
     sources = lines("torchtitan-all-gather-h200x4", "torchtitan-all-gather-h200x2", packages=_TITAN)
     return f"{table(['', 'model', 'loss after 50 steps', 'less bfloat16'], rows)}\n\n{sources}"
 
@@ -248,9 +244,7 @@ def titan_curves() -> str:
     runs = [r for r in record(name)["runs"] if any(v["variant"].startswith("torchao") for v in r["variants"])]
     run = max(runs, key=lambda run: run["steps"])
     lines_of = {
-        v["variant"].removesuffix("+all-gather").replace("/", " ").replace("bf16", "bfloat16"): [
-            *enumerate(v["losses"], 1)
-        ]
+        shown_as(v["variant"].removesuffix("+all-gather")): [*enumerate(v["losses"], 1)]
         for v in run["variants"]
         if v["variant"] == "bf16" or v["variant"].endswith("+all-gather")
     }

@@ -59,6 +59,16 @@ def workload(file: str | Entry, name: str = "feed_forward", checkpointing: str =
 # How figures are written
 
 
+_SUFFIXES = {"+all-gather": ", all-gather", "+at-rest": ", at rest", "+recompute": ", `recompute_casts=True`"}
+
+
+def shown_as(name: str) -> str:
+    """The name of what was timed, as a page has it."""
+    for mark, words in {"/": " ", "bf16": "bfloat16", **_SUFFIXES}.items():
+        name = name.replace(mark, words)
+    return name
+
+
 def times(value: float | None) -> str:
     """A ratio to bfloat16, or a dash."""
     return NO_FIGURE if value is None else f"{value:.2f}"

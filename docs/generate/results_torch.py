@@ -14,6 +14,7 @@ from results_records import (
     lines,
     percent,
     record,
+    shown_as,
     source,
     span,
     subject,
@@ -168,10 +169,8 @@ def huggingface() -> str:
     """A Hugging Face model in training."""
     rows = []
     for found in record("huggingface-h200")["subjects"]:
-        label = found["subject"].replace("/", " ").replace("bf16", "bfloat16")
-        label = label.replace("+recompute", ", `recompute_casts=True`")
         figures = (times(found["speed"]), f"{found['tokens_per_second']:,.0f}", f"{found['peak_bytes'] / 2**30:.1f}")
-        rows.append([label, *figures])
+        rows.append([shown_as(found["subject"]), *figures])
     shown = table(["", "speed", "tokens per second", "peak memory, GiB"], rows)
     return f"{shown}\n\n{source('huggingface-h200', ('torch', 'torchao', 'transformers'))}"
 
@@ -247,9 +246,9 @@ def microbatches() -> str:
     """Steps that accumulate gradients."""
     rows = []
     for found in record("microbatches-h100")["workloads"][0]["subjects"]:
-        label = found["subject"].removeprefix("f8emu/").replace("bf16", "bfloat16").replace("+at-rest", ", at rest")
         bounds = f"{found['ms_min']:.1f} to {found['ms_max']:.1f}"
-        rows.append([label, f"{found['ms']:.1f}", bounds, times(found["speed"]), times(found["memory"])])
+        named = shown_as(found["subject"].removeprefix("f8emu/"))
+        rows.append([named, f"{found['ms']:.1f}", bounds, times(found["speed"]), times(found["memory"])])
     columns = ["", "ms", "turns, ms", "speed", "memory"]
     return f"{table(columns, rows)}\n\n{source('microbatches-h100')}"
 

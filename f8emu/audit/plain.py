@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from f8emu.audit.blocks import LAYER, Weight, like_of
-from f8emu.audit.checkpoint import BAND, FLOATS, Checkpoint, Joined, Tensor
+from f8emu.audit.checkpoint import FLOATS, Checkpoint, Joined, Tensor
 from f8emu.audit.findings import Finding, Severity, finding
 from f8emu.conformance.compare import counted
 
@@ -30,16 +30,15 @@ def altered(pair: tuple[Tensor, Tensor]) -> list[Finding]:
     of = partial(finding, "weight-altered", stored.name)
     if stored.shape != source.shape:
         return [of(f"{list(source.shape)}, as in the source", f"{list(stored.shape)}")]
-    count, first = 0, ""
-    for begin in range(0, stored.size, BAND):
-        end = min(begin + BAND, stored.size)
-        x, y = source.read(begin, end), stored.read(begin, end)
+    begin, count, first = 0, 0, ""
+    for x, y in zip(source.parts(), stored.parts(), strict=True):
         with np.errstate(all="ignore"):
             x = x.astype(y.dtype)
         if (wrong := (x != y) & ~(np.isnan(x) & np.isnan(y))).any():
             index = int(wrong.argmax())
             first = first or f"{float(x[index]):.9g} at {begin + index}", f"{float(y[index]):.9g}"
             count += int(np.count_nonzero(wrong))
+        begin += y.size
     return [of(f"{first[0]}, of the source", f"{first[1]}; {count:,} of {stored.size:,} differ")] if first else []
 
 
