@@ -58,7 +58,7 @@ RECORDING = json.loads((Path(__file__).parents[1] / "benchmarks/results/recorded
 
 def test_all_layers_are_there() -> None:
     assert RECORDING["device"] == CHIP
-    assert set(RECORDING["layers"]) == {layer.name for layer in layers()} and len(RECORDING["layers"]) == 160
+    assert set(RECORDING["layers"]) == {layer.name for layer in layers()} and len(RECORDING["layers"]) == 192
 
 
 @pytest.mark.parametrize("recipe", {layer.recipe: None for layer in layers()})

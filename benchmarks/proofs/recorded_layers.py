@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 import f8emu.torch as f8
 from benchmarks.runner import DEVICE, Bench, option, say, write_json
-from f8emu.spec import RECIPES, ROWWISE_FAST, RecipeName
+from f8emu.spec import RECIPES, RecipeName
 
 RECORDED = Path(__file__).parents[1] / "results" / "recorded_layers-h200.json"
 ROWS = (1, 2, 7, 16, 33, 64, 100, 128)
@@ -50,8 +50,7 @@ class Layer(NamedTuple):
 
 def layers(rows: Sequence[int] = ROWS, sizes: Sequence[tuple[int, int]] = SIZES) -> list[Layer]:
     """All layers of these numbers of rows and sizes."""
-    recipes = cast("list[RecipeName]", [name for name in RECIPES if name != ROWWISE_FAST.name])  # was not recorded
-    return [Layer(recipe, m, k, n) for recipe, (k, n), m in product(recipes, sizes, rows)]
+    return [Layer(recipe, m, k, n) for recipe, (k, n), m in product(RECIPES, sizes, rows)]
 
 
 def digests(layer: Layer, device: torch.device) -> list[str]:
