@@ -13,6 +13,7 @@ from f8emu.spec.chips import CDNA3 as CDNA3
 from f8emu.spec.chips import CHIPS as CHIPS
 from f8emu.spec.chips import H100 as H100
 from f8emu.spec.chips import HOPPER as HOPPER
+from f8emu.spec.chips import RTX_BLACKWELL as RTX_BLACKWELL
 from f8emu.spec.chips import chip_by_name as chip_by_name
 from f8emu.spec.errors import F8Error as F8Error
 from f8emu.spec.errors import GoldenFileError as GoldenFileError
@@ -75,10 +76,12 @@ from f8emu.spec.recipe import Recipe as Recipe
 from f8emu.spec.recipe import recipe_by_name as recipe_by_name
 from f8emu.spec.scaling import MAX_MARGIN as MAX_MARGIN
 from f8emu.spec.scaling import MIN_AMAX_FLOOR as MIN_AMAX_FLOOR
+from f8emu.spec.scaling import MX_BLOCK as MX_BLOCK
 from f8emu.spec.scaling import TENSORS as TENSORS
 from f8emu.spec.scaling import AmaxHistoryReduction as AmaxHistoryReduction
 from f8emu.spec.scaling import DelayedScaling as DelayedScaling
 from f8emu.spec.scaling import DelayedState as DelayedState
+from f8emu.spec.scaling import E8M0Rule as E8M0Rule
 from f8emu.spec.scaling import Float8State as Float8State
 from f8emu.spec.scaling import Granularity as Granularity
 from f8emu.spec.scaling import ScaleRule as ScaleRule

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.formats import FLOAT32, Format, changed_fields
+from f8emu.spec.formats import E8M0FNU, FLOAT32, Format, changed_fields
 from f8emu.spec.scaling import Granularity, granularity_by_name
 
 
@@ -21,6 +21,9 @@ class Evidence(Enum):
     RECORDED_INSTRUCTION = "instructions recorded, GEMMs around them assumed"
     """Public recordings of single instructions have these bits. How the chip's library chains and scales is taken to be
     as on Hopper."""
+    AGREES_WITH_MODEL = "agrees with a model validated on silicon"
+    """Single instructions have the bits of MMA-Sim, whose authors compared it with the chip
+    (`benchmarks.proofs.mma_sim`). GEMMs around them are assumed."""
     LITERATURE = "unverified"
     """Published descriptions only; nothing recorded was replayed here."""
 
@@ -74,6 +77,8 @@ class AccumulationModel:
     """[CHIP-1] The operands are first converted to this format, which is exact; its raw exponents then count."""
     floored: FlooredSum | None = None
     """[CHIP-6] A floored sum in place of the one sum of [ACC-2] to [ACC-4]; None is one sum."""
+    zero_exponent: int | None = None
+    """[MX-3] The exponent that a term of zero has in [ACC-2]; None: it takes no part."""
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -90,6 +95,8 @@ class Instruction:
     out: Format
     """The format of c and d."""
     model: AccumulationModel
+    is_microscaled: bool = False
+    """Whether a and b have an E8M0 scale for every 32 of K [MX-2]."""
 
     def __repr__(self) -> str:
         """The name and the types; the model has a repr of its own."""
@@ -131,6 +138,8 @@ class Chip:
     """[CHAIN-3] The `split_k_multiple` of `block_scaled` if one operand has 128x128 scales."""
     instructions: tuple[Instruction, ...] = ()
     """Single instructions, for `mma`; if two fit, the first is taken."""
+    microscaled: AccumulationModel | None = None
+    """Float8 operands with E8M0 scales of 32 along K [MX-4]; None: the chip has no such GEMM."""
     plan: str = ""
     """The GPU of the split-K plan [PLAN-7], as its driver names it; "": there is none, and S is 1."""
 
@@ -153,6 +162,9 @@ class Chip:
         """How operands with scales of granularities (a, b) are accumulated; None: bfloat16 operands."""
         if granularities is None:
             return self.bfloat16
+        if granularities[0].is_microscaled:
+            assert self.microscaled is not None, self
+            return self.microscaled
         if not granularities[0].is_blockwise:
             return self.float8_fast if use_fast_accum else self.float8
         # Block scales have one accumulation; with 128x128 scales its slices are longer [CHAIN-3].
@@ -160,15 +172,22 @@ class Chip:
             return self.block_scaled
         return replace(self.block_scaled, split_k_multiple=self.square_split_k_multiple)
 
-    def instruction(self, call: str, formats: tuple[Format, Format], out: Format) -> Instruction:
-        """The instruction for operands (a, b) and an accumulator of format `out`."""
+    def instruction(
+        self, call: str, formats: tuple[Format, Format], out: Format, *, is_microscaled: bool = False
+    ) -> Instruction:
+        """The instruction for operands (a, b), with block scales or not, and an accumulator of format `out`."""
         for instruction in self.instructions:
-            if formats in instruction.format_pairs and out == instruction.out:
+            kind = (instruction.out, instruction.is_microscaled)
+            if formats in instruction.format_pairs and kind == (out, is_microscaled):
                 return instruction
-        known = "; ".join(f"{_pairs(i.format_pairs)} -> {i.out}" for i in self.instructions)
+        known = "; ".join(
+            f"{_pairs(i.format_pairs)}{' with E8M0 scales' if i.is_microscaled else ''} -> {i.out}"
+            for i in self.instructions
+        )
+        scaled = " with E8M0 scales" if is_microscaled else ""
         raise UnsupportedError(
-            f"{call}: the profile of {self} has the instructions {known or 'none'}; got {_pairs([formats])} -> {out}; "
-            "cast to one of these, or choose another chip"
+            f"{call}: the profile of {self} has the instructions {known or 'none'}; got {_pairs([formats])}{scaled} -> "
+            f"{out}; cast to one of these, or choose another chip"
         )
 
     def refusal(
@@ -189,7 +208,7 @@ class Chip:
             )
         if not granularities[0].is_blockwise:
             return None
-        if formats not in self.block_scaled_format_pairs:
+        if formats not in self.block_scaled_format_pairs and not granularities[0].is_microscaled:
             known = _pairs(self.block_scaled_format_pairs)
             return f"{self} takes block scales of {known}; got {pair}; cast to one of these, or scale by row"
         if use_fast_accum:
@@ -206,8 +225,9 @@ class Chip:
         sizes: tuple[int, int, int],
         shapes: tuple[tuple[int, ...], tuple[int, ...]],
         given: tuple[Granularity | str | None, Granularity | str | None],
+        scale_format: Format = FLOAT32,
     ) -> tuple[Granularity, Granularity]:
-        """The granularities of a scaled GEMM of M, N, K: the first pair that fits the shapes of its scales.
+        """The granularities of a scaled GEMM of M, N, K: the first pair that fits the format and shapes of its scales.
 
         The scales of b are those of its transpose [N, K], transposed. `given` is what the caller gives; None: any.
         """
@@ -218,14 +238,21 @@ class Chip:
         for pair in self.granularity_pairs:
             if given_a not in (None, pair[0]) or given_b not in (None, pair[1]):
                 continue
+            if pair[0].scale_format != scale_format:
+                continue
             rows, columns = pair[1].scale_shape(n, k)
             wanted = pair[0].scale_shape(m, k), (columns, rows)
             is_one = pair[0] is Granularity.TENSORWISE
             if math.prod(shapes[0]) == math.prod(shapes[1]) == 1 if is_one else shapes == wanted:
                 return pair
             expected.append(f"{list(wanted[0])} and {list(wanted[1])} for {pair[0].value} x {pair[1].value}")
-        if given_a is not None and given_b is not None and not expected:
-            raise UnsupportedError(f"{call}: {self.refusal(self.format_pairs[0], (given_a, given_b))}")
+        if not expected:
+            both = None if given_a is None or given_b is None else (given_a, given_b)
+            refusal = None if both is None else self.refusal(self.format_pairs[0], both)
+            micro = Granularity.BLOCKWISE_1X32.value
+            if refusal is None and scale_format == E8M0FNU:
+                refusal = f"{E8M0FNU} scales are {micro}, which {self} does not take; pass chip='B200', or float32 scales"
+            raise UnsupportedError(f"{call}: {refusal or f'scales {micro} are {E8M0FNU}; view their bytes as it'}")
         raise OperandError(
             f"{call}: scale_a and scale_b of a [{m}, {k}] @ [{k}, {n}] must have shapes {'; or '.join(expected)}; got "
             f"{list(shapes[0])} and {list(shapes[1])}; scales of b are those of its transpose [N, K], transposed"

@@ -3,7 +3,8 @@
 `H100` differs from it in the split-K plan alone.
 
 Sources: recordings of single instructions by north-numerical-computing/MATLAB-tensor-core (BSD-2, arXiv 2512.07004),
-replayed by `f8emu verify --recordings`; MMA-Sim (arXiv 2511.10909) for the profiles marked unverified (NUMERICS 9).
+replayed by `f8emu verify --recordings`; MMA-Sim 2.1.1 (arXiv 2511.10909), compared by `benchmarks.proofs.mma_sim`
+(NUMERICS 9).
 """
 
 from dataclasses import replace
@@ -84,9 +85,9 @@ H100 = replace(HOPPER, name="H100", plan="NVIDIA H100 80GB HBM3")
 
 def _other(name: str, chain: AccumulationModel, **fields: Any) -> Chip:
     """A profile with one chain for all float8; nothing is known of its block scales."""
-    chains: dict[str, Any] = {"float8": chain, "float8_fast": chain, "block_scaled": chain, **fields}
     known = {"block_scaled_format_pairs": (), "granularity_pairs": HOPPER.granularity_pairs[:2], "plan": ""}
-    return replace(HOPPER, name=name, **known, **chains)
+    chains: dict[str, Any] = {"float8": chain, "float8_fast": chain, "block_scaled": chain}
+    return replace(HOPPER, name=name, **{**known, **chains, **fields})
 
 
 _ADA_CHAIN = replace(_HOPPER_CHAIN, step_k=16)
@@ -112,16 +113,31 @@ BLACKWELL_MMA = _other(
 )
 """B200, sm_100, for kernels made of `mma.sync`; the library's own kernels use tcgen05."""
 
-_TCGEN05_CHAIN = replace(_HOPPER_CHAIN, aligned_fraction_bits=25, result_fraction_bits=23)
+_BLACKWELL_CHAIN = replace(_HOPPER_CHAIN, aligned_fraction_bits=25, result_fraction_bits=23)
+_MX_CHAIN = replace(_BLACKWELL_CHAIN, zero_exponent=-133)  # [MX-3]
 
-BLACKWELL_TCGEN05 = _other(
-    "Blackwell tcgen05",
-    _TCGEN05_CHAIN,
-    evidence=Evidence.LITERATURE,
-    capability=(10, 0),
-    instructions=_instructions("tcgen05.mma", _TCGEN05_CHAIN, _TCGEN05_CHAIN, "tcgen05.mma", _BFLOAT16_CHAIN),
-)
-"""B200, sm_100, as MMA-Sim describes it [CHIP-7]."""
+
+def _blackwell(name: str, instruction: str, capability: tuple[int, int]) -> Chip:
+    """[CHIP-7], and MXFP8 [MX-1..5]."""
+    chain, scaled = _BLACKWELL_CHAIN, f"{instruction}.block_scale"
+    return _other(
+        name,
+        chain,
+        evidence=Evidence.AGREES_WITH_MODEL,
+        capability=capability,
+        granularity_pairs=(*HOPPER.granularity_pairs[:2], (Granularity.BLOCKWISE_1X32, Granularity.BLOCKWISE_1X32)),
+        microscaled=_MX_CHAIN,
+        instructions=(
+            *_instructions(instruction, chain, chain, instruction, _BFLOAT16_CHAIN),
+            Instruction(name=scaled, format_pairs=_OCP, out=FLOAT32, model=_MX_CHAIN, is_microscaled=True),
+        ),
+    )
+
+
+BLACKWELL_TCGEN05 = _blackwell("Blackwell tcgen05", "tcgen05.mma", (10, 0))
+"""B200, sm_100, as MMA-Sim describes it."""
+RTX_BLACKWELL = _blackwell("RTX Blackwell", "mma", (12, 0))
+"""RTX 5090, RTX PRO 6000 and other sm_120, as MMA-Sim describes them."""
 
 _CDNA3_CHAIN = AccumulationModel(
     step_k=16,
@@ -142,7 +158,7 @@ _CDNA3_BFLOAT16 = replace(
 CDNA3 = _other(
     "CDNA3",
     _CDNA3_CHAIN,
-    evidence=Evidence.LITERATURE,
+    evidence=Evidence.AGREES_WITH_MODEL,
     capability=None,
     format_pairs=_FNUZ[:3],
     bfloat16=_CDNA3_BFLOAT16,
@@ -159,6 +175,7 @@ CHIPS: dict[ChipName, Chip] = {
     "Ada": ADA,
     "Blackwell mma.sync": BLACKWELL_MMA,
     "Blackwell tcgen05": BLACKWELL_TCGEN05,
+    "RTX Blackwell": RTX_BLACKWELL,
     "CDNA3": CDNA3,
 }
 """Every known chip by name."""
@@ -168,6 +185,7 @@ GPUS: dict[str, Chip] = {
     **dict.fromkeys(("H200", "sm90"), HOPPER),
     **dict.fromkeys(("L4", "L40", "L40S", "RTX 4090", "sm89"), ADA),
     **dict.fromkeys(("Blackwell", "B100", "B200", "GB200", "sm100"), BLACKWELL_TCGEN05),
+    **dict.fromkeys(("RTX 5090", "RTX PRO 6000", "sm120"), RTX_BLACKWELL),
     **dict.fromkeys(("MI300", "MI300A", "MI300X", "gfx942"), CDNA3),
     **{chip.plan: chip for chip in CHIPS.values() if chip.plan},
 }

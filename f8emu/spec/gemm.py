@@ -10,7 +10,7 @@ Each GEMM is `a @ b^T` of two operands seen as `[rows, summed dimension]`, and e
 dimension that its own GEMM sums over. A trace holds what the three computed, in any array type (`Any` below).
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from f8emu.shown import fields_of
@@ -67,13 +67,16 @@ class Cast:
                 "Leave scale_rule out, or give a float8 format"
             )
 
+        if self.granularity.is_microscaled and self.scale_rule is not None and self.scale_rule.e8m0 is None:
+            raise SpecError(f"Cast: scales of {self.granularity.value} are E8M0; give a ScaleRule with e8m0")
+
     @property
     def is_high_precision(self) -> bool:
         return self.format is None
 
     def to_dict(self) -> dict[str, object]:
         scale = {} if self.format is None else {"granularity": self.granularity.value}
-        rule = {} if self.scale_rule is None else {"scale_rule": asdict(self.scale_rule)}
+        rule = {} if self.scale_rule is None else {"scale_rule": self.scale_rule.to_dict()}
         return {"format": str(self.format or self), **scale, **rule}
 
     def __repr__(self) -> str:

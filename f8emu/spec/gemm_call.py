@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from f8emu.spec.chip import AccumulationModel, Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
-from f8emu.spec.formats import BFLOAT16, FLOAT32, FORMATS, HIGH_PRECISION, Format, output_format
+from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT32, FORMATS, HIGH_PRECISION, Format, output_format
 from f8emu.spec.gemm import Gemm
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import MX_BLOCK, Granularity
 
 
 class Shaped(NamedTuple):
@@ -50,6 +50,13 @@ class GroupKind(Enum):
     def of(cls, a: int, b: int) -> "GroupKind":
         """The kind of operands that have so many dimensions; ROWS where no kind has."""
         return next((kind for kind in cls if (len(kind.value.a), len(kind.value.b)) == (a, b)), cls.ROWS)
+
+    def scale_dims(self, *, is_microscaled: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The dimensions of scale_a and scale_b. E8M0 scales have those of their operand, "B" blocks of 32 for K."""
+        a, b, scale_a, scale_b, *_ = self.value
+        if not is_microscaled:
+            return scale_a, scale_b
+        return tuple("B" if dim == "K" else dim for dim in a), tuple("B" if dim == "K" else dim for dim in b)
 
     @property
     def description(self) -> str:
@@ -125,8 +132,8 @@ def scaled_mm_call(
     formats = _format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats)
     sizes = _sizes(call, a, b)
     _check_split_k(call, split_k)
-    _check_scales(call, scale_a, scale_b)
-    pair = chip.granularities_of(call, sizes, (scale_a.shape, scale_b.shape), (granularity_a, granularity_b))
+    scales = _scale_format(call, scale_a, scale_b)
+    pair = chip.granularities_of(call, sizes, (scale_a.shape, scale_b.shape), (granularity_a, granularity_b), scales)
     _check_paired(call, chip, formats, pair, use_fast_accum)
     out = output_format(call, out_dtype)
     if bias is not None:
@@ -161,19 +168,23 @@ def scaled_grouped_mm_call(
 ) -> GemmCall:
     """A `scaled_grouped_mm` [EPI-6]; `group_parts` checks the values of `offs`."""
     # 1. Dtypes.
-    call, pair = "scaled_grouped_mm", (Granularity.ROWWISE, Granularity.ROWWISE)
+    call = "scaled_grouped_mm"
     formats = _format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats)
-    _check_scales(call, scale_a, scale_b)
+    is_microscaled = _scale_format(call, scale_a, scale_b) == E8M0FNU
+    kind_of_scales = Granularity.BLOCKWISE_1X32 if is_microscaled else Granularity.ROWWISE
+    pair = (kind_of_scales, kind_of_scales)
     # 2. Shapes, which depend on each other: one message names all.
     operands = (a, b, scale_a, scale_b) if offs is None else (a, b, scale_a, scale_b, offs)
     shapes = [list(x.shape) for x in operands]
     kind = GroupKind.of(len(a.shape), len(b.shape))
     sizes = dict(zip((*kind.value.a, *kind.value.b), (*a.shape, *b.shape), strict=False))
     sizes["G"] = sizes.get("G", offs.shape[0] if offs is not None and offs.shape else -1)
-    expected = [[math.prod(sizes.get(size, -1) for size in dim.split("*")) for dim in dims] for dims in kind.value[:4]]
+    sizes["B"] = -(-sizes["K"] // MX_BLOCK)
+    named = (*kind.value[:2], *kind.scale_dims(is_microscaled=is_microscaled))
+    expected = [[math.prod(sizes.get(size, -1) for size in dim.split("*")) for dim in dims] for dims in named]
     expected += [] if offs is None else [[sizes["G"]]]
     if shapes != expected or (offs is None) != (kind is GroupKind.BATCH):
-        wanted = ", ".join(f"[{', '.join(dims)}]" for dims in kind.value[:4])
+        wanted = ", ".join(f"[{', '.join(dims)}]" for dims in named) + (", B = K / 32," if is_microscaled else "")
         ends = "absent" if kind is GroupKind.BATCH else "[G]"
         raise OperandError(
             f"{call}: a, b, scale_a, scale_b and offs must be {wanted} and {ends} where {kind.description}; got "
@@ -264,7 +275,7 @@ def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
     # 3. A bias.
     if bias is None:
         return
-    if gemm.granularities[0].is_blockwise:
+    if gemm.granularities[0].is_blockwise and not gemm.granularities[0].is_microscaled:
         raise UnsupportedError(f"{call}: a bias with blockwise scales is not modelled; add it to the result instead")
     if gemm.out == FLOAT32:
         raise UnsupportedError(
@@ -291,13 +302,17 @@ def group_parts(gemm: GemmCall, ends: Sequence[int] | None) -> list[GroupPart]:
             )
         runs = [slice(start, stop) for start, stop in pairwise([0, *ends])]
     # 2. An index for each dimension: the group's number, its run, or all. Scales of a divided K follow one another.
+    is_microscaled = gemm.granularities is not None and gemm.granularities[0].is_microscaled
+    named = (*kind.value[:2], *kind.scale_dims(is_microscaled=is_microscaled), kind.value.out)
     whole, parts = slice(None), list[GroupPart]()
     for group, run in enumerate(runs):
         places = {"G": group, divided: run}
+        if divided == "K" and is_microscaled:
+            places["B"] = _blocks_of(gemm, run)
         sizes = [run.stop - run.start if dim == divided else size for dim, size in zip("MNK", gemm.sizes, strict=True)]
         m, n, _ = sizes
         places |= {"G*M": slice(group * m, (group + 1) * m), "G*N": slice(group * n, (group + 1) * n)}
-        indices = [tuple([places.get(dim, whole) for dim in dims]) for dims in kind.value[:5]]
+        indices = [tuple([places.get(dim, whole) for dim in dims]) for dims in named]
         parts.append(GroupPart(replace(gemm, sizes=tuple(sizes)), *indices))
     return parts
 
@@ -312,9 +327,20 @@ def _format(call: str, name: str, x: Shaped, allowed: tuple[Format, ...]) -> For
     return format
 
 
-def _check_scales(call: str, scale_a: Shaped, scale_b: Shaped) -> None:
-    _format(call, "scale_a", scale_a, (FLOAT32,))
-    _format(call, "scale_b", scale_b, (FLOAT32,))
+def _blocks_of(gemm: GemmCall, run: slice) -> slice:
+    """The blocks of 32 of a group of K; every group has whole ones."""
+    if run.start % MX_BLOCK or (run.stop % MX_BLOCK and run.stop != gemm.sizes[2]):
+        raise OperandError(
+            f"{gemm.call}: groups of K with E8M0 scales must begin and end at multiples of {MX_BLOCK}; got "
+            f"{run.start} to {run.stop}; pad each group with zeros"
+        )
+    return slice(run.start // MX_BLOCK, -(-run.stop // MX_BLOCK))
+
+
+def _scale_format(call: str, scale_a: Shaped, scale_b: Shaped) -> Format:
+    """Of both scales: float32, or E8M0."""
+    format = _format(call, "scale_a", scale_a, (FLOAT32, E8M0FNU))
+    return _format(call, "scale_b", scale_b, (format,))
 
 
 def _check_paired(

@@ -16,12 +16,13 @@ _Ada = Literal["Ada", "ada", "L4", "L40", "L40S", "RTX 4090", "sm89"]
 _Blackwell = Literal[
     "Blackwell", "blackwell", "Blackwell mma.sync", "Blackwell tcgen05", "B100", "B200", "GB200", "sm100"
 ]
+_RtxBlackwell = Literal["RTX Blackwell", "RTX 5090", "RTX PRO 6000", "sm120"]
 _Cdna3 = Literal["CDNA3", "MI300", "MI300A", "MI300X", "gfx942"]
-ChipName = Literal[_Hopper, _Ada, _Blackwell, _Cdna3]
+ChipName = Literal[_Hopper, _Ada, _Blackwell, _RtxBlackwell, _Cdna3]
 """A chip, an architecture or a GPU: the names of `f8emu.spec.chips.GPUS`, which `chip_by_name` takes in any case."""
 EngineName = Literal["auto", "hardware", "emulated"]
 """The engine of a GEMM; "auto" is the hardware where it is the chip, otherwise the emulation."""
-GranularityName = Literal["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128"]
+GranularityName = Literal["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "blockwise_1x32"]
 """A `Granularity` by name."""
 Float8Name = Literal["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 """A format that a cast gives: `FLOAT8`."""

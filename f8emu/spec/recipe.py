@@ -102,6 +102,14 @@ class Recipe:
                     f"{call}: the casts of {tensor} have different scale rules; one reading of a tensor gives both, so "
                     "give both the same scale_rule"
                 )
+            rules = [self.rule_of(cast) for _, _, cast in self.casts(tensor) if cast.format is not None]
+            kinds = [cast.granularity for _, _, cast in self.casts(tensor) if cast.format is not None]
+            if any((rule.e8m0 is None) is kind.is_microscaled for rule, kind in zip(rules, kinds, strict=True)):
+                raise SpecError(
+                    f"{call}: scales of {Granularity.BLOCKWISE_1X32.value} are E8M0, and no others are; {tensor} has "
+                    f"{', '.join(kind.value for kind in kinds)} with {rules[0]}; set e8m0 of its scale_rule, or change "
+                    "its granularity"
+                )
         # 3. Delayed scales are tensorwise; so is the granularity of what is not cast.
         for gemm, tensor, cast in self.casts():
             if self.delayed_scaling_of(tensor) is not None and cast.granularity is not Granularity.TENSORWISE:
@@ -176,7 +184,7 @@ class Recipe:
             data["chip"] = self.chip
         if self.cast_weight_from is not CastFrom.PARAMETER:
             data["cast_weight_from"] = self.cast_weight_from.value
-        data["scale_rule"] = asdict(self.scale_rule)
+        data["scale_rule"] = self.scale_rule.to_dict()
         if self.delayed is not None:
             changed = {"reduction": self.delayed.reduction.value, "tensors": list(self.delayed.tensors)}
             delayed = asdict(self.delayed) | changed
@@ -255,7 +263,7 @@ def _alike(name: str, input: Cast, weight: Cast, grad_output: Cast, *, fast_outp
     )
 
 
-_TENSOR, _ROW, _VECTOR, _SQUARE = (Cast(format=E4M3FN, granularity=granularity) for granularity in Granularity)
+_TENSOR, _ROW, _VECTOR, _SQUARE, _MX = (Cast(format=E4M3FN, granularity=granularity) for granularity in Granularity)
 _HIGH = Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST)
 
 TENSORWISE = _alike("tensorwise", _TENSOR, _TENSOR, Cast(format=E5M2))

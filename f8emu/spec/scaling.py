@@ -6,8 +6,8 @@ Glossary:
 
 - `amax`: the largest magnitude of the elements that share one scale.
 - `inv_scale`: the float32 factor multiplied while quantising: `code = cast(value * inv_scale)`.
-- `scale`: the float32 factor that decodes, `value = decode(code) * scale`, as `torch._scaled_mm` takes it;
-  always `1 / inv_scale`, correctly rounded.
+- `scale`: the factor that decodes, `value = decode(code) * scale`, as `torch._scaled_mm` takes it; always
+  `1 / inv_scale`, correctly rounded. A float32, or an E8M0 byte under MXFP8.
 
 An operand of a GEMM is seen as `[rows, K]`, K being the dimension that is summed over.
 """
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from f8emu.shown import fields_of
 from f8emu.spec.errors import OperandError, SpecError
-from f8emu.spec.formats import changed_fields
+from f8emu.spec.formats import E8M0FNU, FLOAT32, Format, changed_fields
 from f8emu.spec.members import member_by_name
 from f8emu.spec.names import TensorName
 
@@ -27,6 +27,8 @@ TENSORS: tuple[TensorName, ...] = ("input", "weight", "grad_output")
 """The tensors of a linear layer that are cast."""
 BLOCK = 128
 """Elements along K, and rows of a square, that share a scale under blockwise scaling [EPI-5]."""
+MX_BLOCK = 32
+"""Elements along K that share an E8M0 scale under MXFP8 [MX-1]."""
 
 
 class Granularity(Enum):
@@ -40,6 +42,8 @@ class Granularity(Enum):
     """128 neighbours along K in one row. Scale shape `[rows, ceil(K / 128)]`."""
     BLOCKWISE_128X128 = "blockwise_128x128"
     """A square of 128 rows by 128 along K. Scale shape `[ceil(rows / 128), ceil(K / 128)]`."""
+    BLOCKWISE_1X32 = "blockwise_1x32"
+    """32 neighbours along K in one row, with an E8M0 scale: MXFP8 [MX-1]. Scale shape `[rows, ceil(K / 32)]`."""
 
     @property
     def block(self) -> tuple[int | None, int | None]:
@@ -48,7 +52,18 @@ class Granularity(Enum):
 
     @property
     def is_blockwise(self) -> bool:
-        return self in (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
+        """Whether a row has more than one scale along K."""
+        return self not in (Granularity.TENSORWISE, Granularity.ROWWISE)
+
+    @property
+    def is_microscaled(self) -> bool:
+        """Whether the scales are E8M0 and scale the products inside a step [MX-2], not its result."""
+        return self is Granularity.BLOCKWISE_1X32
+
+    @property
+    def scale_format(self) -> Format:
+        """The format of the scales that a GEMM takes."""
+        return E8M0FNU if self.is_microscaled else FLOAT32
 
     @property
     def is_transposable(self) -> bool:
@@ -66,6 +81,7 @@ _BLOCKS: dict[Granularity, tuple[int | None, int | None]] = {
     Granularity.ROWWISE: (1, None),
     Granularity.BLOCKWISE_1X128: (1, BLOCK),
     Granularity.BLOCKWISE_128X128: (BLOCK, BLOCK),
+    Granularity.BLOCKWISE_1X32: (1, MX_BLOCK),
 }
 
 
@@ -96,6 +112,24 @@ MIN_AMAX_FLOOR = 2.0**-110
 """Smallest floor: an amax of 0 then has an inv_scale below 2^126 in every format, and its scale is a normal float32."""
 
 
+class E8M0Rule(Enum):
+    """How an amax becomes an E8M0 scale `2^e` of a format whose largest finite value is `max`, of exponent `emax`.
+
+    `e` is limited to -127..127, and its byte is `e + 127`. An amax of 0 gives byte 0, NaN gives byte 255. Infinity
+    counts as 2^128; RCEIL limits it to byte 254.
+    Sources: OCP Microscaling Formats 1.0, section 6.3 (FLOOR); the names are torchao's `ScaleCalculationMode`.
+    """
+
+    FLOOR = "floor"
+    """`floor(log2(amax)) - emax`: values of the block may exceed `max` and saturate."""
+    CEIL = "ceil"
+    """`ceil(log2(amax)) - emax`."""
+    EVEN = "even"
+    """`floor(log2(r)) - emax` of r, amax rounded to the fraction bits of the format, ties up."""
+    RCEIL = "rceil"
+    """`ceil(log2(amax / max))`, the smallest `e` at which nothing saturates: NVIDIA's and TransformerEngine's rule."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRule:
     """The rule that turns an amax into a scale.
@@ -109,10 +143,14 @@ class ScaleRule:
     Quantising is `cast(clamp(float32(x) * inv_scale, -max, max))`; a NaN stays NaN.
     This is bit for bit the rule of torchao 0.17 to 0.19, except for `power_of_two` just below a power of two, where
     torchao's `exp2(floor(log2(s)))` rounds up (NUMERICS 6).
+
+    With `e8m0` the scale is an E8M0 byte by that rule, `inv_scale = 2^(127 - byte)`, and the other fields keep their
+    defaults: for `Granularity.BLOCKWISE_1X32` alone.
     """
 
     power_of_two: bool = False
     amax_floor: float = 1e-12
+    e8m0: E8M0Rule | None = None
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -122,6 +160,21 @@ class ScaleRule:
             raise SpecError(
                 f"ScaleRule: amax_floor must be in [2^-110, 1), so that no scale is subnormal; got {self.amax_floor!r}"
             )
+        if self.e8m0 is None:
+            return
+        object.__setattr__(self, "e8m0", member_by_name("ScaleRule", "e8m0", E8M0Rule, self.e8m0))
+        if self != ScaleRule(e8m0=self.e8m0):
+            raise SpecError(f"ScaleRule: E8M0 scales are powers of two without a floor; got {self!r}; leave both out")
+
+    def to_dict(self) -> dict[str, object]:
+        """Its fields; the texts and hashes of recipes are older than e8m0."""
+        data: dict[str, object] = {"power_of_two": self.power_of_two, "amax_floor": self.amax_floor}
+        return data if self.e8m0 is None else data | {"e8m0": self.e8m0.value}
+
+    @property
+    def scale_format(self) -> Format:
+        """The format of the scales that it gives."""
+        return FLOAT32 if self.e8m0 is None else E8M0FNU
 
 
 MAX_MARGIN = 6
@@ -178,12 +231,12 @@ class DelayedScaling:
 
 
 class Scales(NamedTuple):
-    """Float32 factors of one operand; shapes are those of `Granularity.scale_shape`."""
+    """Factors of one operand; shapes are those of `Granularity.scale_shape`."""
 
     inv_scale: Any
-    """The factor that is multiplied while quantising."""
+    """The float32 factor that is multiplied while quantising."""
     scale: Any
-    """The factor that decodes: `value = decode(code) * scale`."""
+    """The factor that decodes: `value = decode(code) * scale`. Float32, or E8M0 if the rule says so."""
 
 
 class DelayedState(NamedTuple):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from f8emu.spec.chip import AccumulationModel, FlooredSum, Rounding
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import Format
+from f8emu.spec.formats import E8M0FNU, Format
 from f8ref.exact.cast import decode, encode, float32, round_to
 from f8ref.exact.number import NAN, ZERO, Number, NumberKind, add, exponent_of, finite, infinity, multiply, power_of_two
 
@@ -75,6 +75,22 @@ def products_of(
     return [products[start + k] for start in range(0, len(products), length) for k in model.order]
 
 
+def microscaled(
+    products: Sequence[Product], scale_a: Sequence[int], scale_b: Sequence[int], length: int
+) -> list[Product]:
+    """[MX-2] Each product times the two E8M0 scales of its block: its exponent grows by theirs. Exact.
+
+    `scale_a` and `scale_b` are the bytes of the blocks of `length` along K. [MX-1] A byte of 255 makes NaN, of zero too.
+    """
+    scaled: list[Product] = []
+    for block, part in enumerate(_slices(products, length)):
+        factors = decode(scale_a[block], E8M0FNU), decode(scale_b[block], E8M0FNU)
+        factor = multiply(*factors)
+        exponent = 0 if factor.is_nan else exponent_of(factor.magnitude)
+        scaled += [Product(multiply(p.number, factor), p.exponent + exponent) for p in part]
+    return scaled
+
+
 def _converted(codes: Sequence[int], format: Format, into: Format) -> Sequence[int]:
     return codes if into == format else [encode(decode(code, format), into) for code in codes]
 
@@ -99,6 +115,9 @@ def tensor_core_step(accumulator: Number, products: Sequence[Product], model: Ac
     terms = [(p.number, p.exponent) for p in products if not p.number.is_zero]
     if not accumulator.is_zero:
         terms.append((accumulator, _own_exponent(accumulator, model)))
+    # [MX-3] Or a zero takes part, with an exponent of its own; the accumulator, the products, and those of a short tail.
+    if model.zero_exponent is not None and len(terms) < 1 + model.step_k:
+        terms.append((ZERO, model.zero_exponent))
     return _rounded(_aligned_sum(terms, model)[0], model)
 
 

@@ -11,12 +11,14 @@ from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, FLOAT32, Format, Overflow
 from f8emu.spec.scaling import Granularity
-from f8ref.exact.accumulate import Product, accumulate, accumulate_split, chain, k_slices, products_of
+from f8ref.exact.accumulate import Product, accumulate, accumulate_split, chain, k_slices, microscaled, products_of
 from f8ref.exact.cast import decode, encode, float32
 from f8ref.exact.number import ZERO, Number, add, multiply
 
 BLOCK_K = 128
 """K that shares one scale in both blockwise granularities."""
+MX_BLOCK_K = 32
+"""[MX-1] K that shares one E8M0 scale."""
 
 
 def scaled_dot(
@@ -39,7 +41,8 @@ def scaled_dot(
     """Output [m, n] of a scaled GEMM, from row m of a and column n of b.
 
     `a_codes` and `b_codes` are the K codes of that row and column; `scale_a` and `scale_b` the float32 codes of the
-    scales that meet them: one, or for the blockwise granularities one for each 128 of K. `bias` is the float32 code
+    scales that meet them: one, or for the blockwise granularities one for each 128 of K; under 1x32 they are the E8M0
+    bytes of each 32. `bias` is the float32 code
     of bias[n]. A grouped GEMM is rowwise too, with row and column of the same group,
     and `is_grouped`: it multiplies the scales in the other order [EPI-6].
 
@@ -47,7 +50,8 @@ def scaled_dot(
     """
     # 1. What the chip multiplies, and lengths that fit.
     formats = (a_format, b_format)
-    blocks = -(-len(a_codes) // BLOCK_K) if granularity_a.is_blockwise else 1
+    block_k = MX_BLOCK_K if granularity_a.is_microscaled else BLOCK_K
+    blocks = -(-len(a_codes) // block_k) if granularity_a.is_blockwise else 1
     if not set(formats) <= set(chip.operand_formats):
         known = " or ".join(f.name for f in chip.operand_formats)
         raise OperandError(f"scaled_dot: codes of {known} expected; got {a_format} and {b_format}")
@@ -63,7 +67,12 @@ def scaled_dot(
         )
 
     # 2. The accumulator [ACC-1..5], chained [CHAIN-1..3], then its scales; block scales belong inside the chain
-    # [EPI-5].
+    # [EPI-5], E8M0 scales inside its steps [MX-2].
+    addend = None if bias is None else decode(bias, FLOAT32)
+    if granularity_a.is_microscaled:
+        model = chip.accumulation((granularity_a, granularity_b))
+        products = microscaled(products_of(a_codes, b_codes, *formats, model), scale_a, scale_b, MX_BLOCK_K)
+        return output_code(accumulate_split(products, model, split_k), addend, out_format)  # [MX-5]
     scales_a = [decode(code, FLOAT32) for code in scale_a]
     scales_b = [decode(code, FLOAT32) for code in scale_b]
     if granularity_a.is_blockwise:
@@ -77,7 +86,7 @@ def scaled_dot(
         epilogue = tensorwise if granularity_a is Granularity.TENSORWISE else grouped if is_grouped else rowwise
         result = epilogue(accumulator, scales_a[0], scales_b[0])
     # 3. The bias [EPI-3] and the one rounding [EPI-4].
-    return output_code(result, None if bias is None else decode(bias, FLOAT32), out_format)
+    return output_code(result, addend, out_format)
 
 
 def tensorwise(accumulator: Number, scale_a: Number, scale_b: Number) -> Number:
@@ -181,16 +190,22 @@ def mma(
     *,
     a_format: Format,
     b_format: Format,
+    scale_a: Sequence[int] | None = None,
+    scale_b: Sequence[int] | None = None,
     out_format: Format = FLOAT32,
     chip: Chip = HOPPER,
 ) -> int:
     """`dot(a, b) + c` by one matrix instruction of the chip, or by several in a row if K is longer: a code, as c is.
 
+    With E8M0 bytes `scale_a` and `scale_b`, one for each 32 of K, it is the block-scaled instruction [MX-2].
     Where the accumulator is a term of a step, c is the first accumulator [ACC-2], [CHIP-6]; where instructions are made
     of others, it is added to their sum [CHIP-3].
     """
-    model = chip.instruction("mma", (a_format, b_format), out_format).model
+    is_microscaled = scale_a is not None
+    model = chip.instruction("mma", (a_format, b_format), out_format, is_microscaled=is_microscaled).model
     if len(a_codes) != len(b_codes):
         raise OperandError(f"mma: a and b must have the same K; got {len(a_codes)} and {len(b_codes)} codes")
     products = products_of(a_codes, b_codes, a_format, b_format, model)
+    if scale_a is not None and scale_b is not None:
+        products = microscaled(products, scale_a, scale_b, MX_BLOCK_K)
     return encode(accumulate(products, model, decode(c, out_format)), out_format, Overflow.NONFINITE)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from f8emu.spec import FLOAT16, FLOAT32, AccumulationModel, FlooredSum, Format, Rounding
+from f8emu.spec import E8M0FNU, FLOAT16, FLOAT32, MX_BLOCK, AccumulationModel, FlooredSum, Format, Rounding
 from f8ref.numpy.codec import ABSENT, INFINITY, Array, codes_of, decode_table, exponent_table
 
 TILE = 2048
@@ -82,6 +82,18 @@ def operand(x: Array, format: Format, model: AccumulationModel) -> Decoded:
     )
 
 
+def microscaled(x: Decoded, scale: Array) -> Decoded:
+    """[MX-2] An operand times its E8M0 scales, exactly: they are added to the exponents.
+
+    Shapes: `x` [K, rows]; `scale` [rows, ceil(K / 32)], E8M0. [MX-1] Byte 255 is NaN.
+    Exactness: values lie from 2^-143 to 2^143, products and sums from 2^-311 to 2^310: all in float64.
+    """
+    bytes_KM = codes_of(scale, E8M0FNU).T.repeat(MX_BLOCK, axis=0)[: x.k]
+    values = x.values.astype(np.float64) * decode_table(E8M0FNU)[bytes_KM]
+    exponents = x.exponents + (bytes_KM.astype(np.int64) - E8M0FNU.bias)
+    return x._replace(values=values, exponents=np.where(x.exponents == ABSENT, 2 * ABSENT, exponents))
+
+
 def are_exact_in_float32(format: Format, model: AccumulationModel) -> bool:
     """Whether products of this format and another such, and the sum of a step of them in units, are exact in float32.
 
@@ -106,6 +118,9 @@ def tensor_core_step(accumulator: Float64, a: Decoded, b: Decoded, model: Accumu
     if model.floored is None:
         # [ACC-2] The largest exponent.
         e_max = np.maximum(exponent.max(axis=0), start_exponent)
+        if model.zero_exponent is not None:  # [MX-3] A zero takes part; zeros pad a short tail.
+            has_zero = (product == 0).any(axis=0) | (accumulator == 0) | (len(product) < model.step_k)
+            e_max = np.where(has_zero, np.maximum(e_max, model.zero_exponent), e_max)
         to_units = power_of_two(model.aligned_fraction_bits - e_max)
         # [ACC-3] Every term is cut toward zero to a multiple of one unit.
         product *= to_units if product.dtype == np.float64 else _in_float32(to_units)

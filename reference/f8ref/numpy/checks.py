@@ -20,9 +20,9 @@ class GemmArrays(NamedTuple):
     call: GemmCall
     a_MK: Array
     b_NK: Array
-    scale_a: NDArray[np.float32] | None = None
-    """`granularity.scale_shape(M, K)`; None without scales."""
-    scale_b: NDArray[np.float32] | None = None
+    scale_a: Array | None = None
+    """`granularity.scale_shape(M, K)`, of `granularity.scale_format`; None without scales."""
+    scale_b: Array | None = None
     """`granularity.scale_shape(N, K)`."""
     bias: NDArray[np.float32] | None = None
 
@@ -62,7 +62,11 @@ def grouped_product(
     call = scaled_grouped_mm_call(of_a, of_b, of_scale_a, of_scale_b, of_ends, **options)
     a, b, scale_a, scale_b = arrays
     parts = group_parts(call, None if ends is None else ends.tolist())
-    scales = [(scale_a[part.scale_a][:, None], scale_b[part.scale_b][:, None]) for part in parts]
+    # A row's one scale, or its blocks' along K; those of b come with K first.
+    scales = [
+        (of_a[:, None], of_b[:, None]) if of_a.ndim == 1 else (of_a, of_b.T)
+        for of_a, of_b in ((scale_a[part.scale_a], scale_b[part.scale_b]) for part in parts)
+    ]
     # 2. Their products, each in its place.
     gemms = [GemmArrays(part.gemm, a[part.a], b[part.b].T, *of) for part, of in zip(parts, scales, strict=True)]
     products = [product(gemm) for gemm in gemms]

@@ -10,8 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from f8emu.spec import (
     BFLOAT16,
+    E8M0FNU,
     FLOAT8,
     HOPPER,
+    MX_BLOCK,
     AccumulationModel,
     Chip,
     Format,
@@ -20,7 +22,16 @@ from f8emu.spec import (
     output_format,
 )
 from f8emu.spec.gemm_call import GemmCall
-from f8ref.numpy.accumulate import TILE, Decoded, accumulate, chain, multiply_add, operand, side_by_side
+from f8ref.numpy.accumulate import (
+    TILE,
+    Decoded,
+    accumulate,
+    chain,
+    microscaled,
+    multiply_add,
+    operand,
+    side_by_side,
+)
 from f8ref.numpy.cast import convert
 from f8ref.numpy.checks import GemmArrays, checked_mm, checked_scaled_mm, grouped_product
 from f8ref.numpy.codec import Array, as_float32, typed_array
@@ -52,6 +63,7 @@ def scaled_mm(
     - rowwise [EPI-2]: `(acc * scale_b) * scale_a`
     - blockwise [EPI-5]: a float32 total takes the accumulator of each 128 of K by a fused multiply-add; the totals of
       the `split_k` slices of K are added up [CHAIN-3]
+    - blockwise_1x32 [MX-1..5]: E8M0 scales, which scale the products inside a step; nothing is left for the epilogue
     - then the bias [EPI-3] and the output type [EPI-4]
 
     Shapes: `a` [M, K], `b` [K, N], `bias` [N], result [M, N]; any M, N and K.
@@ -94,6 +106,7 @@ def scaled_grouped_mm(
 
     `offs` divides one dimension: group g runs from `offs[g - 1]` (0 for the first) up to `offs[g]`, and may be empty.
     Rows or columns beyond the last group give zeros; a K beyond it is not summed.
+    E8M0 scales have the shape of their operand, with `ceil(K / 32)` in place of K; groups of K are then multiples of 32.
 
     | divided | `a` | `b` | `scale_a` | `scale_b` | result |
     |---|---|---|---|---|---|
@@ -130,12 +143,22 @@ def mm(
     return product(checked_mm(a, b, out_dtype=out_dtype, split_k=split_k, chip=chip))
 
 
-def mma(a: ArrayLike, b: ArrayLike, c: ArrayLike, *, chip: Chip = HOPPER, out_dtype: Format | str = "float32") -> Array:
+def mma(
+    a: ArrayLike,
+    b: ArrayLike,
+    c: ArrayLike,
+    scale_a: ArrayLike | None = None,
+    scale_b: ArrayLike | None = None,
+    *,
+    chip: Chip = HOPPER,
+    out_dtype: Format | str = "float32",
+) -> Array:
     """`dot(a, b) + c` of every case by one matrix instruction of the chip, or by several in a row if K is longer.
 
-    c is the first accumulator of the steps [ACC-2], [CHIP-6], or is added to their sum [CHIP-3].
+    c is the first accumulator of the steps [ACC-2], [CHIP-6], or is added to their sum [CHIP-3]. With E8M0 scales it is
+    the block-scaled instruction [MX-2].
 
-    Shapes: `a` and `b` [cases, K], `c` [cases] of `out_dtype`; result [cases].
+    Shapes: `a` and `b` [cases, K], `c` [cases] of `out_dtype`, scales [cases, ceil(K / 32)]; result [cases].
     Exactness: the public recordings of single instructions, every bit, for chips whose `evidence` is not LITERATURE.
 
     Raises:
@@ -146,14 +169,23 @@ def mma(a: ArrayLike, b: ArrayLike, c: ArrayLike, *, chip: Chip = HOPPER, out_dt
     a_CK, format_a = typed_array(a, (BFLOAT16, *FLOAT8), "mma: a")
     b_CK, format_b = typed_array(b, (BFLOAT16, *FLOAT8), "mma: b")
     out_format = output_format("mma", out_dtype)
-    model = chip.instruction("mma", (format_a, format_b), out_format).model
+    scales = [typed_array(s, (E8M0FNU,), "mma: scale")[0] for s in (scale_a, scale_b) if s is not None]
+    is_microscaled = len(scales) == 2
+    model = chip.instruction("mma", (format_a, format_b), out_format, is_microscaled=is_microscaled).model
     c_C, _ = typed_array(c, (out_format,), "mma: c")
     if a_CK.ndim != 2 or b_CK.shape != a_CK.shape or c_C.shape != a_CK.shape[:1]:
         raise OperandError(
             f"mma: a and b must be [cases, K] and c [cases]; got {a_CK.shape}, {b_CK.shape} and {c_C.shape}; "
             "reshape them"
         )
+    expected = (len(a_CK), -(-a_CK.shape[1] // MX_BLOCK))
+    if len(scales) == 1 or any(s.shape != expected for s in scales):
+        raise OperandError(
+            f"mma: scale_a and scale_b must both be {list(expected)}, or absent; got {[list(s.shape) for s in scales]}"
+        )
     left, right = (operand(x, f, model)._replace(is_paired=True) for x, f in ((a_CK, format_a), (b_CK, format_b)))
+    if is_microscaled:
+        left, right = (microscaled(x, s) for x, s in zip((left, right), scales, strict=True))
     with np.errstate(over="ignore", invalid="ignore"):
         return convert(multiply_add(left, right, as_float32(c_C, "mma: c"), model), out_format)
 
@@ -166,6 +198,9 @@ def product(gemm: GemmArrays) -> Array:
         # 1. The accumulator, before any scale; of block scales with the scales of each block. 2. The scales.
         if call.granularities is None or gemm.scale_a is None or gemm.scale_b is None:
             result = _accumulated(a_KM, b_KN, model, call.split_k or 1)
+        elif call.granularities[0].is_microscaled:
+            a_KM, b_KN = microscaled(a_KM, gemm.scale_a), microscaled(b_KN, gemm.scale_b)
+            result = _accumulated(a_KM, b_KN, model, call.split_k or 1)  # [MX-5]
         elif call.granularities[0].is_blockwise:
             result = _blockwise(a_KM, b_KN, gemm.scale_a, gemm.scale_b, call)
         else:
