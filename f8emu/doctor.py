@@ -107,7 +107,7 @@ def engine_of_torch(device: str) -> str:
         return f"hardware, {text}"
     if device == "cpu":
         return f"{text}; {unavailable() or f'vectors: {widths()[0]}'}"
-    more = (f"; chip={chip.name!r} runs on the hardware, its profile is {chip.evidence.value}" for chip in chips)
+    more = (f"; chip={chip.name!r} runs on the hardware; profile: {chip.evidence.value}" for chip in chips)
     return text + "".join(more)
 
 

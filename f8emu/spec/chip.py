@@ -251,7 +251,9 @@ class Chip:
             refusal = None if both is None else self.refusal(self.format_pairs[0], both)
             micro = Granularity.BLOCKWISE_1X32.value
             if refusal is None and scale_format == E8M0FNU:
-                refusal = f"{E8M0FNU} scales are {micro}, which {self} does not take; pass chip='B200', or float32 scales"
+                refusal = (
+                    f"{E8M0FNU} scales are {micro}, which {self} does not take; pass chip='B200', or float32 scales"
+                )
             raise UnsupportedError(f"{call}: {refusal or f'scales {micro} are {E8M0FNU}; view their bytes as it'}")
         raise OperandError(
             f"{call}: scale_a and scale_b of a [{m}, {k}] @ [{k}, {n}] must have shapes {'; or '.join(expected)}; got "

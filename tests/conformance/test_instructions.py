@@ -104,7 +104,7 @@ def test_another_chip_is_named_by_the_user(tmp_path: Path) -> None:
         read_recordings(path)
     assert invoke("verify", "f8ref.numpy", "--recordings", str(path), "--chip", "L4=Ada")[0] == 0
     status, out, _ = invoke("verify", "f8ref.numpy", "--recordings", str(path), "--chip", "L4=Blackwell tcgen05")
-    assert status == 1 and "L4: profile Blackwell tcgen05 (unverified)\n" in out
+    assert status == 1 and "L4: profile Blackwell tcgen05 (agrees with a model validated on silicon)\n" in out
     with pytest.raises(SpecError, match=r"verify --chip .*: chip must be one of .Hopper., .H100., .Ada."):
         read_recordings(path, {"L4": "Turing"})
     for chip in ("L4", "=Ada", "L4="):
@@ -151,7 +151,7 @@ def test_an_instruction_that_a_profile_has_not(tmp_path: Path) -> None:
     renamed = {k.replace("Ada.", "CDNA3."): v for k, v in tensors().items() if k.startswith("Ada.E4M3")}
     path = written(tmp_path / "cdna", renamed)
     status, _, error = invoke("verify", "f8ref.numpy", "--recordings", str(path))
-    assert status == 2 and "the profile of CDNA3 (unverified) has the instructions" in error
+    assert status == 2 and "the profile of CDNA3 has the instructions" in error
 
 
 def test_names_in_files_have_profiles() -> None:

@@ -192,5 +192,5 @@ def test_what_mma_refuses(backend: Any) -> None:
         backend.mma(codes, codes[:, :16], c)
     with pytest.raises(OperandError, match="mma: c must"):
         backend.mma(codes, codes, c, out_dtype="float16")
-    with pytest.raises(UnsupportedError, match=r"mma: the profile of CDNA3 \(unverified\) has the instructions"):
+    with pytest.raises(UnsupportedError, match=r"mma: the profile of CDNA3 has the instructions"):
         backend.mma(codes, codes, c, chip=CDNA3)

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from f8emu.audit.formats import consumers_of
-from f8emu.spec.chip import AccumulationModel
+from f8emu.spec.chip import AccumulationModel, Evidence
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import SpecError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, FLOAT16, FLOAT32
@@ -82,14 +82,11 @@ def test_a_profile_says_what_it_stands_on() -> None:
         "H100": "recorded",
         "Ada": assumed,
         "Blackwell mma.sync": assumed,
-        "Blackwell tcgen05": "unverified",
-        "CDNA3": "unverified",
+        **dict.fromkeys(("Blackwell tcgen05", "RTX Blackwell", "CDNA3"), "agrees with a model validated on silicon"),
     }
-    assert list(map(str, CHIPS.values())) == [
-        *("Hopper", "H100", "Ada", "Blackwell mma.sync"),
-        *("Blackwell tcgen05 (unverified)", "CDNA3 (unverified)"),
-    ]
-    refusal = CHIPS["CDNA3"].refusal((E4M3FN, E4M3FN), (T, T))
+    assert list(map(str, CHIPS.values())) == list(CHIPS)
+    guessed = replace(CHIPS["CDNA3"], evidence=Evidence.LITERATURE)
+    refusal = guessed.refusal((E4M3FN, E4M3FN), (T, T))
     assert refusal is not None and refusal.startswith("CDNA3 (unverified) multiplies float8_e4m3fnuz x")
 
 
@@ -125,7 +122,13 @@ def test_a_chip_is_named_or_given() -> None:
 def test_names_that_people_say() -> None:
     """In any case, with hyphens or without, as the driver says them; a recipe keeps the profile's name and its hash."""
     names = {"H200": "Hopper", "hopper": "Hopper", "NVIDIA H100 80GB HBM3": "H100", "sm_90": "Hopper", "l40s": "Ada"}
-    names |= {"nvidia b200": "Blackwell tcgen05", "blackwell-tcgen05": "Blackwell tcgen05", "mi300x": "CDNA3"}
+    names |= {
+        "RTX 5090": "RTX Blackwell",
+        "sm_120": "RTX Blackwell",
+        "nvidia b200": "Blackwell tcgen05",
+        "blackwell-tcgen05": "Blackwell tcgen05",
+        "mi300x": "CDNA3",
+    }
     assert {name: chip_by_name("test", name).name for name in names} == names
     assert replace(ROWWISE, chip="h200").content_hash == ROWWISE.content_hash
     with pytest.raises(SpecError, match="test: of GH200 no split-K plan was recorded; chip='Hopper' has the bits"):
@@ -143,10 +146,10 @@ def test_a_recipe_has_a_chip() -> None:
     assert "chip: Ada, instructions recorded, GEMMs around them assumed" in ada.explain()
     assert ada.label == f"mine ({ada.content_hash[:12]}) on Ada"
     explained = replace(ROWWISE, name="mine", chip="Blackwell tcgen05").explain()
-    assert "chip: Blackwell tcgen05, unverified" in explained and "every 128" not in explained
+    assert "chip: Blackwell tcgen05, agrees with a model" in explained and "every 128" not in explained
     with pytest.raises(SpecError, match="Recipe 'blockwise': chip must be one of"):
         replace(BLOCKWISE, chip="Volta")
     with pytest.raises(SpecError, match=r"Recipe 'blockwise': output: Ada takes scales .*; or choose another chip"):
         replace(BLOCKWISE, chip="Ada")
-    with pytest.raises(SpecError, match=r"Recipe 'rowwise': output: CDNA3 \(unverified\) multiplies"):
+    with pytest.raises(SpecError, match=r"Recipe 'rowwise': output: CDNA3 multiplies"):
         replace(ROWWISE, chip="CDNA3")

@@ -7,19 +7,21 @@ import numpy as np
 import pytest
 
 from f8emu.spec.errors import OperandError, SpecError
-from f8emu.spec.formats import E4M3FN, E5M2, FLOAT32
+from f8emu.spec.formats import E4M3FN, E5M2, E8M0FNU, FLOAT32
 from f8emu.spec.scaling import MAX_MARGIN, MIN_AMAX_FLOOR, DelayedScaling, Granularity, ScaleRule, scale_number
 
-T, R, V, S = (Granularity.TENSORWISE, Granularity.ROWWISE, Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
+T, R, V, S, X = Granularity
 FLT_MAX = Fraction(FLOAT32.max)
 FLT_MIN = Fraction(FLOAT32.smallest_normal)
 
 
 def test_granularities() -> None:
-    assert [g.value for g in Granularity] == ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128"]
-    assert [g.block for g in (T, R, V, S)] == [(None, None), (1, None), (1, 128), (128, 128)]
-    assert [g.is_blockwise for g in (T, R, V, S)] == [False, False, True, True]
-    assert [g.is_transposable for g in (T, R, V, S)] == [True, False, False, True]
+    names = ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "blockwise_1x32"]
+    assert [g.value for g in (T, R, V, S, X)] == names
+    assert [g.block for g in (T, R, V, S, X)] == [(None, None), (1, None), (1, 128), (128, 128), (1, 32)]
+    assert [g.is_blockwise for g in (T, R, V, S, X)] == [False, False, True, True, True]
+    assert [g.is_transposable for g in (T, R, V, S, X)] == [True, False, False, True, False]
+    assert [g.scale_format for g in (T, R, V, S, X)] == [*[FLOAT32] * 4, E8M0FNU]
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,11 @@ def test_a_layer_follows_the_chip_of_its_recipe() -> None:
 
 
 def test_what_is_said_and_refused() -> None:
-    assert f8.engine_of("cpu", chip="CDNA3").startswith("CDNA3 (unverified) emulated by f8emu.native on ")
+    assert f8.engine_of("cpu", chip="CDNA3").startswith("CDNA3 emulated by f8emu.native on ")
     assert f8.engine_of("cpu").startswith("emulated by f8emu.native on ")
     a = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
     one = torch.tensor(1.0)
-    with pytest.warns(UserWarning, match=r"no split-K plan for Blackwell tcgen05 \(unverified\)"):
+    with pytest.warns(UserWarning, match=r"no split-K plan for Blackwell tcgen05"):
         f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Blackwell tcgen05")
     with pytest.raises(SpecError, match="scaled_mm: chip must be one of 'Hopper', 'H100', 'Ada'"):
         f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Volta")  # pyright: ignore[reportArgumentType]
@@ -93,8 +93,6 @@ def test_a_layer_with_formats_of_another_chip_is_refused() -> None:
     cast = Cast(format=E4M3FNUZ)
     gemm = Gemm(a=cast, b=cast)
     recipe = Recipe(name="fnuz", output=gemm, grad_input=gemm, grad_weight=gemm, chip="CDNA3")
-    message = (
-        r"Float8Linear: layers cast to .*; recipe fnuz \(.*\) on CDNA3 \(unverified\) to float8_e4m3fnuz; train with"
-    )
+    message = r"Float8Linear: layers cast to .*; recipe fnuz \(.*\) on CDNA3 to float8_e4m3fnuz; train with"
     with pytest.raises(UnsupportedError, match=message):
         f8.Float8Linear(32, 32, recipe=recipe)

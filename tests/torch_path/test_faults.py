@@ -303,7 +303,8 @@ def test_doctor_says_which_chip_the_gpu_is(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(interop, "jax_device", lambda device: SimpleNamespace(platform="gpu"))
     text = doctor_engine("cuda")
     assert text.startswith(
-        "emulated by f8ref.jax on gpu; chip='Blackwell tcgen05' runs on the hardware, its profile is unverified"
+        "emulated by f8ref.jax on gpu; chip='Blackwell tcgen05' runs on the hardware; "
+        "profile: agrees with a model validated on silicon"
     )
 
 

@@ -36,7 +36,8 @@ DELAYED_MOST_RECENT = replace(
     delayed=DelayedScaling(history_length=3, reduction=AmaxHistoryReduction.MOST_RECENT, margin=2),
 )
 
-_CASTS = {letter: Cast(format=E4M3FN, granularity=kind) for letter, kind in zip("trvs", Granularity, strict=True)}
+_KINDS = (kind for kind in Granularity if not kind.is_microscaled)
+_CASTS = {letter: Cast(format=E4M3FN, granularity=kind) for letter, kind in zip("trvs", _KINDS, strict=True)}
 _CASTS["-"] = Cast(format=None)
 
 
