@@ -80,7 +80,7 @@ def microscaled(
 ) -> list[Product]:
     """[MX-2] Each product times the two E8M0 scales of its block: its exponent grows by theirs. Exact.
 
-    `scale_a` and `scale_b` are the bytes of the blocks of `length` along K. [MX-1] A byte of 255 makes NaN, of zero too.
+    `scale_a` and `scale_b` are the bytes of the blocks of `length` along K. [MX-1] Byte 255 makes NaN, of a zero too.
     """
     scaled: list[Product] = []
     for block, part in enumerate(_slices(products, length)):
@@ -115,7 +115,7 @@ def tensor_core_step(accumulator: Number, products: Sequence[Product], model: Ac
     terms = [(p.number, p.exponent) for p in products if not p.number.is_zero]
     if not accumulator.is_zero:
         terms.append((accumulator, _own_exponent(accumulator, model)))
-    # [MX-3] Or a zero takes part, with an exponent of its own; the accumulator, the products, and those of a short tail.
+    # [MX-3] Or a zero takes part, with an exponent of its own: accumulator, product, or what pads a short tail.
     if model.zero_exponent is not None and len(terms) < 1 + model.step_k:
         terms.append((ZERO, model.zero_exponent))
     return _rounded(_aligned_sum(terms, model)[0], model)

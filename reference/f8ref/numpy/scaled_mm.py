@@ -106,7 +106,7 @@ def scaled_grouped_mm(
 
     `offs` divides one dimension: group g runs from `offs[g - 1]` (0 for the first) up to `offs[g]`, and may be empty.
     Rows or columns beyond the last group give zeros; a K beyond it is not summed.
-    E8M0 scales have the shape of their operand, with `ceil(K / 32)` in place of K; groups of K are then multiples of 32.
+    E8M0 scales have the shape of their operand, `ceil(K / 32)` in place of K; groups of K are then multiples of 32.
 
     | divided | `a` | `b` | `scale_a` | `scale_b` | result |
     |---|---|---|---|---|---|
