@@ -85,6 +85,7 @@ def fits(model: AccumulationModel) -> bool:
     order, promote_k = len(model.order) or 1, model.promote_k or 32
     return (
         model.accumulator == FLOAT32
+        and model.zero_exponent is None
         and model.operand in (None, FLOAT16)
         and model.step_k in (8, 16, 32)
         and promote_k % model.step_k == promote_k % _GROUP_K == 0

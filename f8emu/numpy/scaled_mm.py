@@ -56,6 +56,7 @@ def scaled_mm(
         a [M, K], b [K, N], float8, of any extents; float32 scales, of `a`: one element, [M, 1], [M, ceil(K / 128)] or
         [ceil(M / 128), ceil(K / 128)], and of `b`, as the transposed scales of `b.T`: one element, [1, N],
         [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; bias [N] of any high precision -> [M, N] of out_dtype.
+        MXFP8, on chips such as "B200": float8_e8m0fnu scales [M, ceil(K / 32)] and [ceil(K / 32), N] [MX-1..5].
 
     Args:
         a: left operand.
@@ -81,8 +82,8 @@ def scaled_mm(
     gemm = checked_scaled_mm(
         array_of(call, "a", a),
         array_of(call, "b", b),
-        typed(call, "scale_a", scale_a),
-        typed(call, "scale_b", scale_b),
+        _scale(call, "scale_a", scale_a),
+        _scale(call, "scale_b", scale_b),
         bias=None if bias is None else typed(call, "bias", bias),
         granularity_a=granularity_a,
         granularity_b=granularity_b,
@@ -117,6 +118,8 @@ def scaled_grouped_mm(
         columns of b: a [G, M, K], b [K, N], scale_a [G, M], scale_b [N] -> [M, N].
         K: a [M, K], b [K, N], scale_a [G * M], scale_b [G * N] -> [G, M, N].
         nothing, without offs: a [G, M, K], b [G, K, N], scale_a [G, M], scale_b [G, N] -> [G, M, N].
+        MXFP8: float8_e8m0fnu scales of their operand's shape, with ceil(K / 32) in place of K. Groups of K then begin
+        at multiples of 32.
 
     Raises:
         OperandError: offsets that fall or pass the size that they divide.
@@ -128,8 +131,8 @@ def scaled_grouped_mm(
         emulation.product,
         array_of(call, "a", a),
         array_of(call, "b", b),
-        typed(call, "scale_a", scale_a),
-        typed(call, "scale_b", scale_b),
+        _scale(call, "scale_a", scale_a),
+        _scale(call, "scale_b", scale_b),
         ends,
         out_dtype=output_format(call, out_dtype),
         use_fast_accum=use_fast_accum,
@@ -162,13 +165,20 @@ def mm(
 
 
 def mma(
-    a: ArrayLike, b: ArrayLike, c: ArrayLike, *, chip: Chip | ChipName = HOPPER, out_dtype: FormatLike = "float32"
+    a: ArrayLike,
+    b: ArrayLike,
+    c: ArrayLike,
+    scale_a: ArrayLike | None = None,
+    scale_b: ArrayLike | None = None,
+    *,
+    chip: Chip | ChipName = HOPPER,
+    out_dtype: FormatLike = "float32",
 ) -> Array:
     """`dot(a, b) + c` of every case by one matrix instruction of the chip, or several in a row where K is longer.
 
     Shapes:
         a and b [cases, K], float8 or bfloat16; c [cases] of `out_dtype`, or values that it holds -> [cases] of
-        `out_dtype`.
+        `out_dtype`. With scales, both float8_e8m0fnu [cases, ceil(K / 32)], the block-scaled instruction [MX-2].
 
     Raises:
         OperandError: operands of the wrong dtype or shape.
@@ -177,7 +187,15 @@ def mma(
     """
     target = output_format("mma", out_dtype)
     operands = array_of("mma", "a", a), array_of("mma", "b", b), typed("mma", "c", c, target)
-    return oracle.mma(*operands, chip=chip_of("mma", chip), out_dtype=target)
+    named = ("scale_a", scale_a), ("scale_b", scale_b)
+    scales = (None if scale is None else array_of("mma", name, scale) for name, scale in named)
+    return oracle.mma(*operands, *scales, chip=chip_of("mma", chip), out_dtype=target)
+
+
+def _scale(call: str, name: str, x: ArrayLike) -> Array:
+    """Scales of float32, values that it holds, or E8M0; bytes stay, since they are no values, and are refused later."""
+    array = array_of(call, name, x)
+    return array if array.dtype == np.uint8 else typed(call, name, array)
 
 
 def _planned(gemm: GemmArrays) -> GemmArrays:
