@@ -101,7 +101,7 @@ def dequantize(
     """`decode(codes) * scale`, in `out_dtype`.
 
     Shapes:
-        codes float8 [..., K], scale as the inv_scale of `quantize` -> out_dtype of the codes' shape.
+        codes float8 [..., K], scale as the inv_scale of `quantize`, or E8M0 -> out_dtype of the codes' shape.
 
     Exactness: one rounded float32 product per element, rounded on integers, subnormals included; NaN is 0x7fffffff.
     For bfloat16 and float16 the product is rounded again, to nearest, ties to even.
@@ -111,6 +111,8 @@ def dequantize(
     """
     source = format_of("dequantize", "codes", codes, FLOAT8_NAMES)
     target = output_format("dequantize", out_dtype, refusal=OperandError)
+    if E8M0FNU.name == getattr(getattr(scale, "dtype", None), "name", None):
+        scale = decode(scale)
     granularity, matrix, factors = checked_scales("dequantize", codes, "codes", scale, "scale", granularity)
     return _dequantize(matrix, factors, source, target, granularity.block).reshape(codes.shape)
 

@@ -18,17 +18,18 @@ from jax import lax
 from f8emu.jax import bits
 from f8emu.jax.bits import FormatLike, float8_format, format_of, rows_of
 from f8emu.jax.compiling import without_gradient
-from f8emu.spec.errors import OperandError, SpecError
-from f8emu.spec.formats import FLOAT32, Format
+from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import E8M0FNU, FLOAT32, Format
 from f8emu.spec.names import GranularityName
 from f8emu.spec.scaling import (
-    MAX_MARGIN,
     AmaxHistoryReduction,
     DelayedScaling,
     DelayedState,
+    E8M0Rule,
     Granularity,
     ScaleRule,
     Scales,
+    check_rule,
     granularity_by_name,
     scale_number,
 )
@@ -61,22 +62,22 @@ def scale_from_amax(amax: jax.Array, format: FormatLike, rule: ScaleRule = Scale
     """`inv_scale = float32(max * 2^-margin / max(amax, amax_floor))` and `scale = float32(1 / inv_scale)`.
 
     With `rule.power_of_two`, inv_scale loses its fraction bits before scale is taken. amax 0 counts as the floor,
-    amax inf gives 0 and inf, amax NaN gives NaN and NaN.
+    amax inf gives 0 and inf, amax NaN gives NaN and NaN. With `rule.e8m0` the scale is an E8M0 byte by that rule, and
+    `inv_scale = 2^(127 - byte)`.
 
     Shapes:
-        amax float32, any shape -> two float32 arrays of that shape.
+        amax float32, any shape -> two float32 arrays of that shape, scale float8_e8m0fnu with `rule.e8m0`.
 
     Exactness: both quotients are correctly rounded, on integers and without a loop (see `divide`).
 
     Raises:
         OperandError: wrong dtype.
-        SpecError: unknown format, or a margin out of range.
+        SpecError: unknown format, a margin out of range, or one with E8M0 scales.
         UnsupportedError: a derivative.
     """
     target = float8_format("scale_from_amax", format)
     format_of("scale_from_amax", "amax", amax, (FLOAT32.name,))
-    if not 0 <= margin <= MAX_MARGIN:
-        raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}")
+    check_rule("scale_from_amax", rule, margin)
     return scales_of(without_gradient("scale_from_amax", jnp.asarray(amax)), target, rule, margin)
 
 
@@ -87,9 +88,22 @@ def scales_of(amax: jax.Array, target: Format, rule: ScaleRule, margin: int = 0)
     # A negative number is below the floor; a negative NaN is a NaN.
     is_below = (bits.sign_of(codes) != 0) & ~bits.is_nan(codes)
     magnitude = jnp.where(is_below, jnp.uint32(0), codes & bits.MAGNITUDE)
+    if rule.e8m0 is not None:
+        return _e8m0_scales(magnitude, target, rule.e8m0)
     inv = inv_scale_bits(magnitude, target, rule, margin)
     inv_scale = bits.float32_of(inv)
     return Scales(inv_scale, bits.float32_of(inverse_power(inv)) if rule.power_of_two else reciprocal(inv_scale))
+
+
+def _e8m0_scales(magnitude: jax.Array, format: Format, rule: E8M0Rule) -> Scales:
+    # From bits of amaxes without a sign.
+    raised = (magnitude + jnp.uint32(rule.carry(format))) >> FLOAT32.fraction_bits
+    byte = jnp.maximum(raised.astype(jnp.int32) - format.max_exponent, 0)
+    byte = jnp.where(magnitude == bits.INFINITY, rule.infinity_byte(format), byte).astype(jnp.uint32)
+    byte = jnp.where(magnitude > bits.INFINITY, jnp.uint32(E8M0FNU.nan_code), byte)
+    inverse = jnp.where(byte == E8M0FNU.max_code, jnp.uint32(bits.HIDDEN >> 1), (E8M0FNU.max_code - byte) << 23)
+    inverse = jnp.where(byte == E8M0FNU.nan_code, jnp.uint32(bits.NAN), inverse)
+    return Scales(bits.float32_of(inverse), bits.typed(byte.astype(jnp.uint8), E8M0FNU))
 
 
 @jax.jit
@@ -260,6 +274,7 @@ def update_delayed_state(
         SpecError: unknown format.
     """
     call = "update_delayed_state"
+    check_rule(call, rule, delayed.margin, is_delayed=True)
     target = float8_format(call, format)
     format_of(call, "amax", amax, (FLOAT32.name,))
     if amax.size != 1:

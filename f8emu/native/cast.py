@@ -27,7 +27,10 @@ class Values(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Amaxes, inv_scales and scales of a matrix, float32 of `Granularity.scale_shape` each, or 0: address, strides."""
+    """Amaxes, inv_scales and scales of a matrix, of `Granularity.scale_shape` each, or 0: address, strides in elements.
+
+    Float32; scales of the rule's `scale_format`.
+    """
 
     amax: int = 0
     inv_scale: int = 0
@@ -56,7 +59,12 @@ class _Target(ctypes.Structure):
 class _Rule(ctypes.Structure):
     """`f8_rule` of engine.h."""
 
-    _fields_ = (("largest", ctypes.c_double), ("amax_floor", ctypes.c_double), ("power_of_two", ctypes.c_int32))
+    _fields_ = (
+        *fields(ctypes.c_double, "largest amax_floor"),
+        *fields(ctypes.c_int32, "power_of_two is_e8m0"),
+        ("carry", ctypes.c_uint32),
+        *fields(ctypes.c_int32, "max_exponent infinity_byte"),
+    )
 
 
 class _Cast(ctypes.Structure):
@@ -147,7 +155,11 @@ def _target(name: str) -> _Target:
 
 @functools.cache
 def _rule(name: str, rule: ScaleRule, margin: int) -> _Rule:
-    return _Rule(format_by_name(name).max * 2.0**-margin, rule.amax_floor, rule.power_of_two)
+    format = format_by_name(name)
+    of_e8m0 = ()
+    if rule.e8m0 is not None:
+        of_e8m0 = True, rule.e8m0.carry(format), format.max_exponent, rule.e8m0.infinity_byte(format)
+    return _Rule(format.max * 2.0**-margin, rule.amax_floor, rule.power_of_two, *of_e8m0)
 
 
 def _bits(x: float) -> int:

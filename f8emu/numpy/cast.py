@@ -171,7 +171,7 @@ def dequantize(
     """`decode(codes) * scale`, in `out_dtype`.
 
     Shapes:
-        codes float8 [..., K], scale as the inv_scale of `quantize` -> out_dtype of the codes' shape.
+        codes float8 [..., K], scale as the inv_scale of `quantize`, or E8M0 -> out_dtype of the codes' shape.
 
     Exactness: one rounded float32 product per element, NaN is 0x7fffffff; bfloat16 and float16 are that product,
     rounded again to nearest, ties to even.
@@ -220,14 +220,16 @@ def scale_from_amax(amax: ArrayLike, format: FormatLike, rule: ScaleRule = Scale
     """`inv_scale = float32(max * 2^-margin / max(amax, amax_floor))` and `scale = float32(1 / inv_scale)`.
 
     With `rule.power_of_two`, inv_scale loses its fraction bits before scale is taken. amax 0 counts as the floor,
-    amax inf gives 0 and inf, amax NaN gives NaN and NaN. Both quotients are correctly rounded.
+    amax inf gives 0 and inf, amax NaN gives NaN and NaN. Both quotients are correctly rounded. With `rule.e8m0` the
+    scale is an E8M0 byte by that rule, and `inv_scale = 2^(127 - byte)`.
 
     Shapes:
-        amax float32 or values that float32 holds, any shape -> two float32 arrays of that shape.
+        amax float32 or values that float32 holds, any shape -> two float32 arrays of that shape, scale float8_e8m0fnu
+        with `rule.e8m0`.
 
     Raises:
         OperandError: wrong dtype.
-        SpecError: unknown format, or a margin out of range.
+        SpecError: unknown format, a margin out of range, or one with E8M0 scales.
     """
     target = float8_format("scale_from_amax", format)
     return emulation.scale_from_amax(typed("scale_from_amax", "amax", amax), target, rule, margin=margin)

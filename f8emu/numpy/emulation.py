@@ -82,15 +82,15 @@ def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE, 
 
 def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
     """`f8ref.numpy.scale_from_amax`."""
-    values, target = checked_amax(amax, format, margin)
+    values, target = checked_amax(amax, format, rule, margin)
     if not _is_compiled():
         return oracle.scale_from_amax(values, target, rule, margin=margin)
     contiguous = np.ascontiguousarray(values)
-    inv_scale, scale = np.empty(values.shape, np.float32), np.empty(values.shape, np.float32)
+    inv_scale, scale = np.empty(values.shape, np.float32), np.empty(values.shape, dtype_of(rule.scale_format))
     addresses = contiguous.ctypes.data, inv_scale.ctypes.data, scale.ctypes.data
     caster.scales(*addresses, contiguous.size, target, rule, margin=margin)
     # The engine's NaN is any NaN; the oracle's is one.
-    return Scales(canonical_nan(inv_scale), canonical_nan(scale))
+    return Scales(canonical_nan(inv_scale), canonical_nan(scale) if rule.e8m0 is None else scale)
 
 
 def quantize(

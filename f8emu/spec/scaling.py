@@ -129,6 +129,26 @@ class E8M0Rule(Enum):
     RCEIL = "rceil"
     """`ceil(log2(amax / max))`, the smallest `e` at which nothing saturates: NVIDIA's and TransformerEngine's rule."""
 
+    def carry(self, format: Format) -> int:
+        """What an amax's float32 bits lack, at most, for the exponent to grow: `byte = ((bits + carry) >> 23) - emax`.
+
+        A byte below 0 is 0. Infinity has `infinity_byte`.
+        """
+        match self:
+            case E8M0Rule.FLOOR:
+                return 0
+            case E8M0Rule.CEIL:
+                return FLOAT32.fraction_mask
+            case E8M0Rule.EVEN:
+                return 1 << (FLOAT32.fraction_bits - format.fraction_bits - 1)
+            case E8M0Rule.RCEIL:  # where the fraction is above that of max
+                largest = format.max_code & format.fraction_mask
+                return FLOAT32.fraction_mask - (largest << (FLOAT32.fraction_bits - format.fraction_bits))
+
+    def infinity_byte(self, format: Format) -> int:
+        """The scale of an infinite amax."""
+        return 254 if self is E8M0Rule.RCEIL else 255 - format.max_exponent
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRule:
@@ -179,6 +199,21 @@ class ScaleRule:
 
 MAX_MARGIN = 6
 """Largest margin: with it `448 * 2^-margin / FLT_MAX` is still a normal float32."""
+
+
+def check_rule(call: str, rule: ScaleRule, margin: int, *, is_delayed: bool = False) -> None:
+    """Refuse a margin out of range, and with E8M0 scales any margin and delayed scaling.
+
+    Raises:
+        SpecError: one of these.
+    """
+    if not 0 <= margin <= MAX_MARGIN:
+        raise SpecError(f"{call}: margin must be in 0..{MAX_MARGIN}; got {margin}; it counts powers of two")
+    if rule.e8m0 is not None and (is_delayed or margin):
+        what = "delayed scaling" if is_delayed else f"margin {margin}"
+        raise SpecError(
+            f"{call}: E8M0 scales are those of the amax itself; got {what}; leave it out, or e8m0 of the rule"
+        )
 
 
 class AmaxHistoryReduction(Enum):

@@ -107,8 +107,8 @@ def dequantize(
     """`decode(codes) * scale`, in `out_dtype`.
 
     Shapes:
-        codes float8 [..., K], scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the
-        leading dimensions; a number that float32 holds is a tensorwise scale -> out_dtype of the codes' shape.
+        codes float8 [..., K], scale float32 or E8M0 `granularity.scale_shape(rows, K)`, where rows is the product of
+        the leading dimensions; a number that float32 holds is a tensorwise scale -> out_dtype of the codes' shape.
 
     Exactness: one rounded float32 product per element; NaN is 0x7fffffff. For bfloat16 and float16 the product is
     rounded again, to nearest, ties to even.
@@ -126,6 +126,8 @@ def dequantize(
         raise OperandError(
             f"dequantize: out_dtype must be float32, bfloat16 or float16; got {dtype}; convert afterwards"
         )
+    if isinstance(scale, Tensor) and scale.dtype is torch.float8_e8m0fnu:
+        scale = decode(scale)
     values = decode(codes) * spread_scale("dequantize", "scale", scale, codes, granularity)
     return canonical_nan(values).to(dtype)
 

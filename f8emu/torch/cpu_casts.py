@@ -37,7 +37,7 @@ def amax(x: Tensor, granularity: Granularity) -> Tensor:
 def scales(amax: Tensor, format: Format, rule: ScaleRule, margin: int) -> tuple[Tensor, Tensor]:
     """inv_scale and scale for each amax, of its shape."""
     amax = amax.contiguous()
-    inv_scale, scale = torch.empty_like(amax), torch.empty_like(amax)
+    inv_scale, scale = torch.empty_like(amax), torch.empty_like(amax, dtype=getattr(torch, rule.scale_format.name))
     native.scales(amax.data_ptr(), inv_scale.data_ptr(), scale.data_ptr(), amax.numel(), format, rule, margin=margin)
     return inv_scale, scale
 
@@ -60,7 +60,8 @@ def cast(
     """
     values, _keep = _values(x)
     shape = Granularity.scale_shape(granularity, *x.shape)
-    scale, inv_scale = (_new_floats(x, shape, granularity) for _ in range(2))
+    inv_scale = _new_floats(x, shape, granularity)
+    scale = torch.empty_like(inv_scale, dtype=getattr(torch, rule.scale_format.name))  # of the same strides
     found = _new_floats(x, shape, granularity) if amax is None else amax
     codes = x.new_empty(x.shape, dtype=getattr(torch, format.name))
     grid = native.Grid(found.data_ptr(), inv_scale.data_ptr(), scale.data_ptr(), *scale.stride())

@@ -7,18 +7,20 @@ the backward pass treats scales as constants.
 import torch
 from torch import Tensor
 
-from f8emu.spec.errors import OperandError, SpecError
-from f8emu.spec.formats import Format
+from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import E8M0FNU, FLOAT32, Format
 from f8emu.spec.names import Float8Name, GranularityName
 from f8emu.spec.scaling import (
     BLOCK,
-    MAX_MARGIN,
+    MX_BLOCK,
     AmaxHistoryReduction,
     DelayedScaling,
     DelayedState,
+    E8M0Rule,
     Granularity,
     ScaleRule,
     Scales,
+    check_rule,
     granularity_by_name,
     scale_number,
 )
@@ -62,8 +64,9 @@ def amax(x: Tensor, granularity: Granularity | GranularityName = Granularity.TEN
             largest = magnitude.amax().reshape(1, 1)
         case Granularity.ROWWISE:
             largest = magnitude.amax(dim=1, keepdim=True)
-        case Granularity.BLOCKWISE_1X128:
-            largest = _padded(magnitude, rows, shape[1] * BLOCK).view(rows, shape[1], BLOCK).amax(dim=2)
+        case Granularity.BLOCKWISE_1X128 | Granularity.BLOCKWISE_1X32:
+            block = MX_BLOCK if granularity is Granularity.BLOCKWISE_1X32 else BLOCK
+            largest = _padded(magnitude, rows, shape[1] * block).view(rows, shape[1], block).amax(dim=2)
         case Granularity.BLOCKWISE_128X128:
             padded = _padded(magnitude, shape[0] * BLOCK, shape[1] * BLOCK)
             largest = padded.view(shape[0], BLOCK, shape[1], BLOCK).amax(dim=(1, 3))
@@ -76,16 +79,17 @@ def scale_from_amax(
     """`inv_scale = float32(max * 2^-margin / max(amax, amax_floor))` and `scale = float32(1 / inv_scale)`.
 
     With `rule.power_of_two`, inv_scale loses its fraction bits before scale is taken. amax 0 counts as the floor,
-    amax inf gives 0 and inf, amax NaN gives NaN and NaN.
+    amax inf gives 0 and inf, amax NaN gives NaN and NaN. With `rule.e8m0` the scale is an E8M0 byte by that rule, and
+    `inv_scale = 2^(127 - byte)`.
 
     Shapes:
-        amax float32, any shape -> two float32 tensors of that shape.
+        amax float32, any shape -> two float32 tensors of that shape, scale float8_e8m0fnu with `rule.e8m0`.
 
     Exactness: both quotients are correctly rounded.
 
     Raises:
         OperandError: wrong dtype.
-        SpecError: unknown format, or a margin out of range.
+        SpecError: unknown format, a margin out of range, or one with E8M0 scales.
     """
     # Float64 quotients of two tensors, rounded to float32: a float64 quotient of two float32 numbers is never so close
     # to the midpoint of two float32 that the second rounding matters. Alternatives fail: eager torch computes a Python
@@ -94,15 +98,30 @@ def scale_from_amax(
     target = float8_format("scale_from_amax", format)
     if amax.dtype is not torch.float32:
         raise OperandError(f"scale_from_amax: amax must be float32, as amax() gives it; got {amax.dtype}")
-    require_margin("scale_from_amax", margin)
+    check_rule("scale_from_amax", rule, margin)
     if cpu_casts.takes(amax):
         return Scales(*cpu_casts.scales(amax, target, rule, margin))
+    if rule.e8m0 is not None:
+        return _e8m0_scales(amax.detach(), target, rule.e8m0)
     floored = amax.detach().double().clamp(min=rule.amax_floor)  # NaN stays NaN
     inv_scale = (torch.full_like(floored, target.max * 2.0**-margin) / floored).float()
     if rule.power_of_two:
         cut = (inv_scale.view(torch.int32) & _FRACTION_CLEARED).view(torch.float32)
         inv_scale = torch.where(inv_scale.isnan(), inv_scale, cut)
     return Scales(inv_scale=inv_scale, scale=reciprocal(inv_scale))
+
+
+def _e8m0_scales(amax: Tensor, format: Format, rule: E8M0Rule) -> Scales:
+    # On bits: a logarithm is no exact operation, and a GPU may flush 2^-127.
+    amax = canonical_nan(amax)
+    bits = amax.view(torch.int32).clamp(min=0)
+    byte = (((bits + rule.carry(format)) >> FLOAT32.fraction_bits) - format.max_exponent).clamp(min=0)
+    byte = torch.where(amax.isinf(), rule.infinity_byte(format) * (bits > 0), byte)
+    byte = torch.where(amax.isnan(), E8M0FNU.nan_code, byte)
+    inverse = torch.where(byte == E8M0FNU.max_code, 1 << 22, (E8M0FNU.max_code - byte) << FLOAT32.fraction_bits)
+    inverse = torch.where(amax.isnan(), _FLOAT32_NAN, inverse)
+    scale = byte.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return Scales(inv_scale=inverse.to(torch.int32).view(torch.float32), scale=scale)
 
 
 def initial_delayed_state(delayed: DelayedScaling, *, device: torch.device | str | None = None) -> DelayedState:
@@ -143,6 +162,7 @@ def update_delayed_state(
             f"update_delayed_state: the state's amax_history must have shape [{delayed.history_length}]; got "
             f"{list(state.amax_history.shape)}; the state is of another recipe, start with initial_delayed_state"
         )
+    check_rule("update_delayed_state", rule, delayed.margin, is_delayed=True)
     amax = amax.detach().reshape(())
     is_usable = amax.isfinite() & (amax > 0)
     newest = torch.where(is_usable, amax, torch.zeros_like(amax))
@@ -160,12 +180,6 @@ def reciprocal(inv_scale: Tensor) -> Tensor:
     """`float32(1 / inv_scale)`, correctly rounded: a float64 quotient of tensors, rounded to float32 (NUMERICS 6)."""
     inverse = inv_scale.double()
     return (torch.ones_like(inverse) / inverse).float()
-
-
-def require_margin(call: str, margin: int) -> None:
-    """Raise SpecError for a margin out of range."""
-    if not 0 <= margin <= MAX_MARGIN:
-        raise SpecError(f"{call}: margin must be in 0..{MAX_MARGIN}; got {margin}")
 
 
 def checked_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granularity: Granularity) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 
 from f8emu.native import cast as native
 from f8emu.native import library
-from f8emu.spec import FLOAT8, Format, Granularity, ScaleRule
+from f8emu.spec import FLOAT8, E8M0Rule, Format, Granularity, ScaleRule
 from f8emu.spec.formats import BFLOAT16, FLOAT16, FLOAT32
 from f8ref import numpy as oracle
 
@@ -17,7 +17,12 @@ if library.unavailable():
     pytest.skip(str(library.unavailable()), allow_module_level=True)
 
 SHAPES = ((1, 1), (3, 5), (70, 129), (300, 200), (1, 70), (70, 1))
-RULES = (ScaleRule(), ScaleRule(power_of_two=True), ScaleRule(amax_floor=2.0**-40))
+RULES = (
+    ScaleRule(),
+    ScaleRule(power_of_two=True),
+    ScaleRule(amax_floor=2.0**-40),
+    *(ScaleRule(e8m0=rule) for rule in E8M0Rule),
+)
 ALL = native.FIND + native.SCALE + native.ENCODE
 
 
@@ -28,7 +33,8 @@ def _dtype(format: Format) -> np.dtype[Any]:
 def _run(x: Any, granularity: Granularity, format: Format, rule: ScaleRule, order: str, **options: Any) -> list[Any]:
     """Amaxes, inv_scales, scales and codes, made in one call or in a call each."""
     shape = granularity.scale_shape(*x.shape)
-    grids = [np.full(shape[::-1], -1, np.float32).T for _ in range(3)]
+    dtypes = (np.float32, np.float32, _dtype(rule.scale_format))
+    grids = [np.full(shape[::-1], -1, np.float32).astype(dtype).T for dtype in dtypes]
     codes = np.full(x.shape, 0x55, np.uint8) if order == "C" else np.full(x.shape[::-1], 0x55, np.uint8).T
     strides = [stride // 4 for stride in grids[0].strides]
     grid = native.Grid(*[array.ctypes.data for array in grids], *strides)
@@ -42,7 +48,7 @@ def _run(x: Any, granularity: Granularity, format: Format, rule: ScaleRule, orde
 
 def _bits(x: Any) -> Any:
     """All bits; NaN scales are one NaN."""
-    return np.where(np.isnan(x), np.float32(np.nan), x).view(np.uint32) if x.dtype == np.float32 else x
+    return np.where(np.isnan(x), np.float32(np.nan), x).view(np.uint32) if x.dtype == np.float32 else x.view(np.uint8)
 
 
 def _values(rng: np.random.Generator, shape: tuple[int, int], format: Format, kind: str, order: str) -> Any:

@@ -52,6 +52,8 @@ def group(granularity: Granularity, i: Any, j: Any) -> tuple[Any, Any]:
             return (i, j // 128)
         case Granularity.BLOCKWISE_128X128:
             return (i // 128, j // 128)
+        case Granularity.BLOCKWISE_1X32:
+            return (i, j // 32)
 
 
 @GRANULARITIES

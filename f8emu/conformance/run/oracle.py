@@ -130,8 +130,9 @@ def exact_subject() -> Subject:
 
     def scale_from_amax(amax: np.ndarray, format: Format, rule: ScaleRule | None = None, *, margin: int = 0) -> Scales:
         pairs = [exact.scale_from_amax(code, format, rule, margin=margin) for code in _codes(amax)]
-        columns = zip(*((pair.inv_scale, pair.scale) for pair in pairs), strict=True)
-        return Scales(*(_typed(codes, FLOAT32, amax.shape) for codes in columns))
+        inv_scales, scales = [pair.inv_scale for pair in pairs], [pair.scale for pair in pairs]
+        scale_format = FLOAT32 if rule is None else rule.scale_format
+        return Scales(_typed(inv_scales, FLOAT32, amax.shape), _typed(scales, scale_format, amax.shape))
 
     def quantize(
         x: np.ndarray, inv_scale: np.ndarray, format: Format, granularity: Granularity = _TENSORWISE
@@ -140,8 +141,9 @@ def exact_subject() -> Subject:
         return _each(lambda code, factor: exact.quantize(code, source, factor, format), format, x, factors)
 
     def dequantize(codes: np.ndarray, scale: np.ndarray, granularity: Granularity = _TENSORWISE) -> np.ndarray:
-        source, factors = _format(codes), _spread(scale, granularity, codes.shape)
-        return _each(lambda code, factor: exact.dequantize(code, source, factor), FLOAT32, codes, factors)
+        source, of_scale = _format(codes), _format(scale)
+        factors = _spread(scale, granularity, codes.shape)
+        return _each(lambda code, factor: exact.dequantize(code, source, factor, of_scale), FLOAT32, codes, factors)
 
     def state_of(state: DelayedState) -> DelayedState:
         history = _typed(state.amax_history, FLOAT32, (len(state.amax_history),))

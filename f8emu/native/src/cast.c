@@ -49,12 +49,30 @@ static float inverse_scale(const f8_rule *rule, float amax) {
 
 static float reciprocal(float inv_scale) { return (float)(1.0 / (double)inv_scale); }
 
-void f8_scales(const f8_rule *rule, int64_t count, const float *amax, float *inv_scale, float *scale) {
-    uint64_t state = f8_enter();
-    for (int64_t i = 0; i < count; i++) {
-        inv_scale[i] = inverse_scale(rule, amax[i]);
-        scale[i] = reciprocal(inv_scale[i]);
+static int e8m0_byte(const f8_rule *rule, float amax) {
+    if (amax != amax) return 255;
+    uint32_t bits = amax > 0 ? f8_bits(amax) : 0;
+    if (bits == 0x7F800000) return rule->infinity_byte;
+    int byte = (int)((bits + rule->carry) >> 23) - rule->max_exponent;
+    return byte < 0 ? 0 : byte;
+}
+
+/* inv_scale[at] and scale[at] of one amax. */
+static void set_scales(const f8_rule *rule, float amax, float *inv_scale, void *scale, int64_t at) {
+    if (!rule->is_e8m0) {
+        inv_scale[at] = inverse_scale(rule, amax);
+        ((float *)scale)[at] = reciprocal(inv_scale[at]);
+        return;
     }
+    int byte = e8m0_byte(rule, amax);
+    ((uint8_t *)scale)[at] = (uint8_t)byte;
+    /* 2^-127 is a subnormal float32. */
+    inv_scale[at] = f8_float(byte == 255 ? 0x7FFFFFFF : byte == 254 ? 0x00400000 : (uint32_t)(254 - byte) << 23);
+}
+
+void f8_scales(const f8_rule *rule, int64_t count, const float *amax, float *inv_scale, void *scale) {
+    uint64_t state = f8_enter();
+    for (int64_t i = 0; i < count; i++) set_scales(rule, amax[i], inv_scale, scale, i);
     f8_leave(state);
 }
 
@@ -157,10 +175,7 @@ static int part(job *job, int64_t line, int64_t lines, int64_t position, int64_t
             int64_t to = (cast->line_block ? (line + i) / cast->line_block : 0) * cast->scale_line_stride +
                          (cast->position_block ? position / cast->position_block + j : 0) * cast->scale_position_stride;
             if (job->stages & F8_FIND) cast->amax[to] = magnitude_from(amaxes[j], cast->format);
-            if (job->stages & F8_SCALE) {
-                cast->inv_scale[to] = inverse_scale(&cast->rule, cast->amax[to]);
-                cast->scale[to] = reciprocal(cast->inv_scale[to]);
-            }
+            if (job->stages & F8_SCALE) set_scales(&cast->rule, cast->amax[to], cast->inv_scale, cast->scale, to);
             if (job->stages & F8_ENCODE) factors[j] = cast->inv_scale[to];
         }
         for (int64_t first = 0; job->stages & F8_ENCODE && first < some; first += TILE)

@@ -80,10 +80,13 @@ typedef struct {
     float subnormal;          /* whose last place as a float32 is the smallest subnormal */
 } f8_target;
 
-/* inv_scale = largest / max(amax, amax_floor), without its fraction where power_of_two; scale = 1 / inv_scale. */
+/* inv_scale = largest / max(amax, amax_floor), without its fraction where power_of_two; scale = 1 / inv_scale.
+   Or is_e8m0: scale is a byte, ((amax's bits + carry) >> 23) - max_exponent; inv_scale = 2^(127 - byte) [MX-1]. */
 typedef struct {
     double largest, amax_floor;
-    int32_t power_of_two;
+    int32_t power_of_two, is_e8m0;
+    uint32_t carry;
+    int32_t max_exponent, infinity_byte;
 } f8_rule;
 
 enum { F8_FIND = 1, F8_SCALE = 2, F8_ENCODE = 4 };
@@ -95,7 +98,8 @@ typedef struct {
     const void *x;
     int64_t line_stride, lines, positions;
     int64_t line_block, position_block; /* what shares a scale; 0: all of them */
-    float *amax, *inv_scale, *scale;    /* of a block */
+    float *amax, *inv_scale;            /* of a block */
+    void *scale;                        /* float, or uint8_t where the rule is_e8m0 */
     int64_t scale_line_stride, scale_position_stride;
     uint8_t *codes;
     int64_t code_line_stride, code_position_stride; /* one of them is 1 */
@@ -106,7 +110,7 @@ typedef struct {
 
 /* 0, or -1 where memory is short. */
 int f8_run_cast(const f8_cast *cast, int width);
-void f8_scales(const f8_rule *rule, int64_t count, const float *amax, float *inv_scale, float *scale);
+void f8_scales(const f8_rule *rule, int64_t count, const float *amax, float *inv_scale, void *scale);
 
 /* The widths compiled in, fastest first; null past the last. */
 const char *f8_width_name(int width);

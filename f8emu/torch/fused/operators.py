@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import OperandError
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import Granularity, ScaleRule, check_rule
 from f8emu.torch.chip import HIGH_PRECISION_DTYPES, require_values
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.fused_cast import (
@@ -39,7 +39,7 @@ from f8emu.torch.fused.fused_cast import (
 )
 from f8emu.torch.fused.launch import amax_tiles
 from f8emu.torch.library import Operator, operator, seen_as_max
-from f8emu.torch.scale import require_margin, scale_from_amax
+from f8emu.torch.scale import scale_from_amax
 
 # 1. Amaxes.
 
@@ -135,7 +135,7 @@ def row_col_amax_of_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scales_outputs(amax: Tensor, *rule: Any) -> tuple[Output, ...]:
     require_values("scales", amax, name="amax")
-    require_margin("scales", rule[-1])
+    check_rule("scales", ScaleRule(), rule[-1])
     named_rule("scales", *rule[:-1])
     return (Output(tuple(amax.shape)),) * 2
 

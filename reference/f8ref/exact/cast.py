@@ -5,8 +5,16 @@ from fractions import Fraction
 from functools import lru_cache
 
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import FLOAT32, Format, Overflow, Specials
-from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, DelayedState, ScaleRule, Scales
+from f8emu.spec.formats import E8M0FNU, FLOAT32, Format, Overflow, Specials
+from f8emu.spec.scaling import (
+    AmaxHistoryReduction,
+    DelayedScaling,
+    DelayedState,
+    E8M0Rule,
+    ScaleRule,
+    Scales,
+    check_rule,
+)
 from f8ref.exact.number import NAN, ZERO, Number, NumberKind, exponent_of, finite, infinity, multiply, power_of_two
 
 
@@ -115,13 +123,13 @@ def quantize(code: int, from_format: Format, inv_scale: int, to_format: Format) 
     return encode(_scaled(code, from_format, inv_scale), to_format, Overflow.SATURATE)
 
 
-def dequantize(code: int, format: Format, scale: int) -> int:
-    """`float32(decode(code) * scale)`, as a float32 code."""
-    return encode(_scaled(code, format, scale), FLOAT32)
+def dequantize(code: int, format: Format, scale: int, scale_format: Format = FLOAT32) -> int:
+    """`float32(decode(code) * scale)`, as a float32 code; the scale is a float32 code or an E8M0 byte."""
+    return encode(_scaled(code, format, scale, scale_format), FLOAT32)
 
 
-def _scaled(code: int, format: Format, factor: int) -> Number:
-    return float32(multiply(decode(code, format), decode(factor, FLOAT32)))
+def _scaled(code: int, format: Format, factor: int, factor_format: Format = FLOAT32) -> Number:
+    return float32(multiply(decode(code, format), decode(factor, factor_format)))
 
 
 _FLOAT64 = Format(name="float64", exponent_bits=11, fraction_bits=52, bias=1023)
@@ -149,10 +157,13 @@ def scale_from_amax(amax: int, format: Format, rule: ScaleRule | None = None, *,
     """`inv_scale = float32(float64(max * 2^-margin / max(amax, amax_floor)))` and `scale = float32(1 / inv_scale)`.
 
     With `power_of_two` the fraction bits of inv_scale are cleared. An amax of 0 gives the quotient by the floor,
-    inf gives 0 and inf, NaN gives NaN for both.
+    inf gives 0 and inf, NaN gives NaN for both. With `e8m0` the scale is a byte by that rule [MX-1].
     """
     rule = ScaleRule() if rule is None else rule
+    check_rule("scale_from_amax", rule, margin)
     largest = decode(amax, FLOAT32)
+    if rule.e8m0 is not None:
+        return _e8m0_scales(largest, format, rule.e8m0)
     if largest.is_nan:
         return Scales(inv_scale=FLOAT32.nan_code, scale=FLOAT32.nan_code)
     if largest.is_infinite:
@@ -169,6 +180,37 @@ def scale_from_amax(amax: int, format: Format, rule: ScaleRule | None = None, *,
     return Scales(inv_scale=inv_scale, scale=_reciprocal(inv_scale))
 
 
+def _e8m0_scales(amax: Number, format: Format, rule: E8M0Rule) -> Scales:
+    """The byte of `2^e` by the words of `E8M0Rule`, and `2^-e` as a float32 code."""
+    if amax.is_nan:
+        return Scales(inv_scale=FLOAT32.nan_code, scale=E8M0FNU.nan_code)
+    largest = power_of_two(128) if amax.is_infinite else amax.magnitude
+    if amax.is_infinite and rule is E8M0Rule.RCEIL:
+        exponent = 127
+    elif amax.is_zero or amax.negative:
+        exponent = -127
+    else:
+        match rule:
+            case E8M0Rule.FLOOR:
+                exponent = exponent_of(largest) - format.max_exponent
+            case E8M0Rule.CEIL:
+                exponent = _ceiled(largest) - format.max_exponent
+            case E8M0Rule.EVEN:
+                last_place = power_of_two(exponent_of(largest) - format.fraction_bits)
+                rounded = (largest / last_place + Fraction(1, 2)) // 1 * last_place
+                exponent = exponent_of(rounded) - format.max_exponent
+            case E8M0Rule.RCEIL:
+                exponent = _ceiled(largest / Fraction(format.max))
+    exponent = max(-127, min(127, exponent))
+    return Scales(inv_scale=encode(finite(power_of_two(-exponent)), FLOAT32), scale=exponent + E8M0FNU.bias)
+
+
+def _ceiled(magnitude: Fraction) -> int:
+    """`ceil(log2(magnitude))`."""
+    exponent = exponent_of(magnitude)
+    return exponent if magnitude == power_of_two(exponent) else exponent + 1
+
+
 def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
     """The state before the first step: a history of zeros, inv_scale 1, not initialized."""
     return DelayedState(
@@ -183,6 +225,7 @@ def update_delayed_state(
 
     An amax that is 0, infinite or NaN enters the history as 0 and leaves the scale as it is.
     """
+    check_rule("update_delayed_state", rule, delayed.margin, is_delayed=True)
     # 1. The history moves by one, whatever the amax is. 2. An unusable amax leaves the scale.
     number = decode(amax, FLOAT32)
     usable = not (number.is_nan or number.is_infinite or number.is_zero)

@@ -96,7 +96,8 @@ def dequantize(
 ) -> NDArray[np.float32]:
     """`decode(codes) * scale`, with the scale of each element's group.
 
-    Shapes: `codes` [rows, K] of a float8 dtype; `scale` is `granularity.scale_shape(rows, K)`; the result is [rows, K].
+    Shapes: `codes` [rows, K] of a float8 dtype; `scale` float32 or E8M0 `granularity.scale_shape(rows, K)`; the result
+    is [rows, K].
     Exactness: one float32 product, rounded nearest-even.
 
     Raises:
@@ -105,7 +106,9 @@ def dequantize(
     """
     granularity = granularity_by_name("dequantize", granularity)
     array, _ = typed_array(as_matrix(codes, "dequantize: codes"), FLOAT8, "dequantize: codes")
-    factors = expand_scale(scale, granularity, array.shape, "dequantize: scale")
+    scales, scale_format = typed_array(scale, (FLOAT32, E8M0FNU), "dequantize: scale")
+    scales = decode(scales) if scale_format == E8M0FNU else scales
+    factors = expand_scale(scales, granularity, array.shape, "dequantize: scale")
     with np.errstate(over="ignore", invalid="ignore"):
         return canonical_nan(decode(array) * factors)
 

@@ -8,21 +8,22 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from f8emu.spec import (
+    E8M0FNU,
     FLOAT32,
-    MAX_MARGIN,
     AmaxHistoryReduction,
     DelayedScaling,
     DelayedState,
+    E8M0Rule,
     Format,
     Granularity,
     OperandError,
     ScaleRule,
     Scales,
-    SpecError,
     float8_format,
     granularity_by_name,
 )
-from f8ref.numpy.codec import NAN, Array, as_float32, canonical_nan, codes_of, typed_array
+from f8emu.spec.scaling import check_rule
+from f8ref.numpy.codec import NAN, Array, as_float32, canonical_nan, codes_of, typed, typed_array
 
 
 def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE) -> NDArray[np.float32]:
@@ -54,7 +55,8 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
 
     `inv_scale = float32(max * 2^-margin / maximum(float64(amax), rule.amax_floor))`, cut to a power of two where the
     rule says so; `scale = float32(1 / inv_scale)`. Amax 0 counts as the floor; infinity gives inv_scale 0 and scale
-    infinity; NaN gives NaN for both.
+    infinity; NaN gives NaN for both. With `rule.e8m0` the scale is an E8M0 byte by that rule [MX-1], and
+    `inv_scale = 2^(127 - byte)`.
 
     Shapes: any; both results have the shape of `amax`.
     Exactness: both quotients are correctly rounded. A float64 quotient of two float32 numbers, rounded to float32, is
@@ -62,9 +64,11 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
 
     Raises:
         OperandError: `amax` is not float32.
-        SpecError: a format that is not in FLOAT8, or a margin outside of 0 to MAX_MARGIN.
+        SpecError: a format that is not in FLOAT8, a margin outside of 0 to MAX_MARGIN, or one with E8M0 scales.
     """
-    values, target = checked_amax(amax, format, margin)
+    values, target = checked_amax(amax, format, rule, margin)
+    if rule.e8m0 is not None:
+        return _e8m0_scales(values, target, rule.e8m0)
     with np.errstate(divide="ignore", invalid="ignore"):  # amax infinity has scale 1 / 0; a NaN may be a signalling one
         quotient = target.max * 2.0**-margin / np.maximum(values.astype(np.float64), rule.amax_floor)
         inv_scale = np.asarray(quotient, np.float32)
@@ -74,6 +78,27 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
             inv_scale = np.where(np.isnan(inv_scale), NAN, exponent.view(np.float32))
         scale = np.float32(1) / inv_scale
     return Scales(canonical_nan(inv_scale), canonical_nan(scale))
+
+
+def _e8m0_scales(amax: NDArray[np.float32], format: Format, rule: E8M0Rule) -> Scales:
+    # 1. amax = fraction * 2^exponent with a fraction in [1/2, 1), as max is; infinity counts as 2^128.
+    fraction, exponent = np.frexp(np.where(np.isinf(amax), 2.0**128, amax.astype(np.float64)))
+    limit, limit_exponent = np.frexp(format.max)
+    match rule:
+        case E8M0Rule.FLOOR:
+            above = np.zeros(amax.shape, np.bool_)
+        case E8M0Rule.CEIL:
+            above = fraction > 0.5
+        case E8M0Rule.EVEN:  # the fraction becomes 1
+            above = np.floor(np.ldexp(fraction, format.fraction_bits + 1) + 0.5) >= 2 << format.fraction_bits
+        case E8M0Rule.RCEIL:
+            above = fraction > limit
+    # 2. The byte, limited to what is no NaN.
+    byte = np.clip(exponent - limit_exponent + above + E8M0FNU.bias, 0, E8M0FNU.max_code)
+    byte = np.where(rule is E8M0Rule.RCEIL and np.isinf(amax), E8M0FNU.max_code, byte)
+    byte = np.where(amax > 0, byte, np.where(np.isnan(amax), E8M0FNU.nan_code, 0))
+    inv_scale = np.ldexp(np.float32(1), E8M0FNU.bias - byte)
+    return Scales(np.where(np.isnan(amax), NAN, inv_scale), typed(byte, E8M0FNU))
 
 
 def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
@@ -102,6 +127,7 @@ def update_delayed_state(
     Raises:
         OperandError: `amax` is not one float32 number, or the history is not of the rule's length.
     """
+    check_rule("update_delayed_state", rule, delayed.margin, is_delayed=True)
     # 1. One amax, and a history of the rule's length.
     newest, _ = typed_array(amax, (FLOAT32,), "update_delayed_state: amax")
     history, _ = typed_array(state.amax_history, (FLOAT32,), "update_delayed_state: amax_history")
@@ -133,12 +159,13 @@ def update_delayed_state(
     return DelayedState(history, inv_scale, np.ones((), np.bool_))
 
 
-def checked_amax(amax: ArrayLike, format: Format | str, margin: int) -> tuple[NDArray[np.float32], Format]:
+def checked_amax(
+    amax: ArrayLike, format: Format | str, rule: ScaleRule, margin: int
+) -> tuple[NDArray[np.float32], Format]:
     """The amaxes and the format of a `scale_from_amax`; raises what that raises."""
     target = float8_format("scale_from_amax", format)
     values, _ = typed_array(amax, (FLOAT32,), "scale_from_amax: amax")
-    if not 0 <= margin <= MAX_MARGIN:
-        raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}; it counts powers of two")
+    check_rule("scale_from_amax", rule, margin)
     return values, target
 
 
@@ -155,7 +182,7 @@ def expand_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, .
 
 
 def checked_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, ...], call: str) -> NDArray[np.float32]:
-    """The scales of an operand `[rows, K]`, of its `scale_shape`; OperandError for a wrong dtype or shape."""
+    """The float32 scales of an operand `[rows, K]`, of its `scale_shape`; OperandError for a wrong dtype or shape."""
     factors, _ = typed_array(scale, (FLOAT32,), call)
     expected = granularity.scale_shape(*shape)
     if granularity is Granularity.TENSORWISE and factors.size == 1:
