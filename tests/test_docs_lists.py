@@ -17,7 +17,7 @@ from f8emu.audit import CHECKS
 from f8emu.cli import build_app
 from f8emu.conformance import shipped_golden, write_golden
 from f8emu.conformance.cases.container import read_container
-from f8emu.spec import RECIPES, SERVING_RECIPES, F8Error, Recipe
+from f8emu.spec import NAMED_RECIPES, F8Error, Recipe
 from f8emu.split_k.gemm import planned_gemm
 from f8emu.split_k.plan import plan_to_json, shipped_plan
 from f8emu.torch import InspectConfig, capture, convert_to_float8_training, export_float8
@@ -113,7 +113,7 @@ def report_keys(folder: Path, part: str) -> set[str]:
 
 FORMATS = "docs/reference/file-formats.md"
 LISTS: dict[tuple[Any, ...], Callable[[Path], set[str]]] = {
-    ("README.md", "Recipes"): lambda _: {*RECIPES, *SERVING_RECIPES},
+    ("README.md", "Recipes"): lambda _: {*NAMED_RECIPES},
     ("docs/guides/audit.md", "What is checked"): lambda _: set(CHECKS),
     ("docs/reference/errors.md", "Error classes"): errors,
     (FORMATS, "Recipes"): lambda _: {"schema", "a", "b", *inspect.signature(Recipe).parameters},

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.proofs.evidence import recordings
 from f8emu.conformance import shipped_golden
-from f8emu.spec import RECIPES, SERVING_RECIPES, RecipeName, UnsupportedError
+from f8emu.spec import NAMED_RECIPES, RecipeName, UnsupportedError
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ def test_figures_are_as_the_code_draws_them(tmp_path: Path) -> None:
     assert figures.DRAWN.keys() <= set(re.findall(r'--8<-- "docs/figures/([\w-]+)\.svg"', pages))
 
 
-@pytest.mark.parametrize("name", RECIPES | SERVING_RECIPES)
+@pytest.mark.parametrize("name", NAMED_RECIPES)
 def test_the_tables_of_recipes_say_what_torch_takes(name: RecipeName) -> None:
     """Weights as codes and how many, activations gathered as codes, experts: each asked of the code that refuses."""
     torch = pytest.importorskip("torch")
@@ -184,7 +184,7 @@ def test_the_tables_of_recipes_say_what_torch_takes(name: RecipeName) -> None:
         convert_to_float8_training(model, config=name, float8_primary_weights=True)
         return 1 if model.get_parameter("0.weight").cols is None else 2
 
-    recipe, table = (RECIPES | SERVING_RECIPES)[name], generator("recipes")
+    recipe, table = NAMED_RECIPES[name], generator("recipes")
     assert table.bytes_of_weights(recipe) == (unless_refused(codes) or 0)
     assert table.gathers_activations(recipe) == (unless_refused(lambda: not require_gatherable("", recipe)) or False)
     assert table.has_experts(recipe) == (unless_refused(lambda: bool(Float8Experts(1, 16, 16, recipe=recipe))) or False)
@@ -200,7 +200,7 @@ def unless_refused(call: Callable[[], T]) -> T | None:
 def test_the_page_of_recipes_has_its_tables() -> None:
     recipes = generator("recipes")
     assert "<!-- recipes" not in recipes.page()
-    assert all(f"| `{name}` |" in table() for table in recipes.TABLES.values() for name in RECIPES | SERVING_RECIPES)
+    assert all(f"| `{name}` |" in table() for table in recipes.TABLES.values() for name in NAMED_RECIPES)
 
 
 def test_issues_of_other_projects_are_links() -> None:

@@ -1,4 +1,4 @@
-"""Puts tables of the named recipes into start/which-recipe.md, from RECIPES and SERVING_RECIPES.
+"""Puts tables of the named recipes into start/which-recipe.md, from NAMED_RECIPES.
 
 The page has a line `<!-- recipes: NAME -->` where a table belongs. mkdocs-gen-files runs this file, which gives the
 site the page with those lines replaced.
@@ -10,13 +10,12 @@ from pathlib import Path
 
 from f8emu.spec.formats import E5M2
 from f8emu.spec.gemm import Cast, Gemm
-from f8emu.spec.recipe import RECIPES, SERVING_RECIPES, Recipe
+from f8emu.spec.recipe import NAMED_RECIPES, Recipe
 from f8emu.spec.scaling import Granularity
 
 PAGE = Path(__file__).parents[1] / "start" / "which-recipe.md"
 MARKER = re.compile(r"^<!-- recipes: ([a-z]+) -->$", re.MULTILINE)
 _SHORT = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
-_NAMED = RECIPES | SERVING_RECIPES
 
 
 def page() -> str:
@@ -26,7 +25,7 @@ def page() -> str:
 
 def gemms() -> str:
     """The operands and the accumulation of the three GEMMs."""
-    rows = [[f"`{name}`", *(_gemm(gemm) for gemm in recipe.gemms.values())] for name, recipe in _NAMED.items()]
+    rows = [[f"`{name}`", *(_gemm(gemm) for gemm in recipe.gemms.values())] for name, recipe in NAMED_RECIPES.items()]
     return _table(["recipe", "`output`", "`grad_input`", "`grad_weight`"], rows)
 
 
@@ -35,7 +34,7 @@ def support() -> str:
     columns = ["recipe", "weights as float8", "activations gathered as float8", "experts in torch"]
     rows = [
         [f"`{name}`", _bytes_of_weights(recipe), "yes" if gathers_activations(recipe) else "no", _experts(recipe)]
-        for name, recipe in _NAMED.items()
+        for name, recipe in NAMED_RECIPES.items()
     ]
     return _table(columns, rows)
 
@@ -75,6 +74,7 @@ def _gemm(gemm: Gemm) -> str:
     if gemm.is_high_precision:
         return f"{_cast(gemm.a)} x<br>{_cast(gemm.b)}"
     accumulation = "fast" if gemm.use_fast_accum else "promoted"
+    accumulation = "one chain" if gemm.a.granularity.is_microscaled else accumulation
     return f"{_cast(gemm.a)} x<br>{_cast(gemm.b)},<br>{accumulation}" + ("" if gemm.split_k else ", K never split")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from f8emu.cli.frame import CHIP, HTML, JSON, MOST, chip_names, ending, guarded, write, write_json
 from f8emu.cli.paths import InputOrNone, Output, ReportOrNone, text_of
 from f8emu.cli.screen import draw, is_quiet, say
-from f8emu.spec import RECIPES, SERVING_RECIPES, SpecError, recipe_by_name
+from f8emu.spec import NAMED_RECIPES, RECIPES, SERVING_RECIPES, SpecError, recipe_by_name
 from f8emu.verdict import Exit
 
 if TYPE_CHECKING:
@@ -128,16 +128,16 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _recipe_names(incomplete: str) -> list[str]:
-    return [name for name in RECIPES | SERVING_RECIPES if name.startswith(incomplete)]
+    return [name for name in NAMED_RECIPES if name.startswith(incomplete)]
 
 
 def _recipes(name: str | None, as_toml: bool, json_file: Path | None) -> int:
     from f8emu.report.recipes import recipes_page
 
-    chosen = [*RECIPES.values(), *SERVING_RECIPES.values()] if name is None else [recipe_by_name(name)]
+    chosen = [*NAMED_RECIPES.values()] if name is None else [recipe_by_name(name)]
     if as_toml and json_file is not None:
         raise SpecError("recipes: --toml and --json exclude each other; pass one of them")
-    if name is None and str(json_file) in RECIPES | SERVING_RECIPES:
+    if name is None and str(json_file) in NAMED_RECIPES:
         raise SpecError(f"recipes: --json takes a path; for standard output: f8emu recipes {json_file} --json -")
     if json_file is not None:
         dicts = [recipe.to_dict() for recipe in chosen]

@@ -12,6 +12,8 @@ def recipes_page(recipes: Sequence[Recipe]) -> Page:
     for recipe in recipes:
         scales = "delayed scales" if recipe.delayed else "dynamic scales"
         scales += ", powers of two" if recipe.scale_rule.power_of_two else ""
+        rule = recipe.scale_rule.e8m0
+        scales += f", E8M0, {rule.name}" if rule is not None else ""
         older = ", ".join(f"= {alias}" for alias, target in RECIPE_ALIASES.items() if target == recipe.name)
         for name, gemm in recipe.gemms.items():
             name = f"{name}, fast" if gemm.use_fast_accum else name

@@ -64,6 +64,10 @@ from f8emu.spec.names import TensorName as TensorName
 from f8emu.spec.recipe import BLOCKWISE as BLOCKWISE
 from f8emu.spec.recipe import BLOCKWISE_UE8M0 as BLOCKWISE_UE8M0
 from f8emu.spec.recipe import DELAYED as DELAYED
+from f8emu.spec.recipe import MX_RECIPES as MX_RECIPES
+from f8emu.spec.recipe import MXFP8 as MXFP8
+from f8emu.spec.recipe import MXFP8_FLOOR as MXFP8_FLOOR
+from f8emu.spec.recipe import NAMED_RECIPES as NAMED_RECIPES
 from f8emu.spec.recipe import RECIPE_ALIASES as RECIPE_ALIASES
 from f8emu.spec.recipe import RECIPES as RECIPES
 from f8emu.spec.recipe import ROWWISE as ROWWISE

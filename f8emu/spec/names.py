@@ -8,9 +8,17 @@ that the code has.
 from typing import Literal
 
 RecipeName = Literal[
-    "tensorwise", "rowwise", "rowwise_fast", "rowwise_with_gw_hp", "delayed", "blockwise", "blockwise_ue8m0"
+    "tensorwise",
+    "rowwise",
+    "rowwise_fast",
+    "rowwise_with_gw_hp",
+    "delayed",
+    "blockwise",
+    "blockwise_ue8m0",
+    "mxfp8",
+    "mxfp8_floor",
 ]
-"""A named recipe: `RECIPES` and `SERVING_RECIPES`. Older names are left out: a type checker refuses them."""
+"""A named recipe: `NAMED_RECIPES`. Older names are left out: a type checker refuses them."""
 _Hopper = Literal["Hopper", "hopper", "H200", "NVIDIA H200", "sm90", "H100", "NVIDIA H100 80GB HBM3"]
 _Ada = Literal["Ada", "ada", "L4", "L40", "L40S", "RTX 4090", "sm89"]
 _Blackwell = Literal[

@@ -13,7 +13,7 @@ from enum import Enum
 
 from f8emu.spec.cast_plan import CastPlans, RecipePlans, cast_plans
 from f8emu.spec.chip import Chip
-from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
+from f8emu.spec.chips import BLACKWELL_TCGEN05, CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import SpecError, did_you_mean, warn_of_old_name
 from f8emu.spec.formats import E4M3FN, E5M2
 from f8emu.spec.gemm import GEMM_NAMES as GEMM_NAMES
@@ -24,7 +24,7 @@ from f8emu.spec.gemm import Cast as Cast
 from f8emu.spec.gemm import Gemm as Gemm
 from f8emu.spec.members import member_by_name
 from f8emu.spec.names import ChipName, RecipeName
-from f8emu.spec.scaling import TENSORS, DelayedScaling, Granularity, ScaleRule
+from f8emu.spec.scaling import TENSORS, DelayedScaling, E8M0Rule, Granularity, ScaleRule
 
 SCHEMA = 1
 """Version of the layout of recipes as text; raised when a recipe's text changes its meaning."""
@@ -233,12 +233,16 @@ class Recipe:
 
 
 def _inv_scale(rule: ScaleRule) -> str:
+    if rule.e8m0 is not None:
+        return f"2^-e, e an E8M0 exponent by the rule {rule.e8m0.name}"
     return f"max / max(amax, {rule.amax_floor:.9g})" + (", cut to a power of two" if rule.power_of_two else "")
 
 
 def _accumulation(gemm: Gemm, chip: Chip) -> str:
     if gemm.is_high_precision:
         return "bfloat16 matmul, one chain"
+    if gemm.a.granularity.is_microscaled:
+        return "one chain, scales inside its steps"
     promote_k = (chip.float8_fast if gemm.use_fast_accum else chip.float8).promote_k
     if promote_k is not None:
         return f"accumulation promoted to float32 every {promote_k}" + ("" if gemm.split_k else ", K never split")
@@ -253,13 +257,16 @@ def _toml_value(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _alike(name: str, input: Cast, weight: Cast, grad_output: Cast, *, fast_output: bool = True) -> Recipe:
+def _alike(
+    name: str, input: Cast, weight: Cast, grad_output: Cast, *, fast_output: bool = True, **fields: typing.Any
+) -> Recipe:
     """A recipe that casts each tensor alike in both of its GEMMs."""
     return Recipe(
         name=name,
         output=Gemm(a=input, b=weight, use_fast_accum=fast_output),
         grad_input=Gemm(a=grad_output, b=weight),
         grad_weight=Gemm(a=grad_output, b=input),
+        **fields,
     )
 
 
@@ -312,13 +319,30 @@ RECIPES: dict[RecipeName, Recipe] = {
 SERVING_RECIPES: dict[RecipeName, Recipe] = {"blockwise_ue8m0": BLOCKWISE_UE8M0}
 """Named recipes that are one of `RECIPES` but for a serving stack's scale rules."""
 
+MXFP8 = _alike(
+    "mxfp8",
+    *(_MX, _MX, _MX),
+    fast_output=False,
+    scale_rule=ScaleRule(e8m0=E8M0Rule.RCEIL),
+    chip=BLACKWELL_TCGEN05.name,
+)
+"""MXFP8 as TransformerEngine trains: E8M0 scales of 32 along the summed dimension, rounded up; E4M3 everywhere."""
+MXFP8_FLOOR = replace(MXFP8, name="mxfp8_floor", scale_rule=ScaleRule(e8m0=E8M0Rule.FLOOR))
+"""MXFP8 with the scale rule of the OCP specification, torchao's default."""
+
+MX_RECIPES: dict[RecipeName, Recipe] = {"mxfp8": MXFP8, "mxfp8_floor": MXFP8_FLOOR}
+"""Named recipes of a Blackwell GPU, whose GEMMs were never recorded (`Evidence.AGREES_WITH_MODEL`)."""
+
+NAMED_RECIPES: dict[RecipeName, Recipe] = {**RECIPES, **SERVING_RECIPES, **MX_RECIPES}
+"""Every named recipe."""
+
 RECIPE_ALIASES: dict[str, RecipeName] = {
     "all_tensorwise": "tensorwise",
     "all_axiswise": "rowwise",
     "lw_axiswise_with_gw_hp": "rowwise_with_gw_hp",
 }
 """Older names, from torchao and torchtitan -> the present name."""
-_BY_NAME: dict[str, Recipe] = {**RECIPES, **SERVING_RECIPES}
+_BY_NAME: dict[str, Recipe] = {**NAMED_RECIPES}
 
 
 def recipe_by_name(name: str) -> Recipe:

@@ -16,7 +16,7 @@ from f8emu.conformance.run import stages, subject
 from f8emu.conformance.run.subject import load_subject
 from f8emu.report import page as page_model
 from f8emu.report import terminal, verify
-from f8emu.spec import RECIPES, SERVING_RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
+from f8emu.spec import NAMED_RECIPES, RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
 from tests.conformance.command import few_recorded, invoke, python, raising
 
 MAIN = "\nfrom f8emu.cli import main; main()"
@@ -124,11 +124,11 @@ def test_version_and_recipes() -> None:
     status, out, _ = invoke("recipes")
     assert status == 0
     assert all(recipe.name in out for recipe in RECIPES.values()) and "all_axiswise" in out
-    assert [recipe["name"] for recipe in json.loads(invoke("recipes", "--json")[1])] == [*RECIPES, *SERVING_RECIPES]
+    assert [recipe["name"] for recipe in json.loads(invoke("recipes", "--json")[1])] == [*NAMED_RECIPES]
     assert invoke("recipes", "rowwise") == (0, recipe_by_name("rowwise").explain() + "\n", "")
     with pytest.warns(DeprecationWarning, match="write 'rowwise'"):
         assert invoke("recipes", "all_axiswise")[1] == invoke("recipes", "rowwise")[1]
-    for name, recipe in (RECIPES | SERVING_RECIPES).items():  # the text is what f8emu reads
+    for name, recipe in NAMED_RECIPES.items():  # the text is what f8emu reads
         assert recipe_from_toml(invoke("recipes", name, "--toml")[1]) == recipe
         assert recipe_from_json(invoke("recipes", name, "--json")[1]) == recipe
 

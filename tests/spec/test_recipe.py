@@ -20,11 +20,11 @@ from f8emu.spec.recipe import (
     BLOCKWISE,
     BLOCKWISE_UE8M0,
     DELAYED,
+    NAMED_RECIPES,
     RECIPE_ALIASES,
     RECIPES,
     ROWWISE,
     ROWWISE_WITH_GW_HP,
-    SERVING_RECIPES,
     TENSORWISE,
     CastFrom,
     Recipe,
@@ -231,7 +231,7 @@ def passes(plan: CastPlan) -> tuple[str, ...]:
     return tuple("".join(way for way, sides in ways.items() if sides[side]) for side in (0, 1))
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES.values(), *SERVING_RECIPES.values()], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", NAMED_RECIPES.values(), ids=lambda recipe: recipe.name)
 def test_passes_from_which_operands_come(recipe: Recipe) -> None:
     """Each operand comes from one way; alone, it comes from the same, but that rows then take one pass."""
     plans = recipe.cast_plans
@@ -259,7 +259,7 @@ def test_tensors_with_a_state_of_delayed_scaling() -> None:
 
 def test_content_hashes_are_pinned() -> None:
     """A changed hash says that recorded results belong to other bits: it needs a line under "Bit changes"."""
-    assert {name: recipe.content_hash for name, recipe in (RECIPES | SERVING_RECIPES).items()} == HASHES
+    assert {name: recipe.content_hash for name, recipe in NAMED_RECIPES.items()} == HASHES
 
 
 def test_content_hash_and_equality_ignore_the_name() -> None:

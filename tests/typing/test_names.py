@@ -20,7 +20,7 @@ def values(kind: type[Enum]) -> list[Any]:
 
 
 NAMES: dict[str, tuple[Any, Collection[str]]] = {
-    "recipe": (spec.RecipeName, spec.RECIPES | spec.SERVING_RECIPES),
+    "recipe": (spec.RecipeName, spec.NAMED_RECIPES),
     "granularity": (spec.GranularityName, values(spec.Granularity)),
     "float8": (spec.Float8Name, [format.name for format in spec.FLOAT8]),
     "high precision": (spec.HighPrecisionName, [format.name for format in spec.HIGH_PRECISION]),
