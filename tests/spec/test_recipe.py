@@ -60,6 +60,8 @@ HASHES = {
     "delayed": "0aedd2334dbb44a29269fb047e8dee0017c9e1d58410c4a95ef850be9392e241",
     "blockwise": "c0ec3af7adec30b1da9c8941fef54807f13bdc0b105ce9bb2cedc9c35495d687",
     "blockwise_ue8m0": "d6c5baa333245d58eeb0e9dfecff3f20a92d23b04af87ddb364c227a78b889c3",
+    "mxfp8": "f9d82d78f098926d8afb991a0ead6bb0168c4a6da2c22ffcd3e32ccee2fad325",
+    "mxfp8_floor": "11f4ad6a19e089aa0419a579e0b7f65655a0aad7188a8967c380882f7519d8f6",
 }
 
 
@@ -106,8 +108,8 @@ def test_unknown_recipe_lists_the_known(name: str, near: str) -> None:
         recipe_by_name(name)
     assert str(caught.value) == (
         f"recipe_by_name: unknown recipe {name!r}{near}; known recipes: tensorwise, rowwise, rowwise_fast, "
-        "rowwise_with_gw_hp, delayed, blockwise, blockwise_ue8m0; older names: all_tensorwise (= tensorwise), "
-        "all_axiswise (= rowwise), lw_axiswise_with_gw_hp (= rowwise_with_gw_hp)"
+        "rowwise_with_gw_hp, delayed, blockwise, blockwise_ue8m0, mxfp8, mxfp8_floor; older names: "
+        "all_tensorwise (= tensorwise), all_axiswise (= rowwise), lw_axiswise_with_gw_hp (= rowwise_with_gw_hp)"
     )
 
 
@@ -218,6 +220,8 @@ PASSES: dict[str, tuple[tuple[str, str], ...]] = {
     "delayed": ((BY_AMAX, BY_AMAX),) * 3,
     "blockwise": ((BY_BLOCKS, BY_BLOCKS),) * 3,
     "blockwise_ue8m0": ((BY_BLOCKS, BY_BLOCKS),) * 3,
+    "mxfp8": ((BY_BLOCKS, BY_BLOCKS),) * 3,
+    "mxfp8_floor": ((BY_BLOCKS, BY_BLOCKS),) * 3,
 }
 
 
