@@ -202,10 +202,10 @@ class Chip:
         if formats not in self.format_pairs:
             return f"{self} multiplies {_pairs(self.format_pairs)}; got {pair}; cast to one of these"
         if granularities not in self.granularity_pairs:
-            return (
-                f"{self} takes scales {_pairs(self.granularity_pairs)}; got {scales}; "
-                "to use a tensorwise scale beside rowwise ones, repeat it for every row"
-            )
+            of_rows = "; to use a tensorwise scale beside rowwise ones, repeat it for every row"
+            is_mx = all(granularity.is_microscaled for granularity in granularities)
+            remedy = f", which {E8M0FNU} scales are; pass chip='B200'" if is_mx else of_rows
+            return f"{self} takes scales {_pairs(self.granularity_pairs)}; got {scales}{remedy}"
         if not granularities[0].is_blockwise:
             return None
         if formats not in self.block_scaled_format_pairs and not granularities[0].is_microscaled:
@@ -247,14 +247,15 @@ class Chip:
                 return pair
             expected.append(f"{list(wanted[0])} and {list(wanted[1])} for {pair[0].value} x {pair[1].value}")
         if not expected:
-            both = None if given_a is None or given_b is None else (given_a, given_b)
-            refusal = None if both is None else self.refusal(self.format_pairs[0], both)
-            micro = Granularity.BLOCKWISE_1X32.value
-            if refusal is None and scale_format == E8M0FNU:
-                refusal = (
-                    f"{E8M0FNU} scales are {micro}, which {self} does not take; pass chip='B200', or float32 scales"
-                )
-            raise UnsupportedError(f"{call}: {refusal or f'scales {micro} are {E8M0FNU}; view their bytes as it'}")
+            mx = (Granularity.BLOCKWISE_1X32, Granularity.BLOCKWISE_1X32)
+            kinds = (given_a or given_b or mx[0], given_b or given_a or mx[1])
+            is_of_others = scale_format == E8M0FNU and mx not in self.granularity_pairs
+            refusal = self.refusal(self.format_pairs[0], mx if is_of_others else kinds)
+            mixed = (
+                f"scales of {mx[0].value} are {E8M0FNU}, and no others are; got {scale_format} scales for "
+                f"{_pairs([kinds])}; name {mx[0].value} for both, and view bytes as {E8M0FNU}"
+            )
+            raise UnsupportedError(f"{call}: {refusal or mixed}")
         raise OperandError(
             f"{call}: scale_a and scale_b of a [{m}, {k}] @ [{k}, {n}] must have shapes {'; or '.join(expected)}; got "
             f"{list(shapes[0])} and {list(shapes[1])}; scales of b are those of its transpose [N, K], transposed"

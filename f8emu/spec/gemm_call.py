@@ -184,7 +184,7 @@ def scaled_grouped_mm_call(
     expected = [[math.prod(sizes.get(size, -1) for size in dim.split("*")) for dim in dims] for dims in named]
     expected += [] if offs is None else [[sizes["G"]]]
     if shapes != expected or (offs is None) != (kind is GroupKind.BATCH):
-        wanted = ", ".join(f"[{', '.join(dims)}]" for dims in named) + (", B = K / 32," if is_microscaled else "")
+        wanted = ", ".join(f"[{', '.join(dims)}]" for dims in named) + (", B = ceil(K / 32)," if is_microscaled else "")
         ends = "absent" if kind is GroupKind.BATCH else "[G]"
         raise OperandError(
             f"{call}: a, b, scale_a, scale_b and offs must be {wanted} and {ends} where {kind.description}; got "
@@ -254,6 +254,12 @@ def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
                 raise OperandError(f"{call}: {name} must be {expected}; got {format}; quantize or cast it first")
         if gemm.out != BFLOAT16:
             raise UnsupportedError(f"{call}: out_dtype must be bfloat16; got {gemm.out}; convert the result")
+        kind, pair = gemm.group_kind, gemm.granularities
+        if pair and pair[0].is_microscaled and kind in (GroupKind.COLUMNS, GroupKind.BATCH):
+            raise UnsupportedError(
+                f"{call}: torch has E8M0 scales where offs divides M or K alone; here {kind.description}; call "
+                "scaled_mm for each group"
+            )
     # 2. Sizes, which hold for every GEMM.
     if not (m and n and k):
         raise OperandError(
@@ -328,13 +334,13 @@ def _format(call: str, name: str, x: Shaped, allowed: tuple[Format, ...]) -> For
 
 
 def _blocks_of(gemm: GemmCall, run: slice) -> slice:
-    """The blocks of 32 of a group of K; every group has whole ones."""
-    if run.start % MX_BLOCK or (run.stop % MX_BLOCK and run.stop != gemm.sizes[2]):
+    """The blocks of 32 of a group of K; every group has whole ones, but the last may end with K."""
+    if run.stop % MX_BLOCK and run.stop != gemm.sizes[2]:
         raise OperandError(
-            f"{gemm.call}: groups of K with E8M0 scales must begin and end at multiples of {MX_BLOCK}; got "
-            f"{run.start} to {run.stop}; pad each group with zeros"
+            f"{gemm.call}: groups of K with E8M0 scales must end at multiples of {MX_BLOCK}; got one of "
+            f"{run.start} to {run.stop}; pad it with zeros"
         )
-    return slice(run.start // MX_BLOCK, -(-run.stop // MX_BLOCK))
+    return slice(-(-run.start // MX_BLOCK), -(-run.stop // MX_BLOCK))
 
 
 def _scale_format(call: str, scale_a: Shaped, scale_b: Shaped) -> Format:

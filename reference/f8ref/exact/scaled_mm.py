@@ -42,9 +42,8 @@ def scaled_dot(
 
     `a_codes` and `b_codes` are the K codes of that row and column; `scale_a` and `scale_b` the float32 codes of the
     scales that meet them: one, or for the blockwise granularities one for each 128 of K; under 1x32 they are the E8M0
-    bytes of each 32. `bias` is the float32 code
-    of bias[n]. A grouped GEMM is rowwise too, with row and column of the same group,
-    and `is_grouped`: it multiplies the scales in the other order [EPI-6].
+    bytes of each 32. `bias` is the float32 code of bias[n]. A grouped GEMM has row and column of one group; if it is
+    rowwise, `is_grouped` multiplies the scales in the other order [EPI-6].
 
     Exactness: the bits of cuBLAS on an H200, by the recorded cases that `reference/README.md` lists.
     """
@@ -201,11 +200,14 @@ def mma(
     Where the accumulator is a term of a step, c is the first accumulator [ACC-2], [CHIP-6]; where instructions are made
     of others, it is added to their sum [CHIP-3].
     """
-    is_microscaled = scale_a is not None
-    model = chip.instruction("mma", (a_format, b_format), out_format, is_microscaled=is_microscaled).model
+    scales = [scale for scale in (scale_a, scale_b) if scale is not None]
+    model = chip.instruction("mma", (a_format, b_format), out_format, is_microscaled=bool(scales)).model
     if len(a_codes) != len(b_codes):
         raise OperandError(f"mma: a and b must have the same K; got {len(a_codes)} and {len(b_codes)} codes")
+    blocks = -(-len(a_codes) // MX_BLOCK_K)
+    if scales and list(map(len, scales)) != [blocks, blocks]:
+        raise OperandError(f"mma: scale_a and scale_b must have {blocks} bytes, or be absent; got {scales}")
     products = products_of(a_codes, b_codes, a_format, b_format, model)
-    if scale_a is not None and scale_b is not None:
-        products = microscaled(products, scale_a, scale_b, MX_BLOCK_K)
+    if scales:
+        products = microscaled(products, scales[0], scales[1], MX_BLOCK_K)
     return encode(accumulate(products, model, decode(c, out_format)), out_format, Overflow.NONFINITE)

@@ -118,9 +118,9 @@ def tensor_core_step(accumulator: Float64, a: Decoded, b: Decoded, model: Accumu
     if model.floored is None:
         # [ACC-2] The largest exponent.
         e_max = np.maximum(exponent.max(axis=0), start_exponent)
-        if model.zero_exponent is not None:  # [MX-3] A zero takes part; zeros pad a short tail.
-            has_zero = (product == 0).any(axis=0) | (accumulator == 0) | (len(product) < model.step_k)
-            e_max = np.where(has_zero, np.maximum(e_max, model.zero_exponent), e_max)
+        # [MX-3] An accumulator of zero takes part too. Any other has a larger exponent, so zero products do not matter.
+        if model.zero_exponent is not None:
+            e_max = np.maximum(e_max, model.zero_exponent)
         to_units = power_of_two(model.aligned_fraction_bits - e_max)
         # [ACC-3] Every term is cut toward zero to a multiple of one unit.
         product *= to_units if product.dtype == np.float64 else _in_float32(to_units)
