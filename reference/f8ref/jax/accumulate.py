@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.spec import FLOAT32, AccumulationModel, Format
+from f8emu.spec import E8M0FNU, FLOAT32, AccumulationModel, Format
 from f8ref.jax import softfloat
 from f8ref.jax.codec import float32_bits, is_finite, is_nan
 
@@ -37,9 +37,11 @@ class Unpacked(NamedTuple):
 
     value: jax.Array
     """Float32: the value of a float8 code; the signed integer significand of an `integer_operand`, in which what is not
-    finite counts as zero, see `special_terms`."""
+    finite counts as zero, see `with_specials`."""
     exponent: jax.Array
     """Raw exponent [OP-1], a subnormal's being the smallest; int8 for float8, int16 for an `integer_operand`."""
+    sign: jax.Array | None = None
+    """Of an `integer_operand`: NaN, +-inf, 0, or the sign of any other value, float32 (`with_specials`)."""
 
 
 def unpacked_float8(code: jax.Array, format: Format) -> jax.Array:
@@ -72,7 +74,15 @@ def integer_operand(code: jax.Array, format: Format) -> Unpacked:
     """A block of codes (uint32) of at most 16 bits taken apart, their significands as integers."""
     sig, exponent = _fields(code, format, ZERO_EXPONENT)
     sig = sig.astype(jnp.float32)
-    return Unpacked(jnp.where(code >= format.sign_mask, -sig, sig), exponent.astype(jnp.int16))
+    sig = jnp.where(code >= format.sign_mask, -sig, sig)
+    return Unpacked(sig, exponent.astype(jnp.int16), _sign_values(code, format))
+
+
+def microscaled(x: Unpacked, scale: jax.Array) -> Unpacked:
+    """[MX-2] An `integer_operand` times E8M0 scales, whose codes broadcast to it: exponents grow, significands stay."""
+    exponent = x.exponent + (scale.astype(jnp.int16) - E8M0FNU.bias)
+    is_nan = scale == E8M0FNU.nan_code  # [MX-1] of a zero too
+    return Unpacked(x.value, exponent, None if x.sign is None else jnp.where(is_nan, jnp.float32(jnp.nan), x.sign))
 
 
 def _fields(code: jax.Array, format: Format, exponent_of_zero: int) -> tuple[jax.Array, jax.Array]:
@@ -132,24 +142,29 @@ def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Unpacked,
     total = terms + kept
     is_negative = jnp.where((terms < 0) == (kept < 0), terms < 0, total < 0)
     units = jnp.where(is_negative, -total, total).astype(jnp.uint32)
-    # 4. [ACC-5] Normalise and cut to float32; a sum that is cut to nothing is +0. An infinity, from overflow, stays.
+    # 4. [ACC-5] Normalise and cut to float32; a sum that is cut to nothing is +0.
     shift = softfloat.leading_zeros(units)
     packed = softfloat.pack_toward_zero(e_max + 31 - aligned - shift.astype(jnp.int32), units << shift)
     result = jnp.where(is_negative & (packed != 0), packed | (jnp.uint32(1) << 31), packed)
-    return jnp.where(magnitude == softfloat.INFINITY, accumulator, result)
+    return with_specials(result, accumulator, a, b)
 
 
-def special_terms(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The effect of NaN and infinite terms on each sum: NaN, +-inf, or a finite number [SPEC-1].
+def with_specials(total: jax.Array, accumulator: jax.Array, a: Unpacked, b: Unpacked) -> jax.Array:
+    """[SPEC-1] The sum of a step with NaN and infinities, where a term or the accumulator before it was one.
 
     IEEE arithmetic says the rule by itself, in any order, once every finite value is replaced by its sign.
 
-    Shapes: float32 a [TM, K], b [K, TN], as `sign_values` gives them -> [TM, TN] float32.
+    Shapes: a [TM, step_k], b [step_k, TN]; total and accumulator float32 bit patterns [TM, TN], as the result.
     """
-    return lax.dot(a, b, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+    assert a.sign is not None and b.sign is not None, "an integer_operand has signs"
+    special = lax.dot(a.sign, b.sign, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+    is_special = (accumulator & 0x7FFFFFFF) >= softfloat.INFINITY
+    special = special + jnp.where(is_special, softfloat.from_bits(accumulator), 0)
+    bits = jnp.where(jnp.isnan(special), jnp.uint32(softfloat.NAN), softfloat.bits(special))
+    return jnp.where(jnp.isfinite(special), total, bits)
 
 
-def sign_values(code: jax.Array, format: Format) -> jax.Array:
+def _sign_values(code: jax.Array, format: Format) -> jax.Array:
     """Float32: NaN, +-inf, 0, or the sign of any other value."""
     # The exponent bits alone tell NaN and infinities; any other value but zero becomes its sign.
     bits = float32_bits(code, format)

@@ -22,14 +22,15 @@ from f8ref.jax.accumulate import (
     float8_operand,
     float8_step,
     integer_operand,
-    sign_values,
-    special_terms,
+    microscaled,
     unpacked_float8,
 )
-from f8ref.jax.codec import codes, is_finite, narrow_codes
+from f8ref.jax.codec import codes, narrow_codes
 from f8ref.jax.general import general_step, rounded_sum
 
 Index = jax.Array | int
+E8M0Scales = tuple[jax.Array, jax.Array] | None
+"""[MX-1] The bytes of a [TM, blocks] and of b [blocks, TN]; None: the chain has no scales inside its steps."""
 
 
 class Step(Enum):
@@ -116,7 +117,7 @@ def operand(step: Step, x: jax.Array, format: Format) -> jax.Array:
     return unpacked_float8(codes(x, format), format) if step is Step.FLOAT8 else narrow_codes(x, format)
 
 
-def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
+def chained_sum(chain: Chain, a: jax.Array, b: jax.Array, scales: E8M0Scales = None) -> jax.Array:
     """The accumulators of one tile before any scale, as uint32 float32 bit patterns.
 
     Shapes: operands a [TM, padded_k], b [padded_k, TN] -> [TM, TN].
@@ -124,7 +125,7 @@ def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
     zero = _zero(chain, a, b)
     # Finite terms of float8 are 0 or of 2^-33 to 2^60: XLA's own float32 addition has nothing to flush.
     add = jnp.add if chain.step is Step.FLOAT8 else functools.partial(rounded_sum, chain.model)
-    block_sum = _block_sum(chain, a, b)
+    block_sum = _block_sum(chain, a, b, scales)
 
     def one_slice(first: Index, end: Index) -> jax.Array:
         if chain.model.promote_k is None:  # [CHAIN-1]
@@ -135,26 +136,20 @@ def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
         return add(total, one_slice(*chain.slice_blocks(s)))
 
     total = one_slice(0, chain.blocks) if chain.slices == 1 else lax.fori_loop(0, chain.slices, add_slice, zero)
-    return _with_specials(chain, a, b, total)
+    return _bits(chain, total)
 
 
-def multiply_add(chain: Chain, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+def multiply_add(chain: Chain, a: jax.Array, b: jax.Array, c: jax.Array, scales: E8M0Scales = None) -> jax.Array:
     """`a @ b + c` of one tile, c the first accumulator or, where the model promotes, the first total [CHIP-3].
 
     Shapes: as `chained_sum`, c [TM, TN] float32 bit patterns, as the result.
     """
     # c goes first into the steps, or to the promoted sums as their first total [CHIP-3].
-    block_sum = _block_sum(chain, a, b)
+    block_sum = _block_sum(chain, a, b, scales)
     if chain.model.promote_k is None:
-        total = lax.fori_loop(0, chain.blocks, block_sum, c)
-    else:
-        zero = jnp.zeros_like(c)
-        total = lax.fori_loop(0, chain.blocks, lambda i, t: rounded_sum(chain.model, t, block_sum(i, zero)), c)
-    # [SPEC-1] IEEE's sum of NaN and infinities; adding finite products to it changes nothing.
-    from_products = _with_specials(chain, a, b, jnp.zeros_like(c))
-    special = softfloat.add(from_products, c)
-    is_special = ((from_products & 0x7FFFFFFF) >= softfloat.INFINITY) | ((c & 0x7FFFFFFF) >= softfloat.INFINITY)
-    return jnp.where(is_special, special, total)
+        return lax.fori_loop(0, chain.blocks, block_sum, c)
+    zero = jnp.zeros_like(c)
+    return lax.fori_loop(0, chain.blocks, lambda i, t: rounded_sum(chain.model, t, block_sum(i, zero)), c)
 
 
 def blockwise_sum(
@@ -170,8 +165,7 @@ def blockwise_sum(
     block_sum = _block_sum(chain, a, b)
 
     def one_block(i: jax.Array, total: jax.Array) -> jax.Array:
-        a_i, b_i = _block(chain, a, i, 1), _block(chain, b, i, 0)
-        return promote(i, _with_specials(chain, a_i, b_i, block_sum(i, zero)), total)
+        return promote(i, _bits(chain, block_sum(i, zero)), total)
 
     def one_slice(first: Index, end: Index) -> jax.Array:
         return lax.fori_loop(first, end, one_block, jnp.zeros(zero.shape, jnp.uint32))
@@ -196,7 +190,9 @@ def _block(chain: Chain, x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, i * chain.block_k, chain.block_k, axis)
 
 
-def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _block_sum(
+    chain: Chain, a: jax.Array, b: jax.Array, scales: E8M0Scales = None
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """(block index, accumulator) -> the accumulator after all steps of the block."""
     # A step at a time within a block: float8 from packed codes, others from a block that was taken apart.
     step_k = chain.model.step_k
@@ -225,10 +221,15 @@ def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array,
         # Taken apart a block at a time: XLA takes long to compile it for operands as short as a step.
         a_i = integer_operand(_block(chain, a, i, 1).astype(jnp.uint32), chain.a_format)
         b_i = integer_operand(_block(chain, b, i, 0).astype(jnp.uint32), chain.b_format)
+        if scales is not None:  # a block is what shares a scale
+            a_i = microscaled(a_i, lax.dynamic_slice_in_dim(scales[0], i, 1, 1))
+            b_i = microscaled(b_i, lax.dynamic_slice_in_dim(scales[1], i, 1, 0))
 
         def body(step: jax.Array, accumulator: jax.Array) -> jax.Array:
-            a_s = Unpacked(*(lax.dynamic_slice_in_dim(x, step * step_k, step_k, 1) for x in a_i))
-            b_s = Unpacked(*(lax.dynamic_slice_in_dim(x, step * step_k, step_k, 0) for x in b_i))
+            a_s, b_s = (
+                jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, step * step_k, step_k, axis), block)  # noqa: B023
+                for block, axis in ((a_i, 1), (b_i, 0))
+            )
             return one_step(accumulator, a_s, b_s)
 
         return lax.fori_loop(0, steps, body, accumulator)
@@ -236,19 +237,9 @@ def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array,
     return block_sum
 
 
-def _with_specials(chain: Chain, a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
-    """[SPEC-1] The totals as bit patterns, with NaN and infinities where the operands ask for them."""
-    if chain.step is Step.FLOAT8:  # the steps carried them
-        bits = softfloat.bits(total)
-        return jnp.where(bits & 0x7FFFFFFF > softfloat.INFINITY, jnp.uint32(softfloat.NAN), bits)
-
-    def replaced(a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
-        signs = sign_values(a.astype(jnp.uint32), chain.a_format), sign_values(b.astype(jnp.uint32), chain.b_format)
-        special = softfloat.bits(special_terms(*signs))
-        magnitude = special & 0x7FFFFFFF
-        special = jnp.where(magnitude > softfloat.INFINITY, jnp.uint32(softfloat.NAN), special)
-        return jnp.where(magnitude >= softfloat.INFINITY, special, total)
-
-    # Most tiles have nothing special; the second product runs where one has.
-    is_plain = jnp.all(is_finite(a, chain.a_format)) & jnp.all(is_finite(b, chain.b_format))
-    return lax.cond(is_plain, lambda a, b, total: total, replaced, a, b, total)
+def _bits(chain: Chain, total: jax.Array) -> jax.Array:
+    """The totals as bit patterns; NaN is one [SPEC-1], the others than FLOAT8 have it so."""
+    if chain.step is not Step.FLOAT8:
+        return total
+    bits = softfloat.bits(total)
+    return jnp.where(bits & 0x7FFFFFFF > softfloat.INFINITY, jnp.uint32(softfloat.NAN), bits)

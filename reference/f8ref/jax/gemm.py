@@ -13,27 +13,29 @@ from jax import lax
 
 from f8emu.spec import Granularity
 from f8ref.jax import softfloat
-from f8ref.jax.chain import Chain, Index, blockwise_sum, chained_sum, multiply_add, operand
+from f8ref.jax.chain import Chain, E8M0Scales, Index, blockwise_sum, chained_sum, multiply_add, operand
 
 LIMIT = 1 << 24
 """About the most accumulators computed at once: a GPU wants every output in flight, and has to hold them."""
 
 
-def accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
+def accumulators(a: jax.Array, b: jax.Array, chain: Chain, scales: E8M0Scales = None) -> jax.Array:
     """Float32 bit patterns of the accumulators of `a @ b`.
 
-    Shapes: typed codes a [M, K], b [K, N] -> [M, N] uint32.
+    Shapes: typed codes a [M, K], b [K, N]; E8M0 bytes [M, K / 32], [K / 32, N] -> [M, N] uint32.
     """
-    return _accumulators(operand(chain.step, a, chain.a_format), operand(chain.step, b, chain.b_format), chain.shared)
+    codes = operand(chain.step, a, chain.a_format), operand(chain.step, b, chain.b_format)
+    return _accumulators(*codes, scales, chain.shared)
 
 
 @functools.partial(jax.jit, static_argnames="chain")
-def _accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
+def _accumulators(a: jax.Array, b: jax.Array, scales: E8M0Scales, chain: Chain) -> jax.Array:
     m, n = a.shape[0], b.shape[1]
     if 0 in (m, n):
         return jnp.zeros((m, n), jnp.uint32)
     a, b = _padded(a, m, chain.padded_k), _padded(b, chain.padded_k, n)
-    return by_rows(m, n, lambda m_0, rows: chained_sum(chain, _rows(a, m_0, rows), b))
+    scales = _padded_scales(scales, chain)
+    return by_rows(m, n, lambda m_0, rows: chained_sum(chain, _rows(a, m_0, rows), b, _of_a(scales, m_0, rows)))
 
 
 @functools.partial(jax.jit, static_argnames=("chain", "pair"))
@@ -75,10 +77,12 @@ def blockwise_totals(
 
 
 @functools.partial(jax.jit, static_argnames="chain")
-def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Chain) -> jax.Array:
+def grouped_accumulators(
+    a: jax.Array, b: jax.Array, ends: jax.Array, chain: Chain, scales: E8M0Scales = None
+) -> jax.Array:
     """[EPI-6] Float32 bit patterns of the accumulators of `a[rows of g] @ b[g]`; 0 for rows of no group.
 
-    Shapes: typed codes a [M, K], b [G, K, N]; ends [G] -> [M, N] uint32.
+    Shapes: typed codes a [M, K], b [G, K, N]; ends [G]; E8M0 bytes [M, K / 32], [G, K / 32, N] -> [M, N] uint32.
     """
     # 1. Operands padded once for all groups.
     groups, _, n = b.shape
@@ -94,11 +98,13 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
     def one_group(g: jax.Array, out: jax.Array) -> jax.Array:
         start, end = starts[g], jnp.minimum(ends[g], m)
         b_g = _padded(lax.dynamic_index_in_dim(b_codes, g, 0, keepdims=False), chain.padded_k, n)
+        of_g = None if scales is None else (scales[0], lax.dynamic_index_in_dim(scales[1], g, 0, keepdims=False))
+        of_g = _padded_scales(of_g, chain)
 
         def put(i: jax.Array, out: jax.Array) -> jax.Array:
             # They may reach into other groups' rows; those keep what they have.
             m_0 = jnp.minimum(start + i * rows, m - rows)
-            totals = chained_sum(chain, _rows(a_codes, m_0, rows), b_g)
+            totals = chained_sum(chain, _rows(a_codes, m_0, rows), b_g, _of_a(of_g, m_0, rows))
             row = m_0 + jnp.arange(rows)[:, None]
             totals = jnp.where((row >= start) & (row < end), totals, _rows(out, m_0, rows))
             return lax.dynamic_update_slice_in_dim(out, totals, m_0, 0)
@@ -109,18 +115,20 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
 
 
 @functools.partial(jax.jit, static_argnames="chain")
-def multiply_adds(a: jax.Array, b: jax.Array, c: jax.Array, chain: Chain) -> jax.Array:
+def multiply_adds(a: jax.Array, b: jax.Array, c: jax.Array, chain: Chain, scales: E8M0Scales = None) -> jax.Array:
     """Float32 bit patterns of `a[i] . b[i] + c[i]`.
 
-    Shapes: typed codes a, b [cases, K], c [cases] uint32 float32 bit patterns -> [cases] uint32.
+    Shapes: typed codes a, b [cases, K], c [cases] uint32 float32 bit patterns; E8M0 bytes [cases, K / 32] -> [cases]
+    uint32.
     """
     a_codes = _padded(operand(chain.step, a, chain.a_format), a.shape[0], chain.padded_k)
     b_codes = _padded(operand(chain.step, b, chain.b_format), b.shape[0], chain.padded_k)
 
-    def one(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        return multiply_add(chain, a[None, :], b[:, None], c[None, None])[0, 0]
+    def one(a: jax.Array, b: jax.Array, c: jax.Array, scales: E8M0Scales) -> jax.Array:
+        of_one = None if scales is None else _padded_scales((scales[0][None, :], scales[1][:, None]), chain)
+        return multiply_add(chain, a[None, :], b[:, None], c[None, None], of_one)[0, 0]
 
-    return jax.vmap(one)(a_codes, b_codes, c)
+    return jax.vmap(one)(a_codes, b_codes, c, scales)
 
 
 def _of_rows(scale: jax.Array, granularity: Granularity, rows: int) -> jax.Array:
@@ -148,6 +156,18 @@ def _row_count(m: int, n: int) -> int:
     """How many rows of a product [m, n] are computed at once: an equal share."""
     parts = -(-m // max(LIMIT // n, 1))
     return -(-m // parts)
+
+
+def _padded_scales(scales: E8M0Scales, chain: Chain) -> E8M0Scales:
+    """Scales of whole blocks, of which there is one even if K is 0."""
+    if scales is None:
+        return None
+    return _padded(scales[0], scales[0].shape[0], chain.blocks), _padded(scales[1], chain.blocks, scales[1].shape[1])
+
+
+def _of_a(scales: E8M0Scales, m_0: Index, rows: int) -> E8M0Scales:
+    """The scales of some rows of a, and those of b."""
+    return None if scales is None else (_rows(scales[0], m_0, rows), scales[1])
 
 
 def _rows(x: jax.Array, m_0: Index, rows: int) -> jax.Array:

@@ -12,7 +12,7 @@ from jax import lax
 
 from f8emu.spec import FLOAT32, AccumulationModel, FlooredSum, Format, Rounding
 from f8ref.jax import softfloat
-from f8ref.jax.accumulate import ZERO_EXPONENT, Unpacked
+from f8ref.jax.accumulate import ZERO_EXPONENT, Unpacked, with_specials
 from f8ref.jax.codec import codes, float32_bits, round_to_code, typed
 
 _INT32_TERMS = 16
@@ -71,7 +71,9 @@ def general_step(
     )
     # [ACC-2] float32 holds a subnormal of float16 normalised; its exponent is float16's smallest.
     limited = jnp.maximum(exponents, model.accumulator.min_exponent)
-    e_acc = jnp.where(magnitude == 0, 2 * ZERO_EXPONENT, limited)
+    # [MX-3] A product of zero needs no exponent: that of an accumulator, zero or not, is never below -133.
+    e_zero = 2 * ZERO_EXPONENT if model.zero_exponent is None else model.zero_exponent
+    e_acc = jnp.where(magnitude == 0, e_zero, limited)
     is_negative = accumulator >> 31 != 0
 
     # 2. [ACC-2..4] Every term cut to one unit and added exactly; or [CHIP-6] floored in two steps.
@@ -84,9 +86,8 @@ def general_step(
     else:
         signed = jnp.where(is_negative, -sig, sig)
         total, unit = _floored_total(model, model.floored, fraction_bits, a, b, signed, exponents, e_acc)
-    # 3. [ACC-5], [CHIP-4] Cut or rounded. An infinite accumulator stays.
-    result = _rounded(model, total, unit)
-    return jnp.where(magnitude == softfloat.INFINITY, accumulator, result)
+    # 3. [ACC-5], [CHIP-4] Cut or rounded.
+    return with_specials(_rounded(model, total, unit), accumulator, a, b)
 
 
 def rounded_sum(model: AccumulationModel, total: jax.Array, partial: jax.Array) -> jax.Array:

@@ -5,12 +5,24 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from f8emu.spec import BFLOAT16, FLOAT8, FORMATS, HOPPER, Chip, Format, Granularity, OperandError, output_format
+from f8emu.spec import (
+    BFLOAT16,
+    E8M0FNU,
+    FLOAT8,
+    FORMATS,
+    HOPPER,
+    MX_BLOCK,
+    Chip,
+    Format,
+    Granularity,
+    OperandError,
+    output_format,
+)
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.gemm_call import GroupKind, Shaped, mm_call, scaled_grouped_mm_call, scaled_mm_call
 from f8ref.jax import softfloat
 from f8ref.jax.chain import Chain
-from f8ref.jax.codec import codes, dtype_format, float32_bits, round_to_code, typed
+from f8ref.jax.codec import codes, dtype_format, float32_bits, narrow_codes, round_to_code, typed
 from f8ref.jax.gemm import accumulators, blockwise_totals, grouped_accumulators, multiply_adds
 from f8ref.jax.general import taken
 
@@ -51,7 +63,10 @@ def scaled_mm(
     addend = None if bias is None else jnp.asarray(bias)
     a, b, formats = taken(gemm.model, a, b, gemm.formats)
     chain = Chain(gemm.model, *formats, a.shape[1], split_k, scale_block_k=pair[0].block[1])
-    # 3. Accumulators and epilogue: of block scales within the chain [EPI-5], else [EPI-1] or [EPI-2] after it.
+    # 3. Accumulators and epilogue: of block scales within the steps [MX-2] or the chain [EPI-5], else [EPI-1] or
+    # [EPI-2] after it.
+    if pair[0].is_microscaled:
+        return finish(accumulators(a, b, chain, _scale_bytes(scale_a, scale_b)), (), addend, gemm.out)  # [MX-5]
     if pair[0].is_blockwise:
         return finish(blockwise_totals(a, b, scale_a, scale_b, chain, pair), (), addend, gemm.out)
     is_tensorwise = pair[0] is Granularity.TENSORWISE
@@ -83,6 +98,10 @@ def scaled_grouped_mm(
     a, b, scale_a, scale_b, offs = map(jnp.asarray, operands)
     a, b, formats = taken(gemm.model, a, b, gemm.formats)
     chain = Chain(gemm.model, *formats, a.shape[1])
+    if gemm.granularities is not None and gemm.granularities[0].is_microscaled:
+        chain = chain._replace(scale_block_k=MX_BLOCK)
+        scales = _scale_bytes(scale_a, scale_b)
+        return finish(grouped_accumulators(a, b, offs, chain, scales), (), None, gemm.out)
     totals = grouped_accumulators(a, b, offs, chain)
     # The scale of b that meets a row is that of the row's group [EPI-6].
     row = jnp.arange(a.shape[0], dtype=offs.dtype)[:, None]
@@ -107,22 +126,42 @@ def mm(
 
 
 def mma(
-    a: jax.Array, b: jax.Array, c: jax.Array, *, chip: Chip = HOPPER, out_dtype: Format | str = "float32"
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    scale_a: jax.Array | None = None,
+    scale_b: jax.Array | None = None,
+    *,
+    chip: Chip = HOPPER,
+    out_dtype: Format | str = "float32",
 ) -> jax.Array:
     """`f8ref.numpy.mma`, traceable."""
     names = tuple(f.name for f in (BFLOAT16, *FLOAT8))
     formats = dtype_format(a, "mma", "a", names), dtype_format(b, "mma", "b", names)
     out = output_format("mma", out_dtype)
-    model = chip.instruction("mma", formats, out).model
+    given = [x for x in (scale_a, scale_b) if x is not None]
+    for x in given:
+        dtype_format(x, "mma", "scale", (E8M0FNU.name,))
+    model = chip.instruction("mma", formats, out, is_microscaled=len(given) == 2).model
     dtype_format(c, "mma", "c", (out.name,))
     a, b, c = map(jnp.asarray, (a, b, c))
     if a.ndim != 2 or b.shape != a.shape or c.shape != a.shape[:1]:
         raise OperandError(
             f"mma: a and b must be [cases, K] and c [cases]; got {a.shape}, {b.shape} and {c.shape}; reshape them"
         )
+    expected = (a.shape[0], -(-a.shape[1] // MX_BLOCK))
+    if len(given) == 1 or any(jnp.shape(x) != expected for x in given):
+        raise OperandError(
+            f"mma: scale_a and scale_b must both be {list(expected)}, or absent; got {[jnp.shape(x) for x in given]}"
+        )
     a, transposed, formats = taken(model, a, b.T, formats)
-    chain = Chain(model, *formats, a.shape[1], has_start=True)
-    return finish(multiply_adds(a, transposed.T, float32_bits(codes(c, out), out), chain), (), None, out)
+    chain = Chain(model, *formats, a.shape[1], scale_block_k=MX_BLOCK if given else None, has_start=True)
+    scales = _scale_bytes(*map(jnp.asarray, given)) if given else None
+    return finish(multiply_adds(a, transposed.T, float32_bits(codes(c, out), out), chain, scales), (), None, out)
+
+
+def _scale_bytes(scale_a: jax.Array, scale_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return narrow_codes(scale_a, E8M0FNU), narrow_codes(scale_b, E8M0FNU)
 
 
 def _shaped(*arrays: jax.Array) -> list[Shaped]:
