@@ -13,7 +13,7 @@ from f8emu.spec.scaling import BLOCK, Granularity
 
 _LONGEST_ORDER = 32
 _GROUP_K = 16
-UNSCALED, TENSORWISE, ROWWISE, GROUPED, VECTORS, SQUARES = range(6)
+UNSCALED, TENSORWISE, ROWWISE, GROUPED, MICROSCALED, VECTORS, SQUARES = range(7)
 """How scales enter: `F8_UNSCALED` and those after it in engine.h."""
 FORMATS = {
     name: number
@@ -31,7 +31,7 @@ class Model(ctypes.Structure):
         *fields(ctypes.c_int32, "step_k aligned_fraction_bits result_fraction_bits promote_k nearest_even converts"),
         ("order_length", ctypes.c_int32),
         ("order", ctypes.c_int32 * _LONGEST_ORDER),
-        *fields(ctypes.c_int32, "interleaved fraction_bits accumulator_fraction_bits accumulator_reach"),
+        *fields(ctypes.c_int32, "interleaved fraction_bits accumulator_fraction_bits accumulator_reach zero_exponent"),
     )
 
 
@@ -48,9 +48,10 @@ class Output(NamedTuple):
 
 
 class Matrix(ctypes.Structure):
-    """`f8_operand` of engine.h: an operand [rows, K], strides in elements, and its scales in float32.
+    """`f8_operand` of engine.h: an operand [rows, K], strides in elements, and its scales, float32 or E8M0.
 
-    The scale of (row, k) is at `row // rows_per_scale * scale_row_stride + k // 128 * scale_block_stride`.
+    The scale of (row, k) is at `row // rows_per_scale * scale_row_stride + k // 128 * scale_block_stride`, of E8M0
+    scales `k // 32`.
     """
 
     _fields_ = (
@@ -80,16 +81,16 @@ class GemmStruct(ctypes.Structure):
 
 def fits(model: AccumulationModel) -> bool:
     """Whether the engine has a model: all of `f8emu.spec.CHIPS`, and most of those that a user makes."""
-    # Its panels hold steps of 8, 16 or 32. A slice of K begins with a whole order, a promotion with a whole step and a
-    # group of 16.
+    # Its panels hold steps of 8, 16 or 32. A slice of K begins with a whole order and a whole block of E8M0 scales, a
+    # promotion with a whole step and a group of 16. [MX-3] The exponent of zero is below those of float32's numbers.
     order, promote_k = len(model.order) or 1, model.promote_k or 32
     return (
         model.accumulator == FLOAT32
-        and model.zero_exponent is None
+        and (model.zero_exponent is None or -256 <= model.zero_exponent <= FLOAT32.min_exponent)
         and model.operand in (None, FLOAT16)
         and model.step_k in (8, 16, 32)
         and promote_k % model.step_k == promote_k % _GROUP_K == 0
-        and _LONGEST_ORDER % order == model.split_k_multiple % order == 0
+        and _LONGEST_ORDER % order == model.split_k_multiple % _LONGEST_ORDER == 0
         and (model.floored is None or model.floored.interleaved in (1, 2, 4, 8))
     )
 
@@ -106,6 +107,7 @@ def model_of(model: AccumulationModel) -> Model:
         converts=model.operand is not None,
         order_length=len(model.order),
         order=model.order,
+        zero_exponent=model.zero_exponent or 0,
     )
     if model.floored is not None:
         for name in ("interleaved", "fraction_bits", "accumulator_fraction_bits"):
@@ -127,6 +129,8 @@ def scaling_of(call: GemmCall) -> int:
     """How the scales of a GEMM enter."""
     if call.granularities is None:
         return UNSCALED
+    if call.granularities[0].is_microscaled:
+        return MICROSCALED
     if call.groups:
         return GROUPED
     if call.granularities[0].is_blockwise:

@@ -12,6 +12,8 @@ NAME = "_engine.abi3.so"
 """The file beside this module. It is no extension module: `ctypes` loads it, for every version of Python."""
 VARIABLE = "F8EMU_NATIVE_LIBRARY"
 """Names a library to load in place of the packaged one: one built with a sanitizer."""
+ABI = 2
+"""`F8_ABI` of engine.h: an engine of another number has other structs."""
 _REINSTALL = "run pip install --force-reinstall --no-deps --no-cache-dir f8emu"
 
 
@@ -31,10 +33,14 @@ def _load() -> ctypes.CDLL | str:
             return "this checkout's engine is not compiled; run make engine, which needs gcc or clang"
         why = "f8emu was installed without its engine, which no C compiler was found for"
         return f"{why}; install gcc or clang, then {_REINSTALL}"
-    # 2. A file of another machine does not load, and a damaged or older one lacks a function.
+    # 2. A file of another machine does not load, and a damaged one lacks a function. An older one has other structs.
     try:
         library = ctypes.CDLL(file)
         library.f8_width_name.restype = ctypes.c_char_p
+        abi = library.f8_abi() if hasattr(library, "f8_abi") else 1
+        if abi != ABI:
+            why = f"{file} is the engine of another version of f8emu: its interface is number {abi}, not {ABI}"
+            return f"{why}; in a checkout run make engine, otherwise {_REINSTALL}"
         for function in (library.f8_width_name, library.f8_width_runs_here):
             function.argtypes = [ctypes.c_int]
         for function in (library.f8_run, library.f8_run_cast):

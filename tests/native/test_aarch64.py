@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from f8emu.native import library
-from f8emu.native.gemm import FORMATS
+from f8emu.native.gemm import FORMATS, MICROSCALED
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 if library.unavailable() or not (shutil.which(COMPILER) and shutil.which(EMULATOR)):
@@ -18,6 +18,7 @@ if library.unavailable() or not (shutil.which(COMPILER) and shutil.which(EMULATO
 
 from f8emu.spec import FLOAT8, HOPPER, Granularity  # noqa: E402
 from tests.native import test_cast, test_gemm  # noqa: E402
+from tests.native import test_microscaled as test_microscaled_gemms  # noqa: E402
 
 SOURCES = Path(library.__file__).with_name("src")
 SIZES = {FORMATS[name]: size for name, size in (("bfloat16", 2), ("float16", 2), ("float32", 4))}
@@ -40,8 +41,9 @@ class Recorder:
             size = SIZES.get(x.format, 1)
             bytes_of_codes = _extent(size, (rows, x.row_stride), (call.k, x.k_stride))
             regions.append((field.offset + type(x).codes.offset, x.codes, bytes_of_codes))
-            blocks = (-(-rows // x.rows_per_scale), x.scale_row_stride), (-(-call.k // 128), x.scale_block_stride)
-            regions.append((field.offset + type(x).scale.offset, x.scale, _extent(4, *blocks)))
+            block, scale_size = (32, 1) if call.scaling == MICROSCALED else (128, 4)
+            blocks = (-(-rows // x.rows_per_scale), x.scale_row_stride), (-(-call.k // block), x.scale_block_stride)
+            regions.append((field.offset + type(x).scale.offset, x.scale, _extent(scale_size, *blocks)))
         of_out = _extent(SIZES[call.out_format], (call.m, call.out_row_stride), (call.n, call.out_column_stride))
         of_bias = _extent(SIZES[call.bias_format], (call.n, call.bias_stride))
         regions += [(type(call).out.offset, call.out, of_out), (type(call).bias.offset, call.bias, of_bias)]
@@ -119,6 +121,12 @@ def test_gemms(kind: str, replay: Path, recorder: Recorder) -> None:
 )
 def test_epilogues(pair: tuple[Granularity, Granularity], replay: Path, recorder: Recorder) -> None:
     test_gemm.check_epilogues(pair, library.widths()[:1])
+    _replay(replay, recorder)
+
+
+def test_microscaled(replay: Path, recorder: Recorder) -> None:
+    test_microscaled_gemms.check_products(library.widths()[:1], test_microscaled_gemms.SHAPES[:-1])
+    test_microscaled_gemms.check_options(library.widths()[:1])
     _replay(replay, recorder)
 
 

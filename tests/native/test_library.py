@@ -1,5 +1,6 @@
 """Finding and loading the engine, and what is said where there is none."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,14 @@ def test_widths_run_here_and_end_with_the_portable_one() -> None:
     assert library.widths()[-1] == "portable"
 
 
+def test_the_numbers_of_the_interface_are_equal() -> None:
+    """If not, all that needs the engine would be skipped."""
+    header = Path(library.__file__).with_name("src") / "engine.h"
+    if not header.is_file():
+        pytest.skip("needs the engine's sources")
+    assert f"enum {{ F8_ABI = {library.ABI} }};" in header.read_text()
+
+
 def test_the_variable_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.VARIABLE, str(tmp_path / "engine.so"))
     assert library.path() == str(tmp_path / "engine.so")
@@ -49,6 +58,18 @@ def test_a_damaged_file(tmp_path: Path) -> None:
     message = said(**{library.VARIABLE: str(file)})
     assert message.startswith("the engine does not load on ") and message.endswith(" () True\n")
     assert "damaged or of another machine" in message and "gcc or clang" in message
+
+
+@pytest.mark.parametrize("abi", ["", "int f8_abi(void) { return 99; }"], ids=["older", "newer"])
+def test_another_version(abi: str, tmp_path: Path) -> None:
+    """Its structs are others: it is not called, and numpy computes."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler")
+    source, engine = tmp_path / "engine.c", tmp_path / "engine.so"
+    source.write_text(f'const char *f8_width_name(int i) {{ return i ? 0 : "AVX"; }} {abi}')
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", engine], check=True)
+    message = said(**{library.VARIABLE: str(engine)})
+    assert message.endswith(" () True\n") and f"is number {99 if abi else 1}, not {library.ABI}" in message
 
 
 def test_another_library(tmp_path: Path) -> None:

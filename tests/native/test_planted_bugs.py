@@ -30,7 +30,11 @@ BUGS = {
     "ACC-2 subnormals normalised": ("kernel.h", "field = field < 1 ? 1 : field;", ""),
     "ACC-3 the accumulator is cut one place higher": ("kernel.h", "(2 * BIAS + 13u)", "(2 * BIAS + 12u)"),
     "ACC-5 one place more": ("kernel.h", "0xFFFFFC00", "0xFFFFFE00"),
-    "ACC-3 terms of bfloat16 are cut one place higher": ("kernel.h", "vi_all(BIAS + bits)", "vi_all(BIAS + bits - 1)"),
+    "ACC-3 terms of bfloat16 are cut one place higher": (
+        "kernel.h",
+        "of_unit = vi_all(BIAS + bits)",
+        "of_unit = vi_all(BIAS + bits - 1)",
+    ),
     "CHAIN-2 promotion every 256": (
         "gemm.c",
         "BLOCK_K : gemm->model->promote_k;",

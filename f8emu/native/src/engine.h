@@ -14,15 +14,20 @@
 
 #include <stdint.h>
 
+/* Raised with every change of a struct, of a number or of a function below; f8emu.native.library has the same. */
+enum { F8_ABI = 2 };
+int f8_abi(void);
+
 /* Formats, as f8emu.native.gemm numbers them. */
 enum { F8_E4M3FN, F8_E5M2, F8_E4M3FNUZ, F8_E5M2FNUZ, F8_BFLOAT16, F8_FLOAT16, F8_FLOAT32 };
 
-/* How scales enter. */
+/* How scales enter: those before F8_MICROSCALED in the epilogue, those after it in the promotions. */
 enum {
     F8_UNSCALED,   /* no scales: mm */
     F8_TENSORWISE, /* [EPI-1] acc * (scale_a * scale_b) + 0 */
     F8_ROWWISE,    /* [EPI-2] (acc * scale_b) * scale_a */
     F8_GROUPED,    /* [EPI-6] (acc * scale_a) * scale_b */
+    F8_MICROSCALED, /* [MX-2] 1x32: E8M0, in the steps */
     F8_VECTORS,    /* [EPI-5] 1x128 by 1x128: fma(p * scale_a, scale_b, total) */
     F8_SQUARES     /* [EPI-5] one of them 128x128: fma(p, scale_a * scale_b, total) */
 };
@@ -38,6 +43,7 @@ typedef struct {
     int32_t interleaved;      /* [CHIP-6] 0: one sum */
     int32_t fraction_bits, accumulator_fraction_bits;
     int32_t accumulator_reach; /* below 0: the accumulator is never dropped */
+    int32_t zero_exponent;     /* [MX-3] -126 or less, so that an accumulator of zero alone is below it */
 } f8_model;
 
 /* A matrix [rows, K] of codes; strides in elements. */
@@ -46,7 +52,9 @@ typedef struct {
     int64_t row_stride, k_stride;
     int32_t format;
     int32_t rows_per_scale;  /* 128 of 128x128 scales, otherwise 1 */
-    const float *scale;      /* scale[(row / rows_per_scale) * scale_row_stride + (k / 128) * scale_block_stride] */
+    /* float32 scale[(row / rows_per_scale) * scale_row_stride + (k / 128) * scale_block_stride]; microscaled: bytes,
+       and k / 32 */
+    const void *scale;
     int64_t scale_row_stride, scale_block_stride; /* 0 where one scale is for all rows, or all of K */
 } f8_operand;
 

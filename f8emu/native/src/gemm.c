@@ -28,6 +28,8 @@ const f8_width *f8_width_at(int width) { return widths[width]; }
 
 int f8_width_runs_here(int width) { return width >= 0 && width < WIDTHS && widths[width]->runs_here(); }
 
+int f8_abi(void) { return F8_ABI; }
+
 static int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 /* ---- The epilogue ---- */
@@ -65,7 +67,8 @@ typedef struct {
 static void finish(const f8_gemm *gemm, int64_t row, int64_t column, int64_t columns, const column_terms *terms,
                    const float *accumulators) {
     float found[64], of_row = 1;
-    if (gemm->a.scale && gemm->scaling < F8_VECTORS) of_row = gemm->a.scale[row * gemm->a.scale_row_stride];
+    if (gemm->a.scale && gemm->scaling < F8_MICROSCALED)
+        of_row = ((const float *)gemm->a.scale)[row * gemm->a.scale_row_stride];
     for (int64_t n = 0; n < columns; n++) {
         float x = accumulators[n];
         if (gemm->scaling == F8_TENSORWISE) x = x * (of_row * terms->scale[n]) + 0.0f;
@@ -104,34 +107,60 @@ typedef struct {
     float *accumulators, *totals, *sums; /* [tiles][rows][columns of a tile] */
 } workspace;
 
-static f8_kind kind_of(const f8_model *model, int format_a, int format_b) {
+static f8_kind kind_of(const f8_gemm *gemm) {
+    const f8_model *model = gemm->model;
+    int format_a = gemm->a.format, format_b = gemm->b.format, is_scaled = gemm->scaling == F8_MICROSCALED;
     int is_one_sum = !model->interleaved && !model->nearest_even;
     int is_plain = !model->order_length && !model->converts && format_a <= F8_E5M2 && format_b <= F8_E5M2;
     int bits = model->aligned_fraction_bits, step = model->step_k;
-    if (is_one_sum && is_plain && bits == 13 && model->result_fraction_bits == 13 && (step == 16 || step == 32))
+    if (is_one_sum && is_plain && !is_scaled && bits == 13 && model->result_fraction_bits == 13 && (step == 16 || step == 32))
         return F8_NARROW;
-    int fits = step == 8 || step == 16 || (step == 32 && format_a < F8_BFLOAT16 && format_b < F8_BFLOAT16);
+    int fits = (!is_scaled && (step == 8 || step == 16)) || (step == 32 && format_a < F8_BFLOAT16 && format_b < F8_BFLOAT16);
     return is_one_sum && fits && bits <= 25 && model->result_fraction_bits == 23 ? F8_WIDE : F8_SINGLE;
 }
 
 /* K between two promotions; 0: none. */
 static int64_t promotion_k(const f8_gemm *gemm) {
-    return gemm->scaling >= F8_VECTORS ? BLOCK_K : gemm->model->promote_k;
+    return gemm->scaling > F8_MICROSCALED ? BLOCK_K : gemm->model->promote_k;
 }
 
 /* The factors of a promotion of the tile at (row, column), for the block of K that ends at `k`. */
 static f8_factors factors_of(const f8_gemm *gemm, int64_t row, int64_t column, int64_t columns, int64_t k) {
     const f8_operand *a = &gemm->a, *b = &gemm->b;
     f8_factors factors = {.scaling = gemm->scaling};
-    if (gemm->scaling < F8_VECTORS) return factors;
+    if (gemm->scaling <= F8_MICROSCALED) return factors;
     int64_t block = (k - 1) / BLOCK_K;
-    factors.scale_a = a->scale + row / a->rows_per_scale * a->scale_row_stride + block * a->scale_block_stride;
-    factors.scale_b = b->scale + column / b->rows_per_scale * b->scale_row_stride + block * b->scale_block_stride;
+    const float *of_a = a->scale, *of_b = b->scale;
+    factors.scale_a = of_a + row / a->rows_per_scale * a->scale_row_stride + block * a->scale_block_stride;
+    factors.scale_b = of_b + column / b->rows_per_scale * b->scale_row_stride + block * b->scale_block_stride;
     factors.a_stride = a->scale_row_stride, factors.b_stride = b->scale_row_stride;
     factors.a_shared = a->rows_per_scale, factors.b_shared = b->rows_per_scale;
     factors.a_offset = row % a->rows_per_scale, factors.b_offset = column % b->rows_per_scale;
     factors.columns = columns;
     return factors;
+}
+
+/* [MX-1] The exponent of the scale of (row, k); F8_NO_SHIFT of NaN. */
+static int shift_of(const f8_operand *x, int64_t row, int64_t k) {
+    const uint8_t *scale = x->scale;
+    uint8_t byte = scale[row * x->scale_row_stride + k / F8_MX_BLOCK * x->scale_block_stride];
+    return byte == 255 ? F8_NO_SHIFT : byte - 127;
+}
+
+/* The shifts of rows first .. first + rows, K k .. k + padded, beside what pack_a packs. */
+static void shift_a(const f8_operand *a, int64_t first, int64_t rows, int64_t k, int64_t padded, f8_group *panel) {
+    for (int64_t row = 0; row < rounded_up(rows, F8_ROWS); row++)
+        for (int64_t g = 0; g < padded / F8_GROUP; g++)
+            panel[row / F8_ROWS * (padded / F8_GROUP) + g].shift[row % F8_ROWS] =
+                row < rows ? shift_of(a, first + row, k + g * F8_GROUP) : 0;
+}
+
+/* Those of columns first .. first + columns of a tile. */
+static void shift_b(const f8_operand *b, int64_t first, int64_t columns, int64_t tile, int64_t k, int64_t padded,
+                    int16_t *shift) {
+    for (int64_t n = 0; n < tile; n++)
+        for (int64_t g = 0; g < padded / F8_GROUP; g++)
+            shift[g * tile + n] = (int16_t)(n < columns ? shift_of(b, first + n, k + g * F8_GROUP) : 0);
 }
 
 /* K k .. k + count of all tiles of a panel: decode, step, promote. */
@@ -142,15 +171,18 @@ static void block_of_k(const job *job, const workspace *space, int64_t row, int6
     int64_t padded = rounded_up(count, F8_LONGEST_STEP), promoted = promotion_k(gemm), tile = width->columns;
     int64_t row_blocks = (rows + F8_ROWS - 1) / F8_ROWS;
     width->pack_a(&gemm->a, gemm->model, job->kind, row, rows, k, count, padded, space->a);
+    if (space->b.shift) shift_a(&gemm->a, row, rows, k, padded, space->a);
     for (int64_t first = 0; first < columns; first += tile) {
         int64_t some = f8_smaller(tile, columns - first), at = first / tile * job->rows * tile;
         width->pack_b(&gemm->b, gemm->model, job->kind, column + first, some, k, count, padded, space->b);
+        if (space->b.shift) shift_b(&gemm->b, column + first, some, tile, k, padded, space->b.shift);
         /* Parts of the block up to the next promotion. */
         for (int64_t done = 0; done < count;) {
             int64_t part = promoted ? f8_smaller(promoted - (k - slice + done) % promoted, padded - done) : padded;
             int64_t bytes = job->kind == F8_NARROW ? 1 : 2;
             f8_columns b = {space->b.value + done * tile, space->b.sign + done * 2 * tile,
-                            space->b.exponent + done * tile * bytes};
+                            space->b.exponent + done * tile * bytes,
+                            space->b.shift ? space->b.shift + done / F8_GROUP * tile : NULL};
             width->steps(gemm->model, job->kind, part, space->a + done / F8_GROUP, padded / F8_GROUP, b, row_blocks,
                          space->accumulators + at);
             done += part;
@@ -186,8 +218,8 @@ static void panel(const job *job, const workspace *space, int64_t row, int64_t c
         column_terms terms;
         for (int64_t n = 0; n < some; n++) {
             int64_t at = column + first + n;
-            int is_scaled = gemm->b.scale && gemm->scaling < F8_VECTORS;
-            terms.scale[n] = is_scaled ? gemm->b.scale[at * gemm->b.scale_row_stride] : 1;
+            const float *scale = gemm->scaling < F8_MICROSCALED ? gemm->b.scale : NULL;
+            terms.scale[n] = scale ? scale[at * gemm->b.scale_row_stride] : 1;
             terms.bias[n] = gemm->bias ? high_precision(gemm->bias, gemm->bias_format, at * gemm->bias_stride) : 0;
         }
         for (int64_t i = 0; i < rows; i++)
@@ -210,16 +242,19 @@ static char *prepare(const job *job, workspace *space) {
         of_outputs,
         promotion_k(job->gemm) ? of_outputs : 0,
         slices ? of_outputs : 0,
+        job->gemm->scaling == F8_MICROSCALED ? sizeof(int16_t) * (size_t)(k / F8_GROUP * tile) : 0,
     };
+    enum { PARTS = sizeof sizes / sizeof *sizes };
     void **parts[] = {(void **)&space->a, (void **)&space->b.value, (void **)&space->b.sign,
                       (void **)&space->b.exponent, (void **)&space->accumulators, (void **)&space->totals,
-                      (void **)&space->sums};
+                      (void **)&space->sums, (void **)&space->b.shift};
     size_t total = 64;
-    for (int i = 0; i < 7; i++) total += sizes[i] = (sizes[i] + 63) / 64 * 64;
+    for (int i = 0; i < PARTS; i++) total += sizes[i] = (sizes[i] + 63) / 64 * 64;
     char *memory = malloc(total), *at = memory;
     if (!memory) return 0;
     at += -(uintptr_t)at % 64;
-    for (int i = 0; i < 7; i++) *parts[i] = at, at += sizes[i];
+    for (int i = 0; i < PARTS; i++) *parts[i] = at, at += sizes[i];
+    if (job->gemm->scaling != F8_MICROSCALED) space->b.shift = NULL;
     return memory;
 }
 
@@ -256,8 +291,7 @@ static void cut(job *job, int64_t threads) {
 
 int f8_run(const f8_gemm *gemm, int width) {
     if (gemm->m == 0 || gemm->n == 0) return 0;
-    job job = {.gemm = gemm, .width = widths[width],
-               .kind = kind_of(gemm->model, gemm->a.format, gemm->b.format)};
+    job job = {.gemm = gemm, .width = widths[width], .kind = kind_of(gemm)};
     double multiply_adds = (double)gemm->m * (double)gemm->n * (double)gemm->k;
     int64_t threads = f8_smaller(gemm->threads, (int64_t)(multiply_adds / (double)WORTH_A_THREAD));
     threads = threads < 1 ? 1 : threads;

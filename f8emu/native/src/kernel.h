@@ -243,6 +243,8 @@ static __attribute__((noinline, cold)) float single(const f8_model *model, f8_ki
     float values_a[F8_LONGEST_STEP], values_b[F8_LONGEST_STEP];
     int32_t exponent[F8_LONGEST_STEP];
     int magnitudes = kind == F8_NARROW && MAGNITUDES;
+    int shift = b.shift ? a[from / F8_GROUP].shift[r] + b.shift[n] : 0;
+    if (shift > F8_NO_SHIFT / 2) return f8_float(0x7FFFFFFF); /* [MX-2] */
     for (int k = 0; k < model->step_k; k++) {
         uint32_t e = a[(from + k) / F8_GROUP].exponent[r][(from + k) % F8_GROUP];
         values_a[k] = value_a(a, r, from + k, magnitudes);
@@ -255,10 +257,10 @@ static __attribute__((noinline, cold)) float single(const f8_model *model, f8_ki
         } else {
             int of_a = (int16_t)e, of_b = (int16_t)((uint16_t *)b.exponent)[k * COLUMNS + n];
             int is_number = of_a > ZERO_WIDE && of_b > ZERO_WIDE && of_a < NO_NUMBER_WIDE && of_b < NO_NUMBER_WIDE;
-            exponent[k] = is_number ? of_a + of_b : F8_ABSENT;
+            exponent[k] = is_number ? of_a + of_b + shift : F8_ABSENT;
         }
     }
-    return f8_step(model, accumulator, values_a, values_b, exponent, model->step_k);
+    return f8_step(model, accumulator, values_a, values_b, exponent, model->step_k, shift);
 }
 
 /* ---- Narrow steps ---- */
@@ -333,7 +335,7 @@ static __attribute__((noinline)) void narrow_steps(const f8_model *model, f8_kin
                                                    int64_t row_blocks, float *accumulators) {
     (void)kind;
     for (int64_t k = 0; k < padded; k += model->step_k) {
-        f8_columns step = {b.value + k * COLUMNS, b.sign + k * 2 * COLUMNS, b.exponent + k * COLUMNS};
+        f8_columns step = {b.value + k * COLUMNS, b.sign + k * 2 * COLUMNS, b.exponent + k * COLUMNS, NULL};
         for (int64_t i = 0; i < row_blocks; i++) {
             const f8_group *groups = a + i * stride + k / F8_GROUP;
             float *of_block = accumulators + i * F8_ROWS * COLUMNS;
@@ -357,10 +359,15 @@ static int is_beyond_wide(int32_t e, float accumulator) {
     return e > LARGEST_WIDE || (e < SMALLEST_WIDE && e > ZERO_WIDE / 2);
 }
 
-/* One step of four rows and all columns of a tile, which starts at `from` of its first group. `count` is a constant of
-   8, 16 or 32 where this is inlined. */
+/* One step of four rows and all columns of a tile, which starts at `from` of its first group. `count`, 8, 16 or 32, and
+   `is_scaled` are constants where this is inlined.
+
+   [MX-2] E8M0 scales are one power of two for all products of an output's step, 2^shift. The products are therefore
+   cut without it, to units that are 2^shift smaller, and the integers are the same. [MX-3] Among the outputs that the
+   vectors compute, an exponent of zero is never the largest. */
 static inline __attribute__((always_inline)) void wide_step(const f8_model *model, const f8_group *a, int from,
-                                                            f8_columns b, float *accumulators, int count) {
+                                                            f8_columns b, float *accumulators, int count,
+                                                            int is_scaled) {
     /* 1. [ACC-2] The largest exponent of the products: COLUMNS / 2 of them an instruction. */
     int16_t largest[F8_ROWS][COLUMNS] __attribute__((aligned(64)));
     for (int half = 0; half < 2; half++) {
@@ -379,7 +386,7 @@ static inline __attribute__((always_inline)) void wide_step(const f8_model *mode
     int32_t bits = model->aligned_fraction_bits;
     for (int part = 0; part < COLUMNS; part += TOGETHER * LANES) {
         vi sum[2][F8_ROWS][TOGETHER]; /* of half a step each: below 2^31 */
-        vf to_units[F8_ROWS][TOGETHER];
+        vf to_units[F8_ROWS][TOGETHER], of_products[F8_ROWS][TOGETHER];
         float before[F8_ROWS][TOGETHER * LANES];
         v_mask apart = v_no_mask();
         for (int r = 0; r < F8_ROWS; r++)
@@ -387,11 +394,20 @@ static inline __attribute__((always_inline)) void wide_step(const f8_model *mode
                 /* 2. The accumulator takes part; its term is cut like the others. */
                 vf start = vf_load(accumulators + r * COLUMNS + part + v * LANES);
                 vi e = vi_where_zero(start, vi_all(ZERO_WIDE), vi_sub(vi_exponent(start), vi_all(BIAS)));
-                e = vi_max(e, vi_from_halves(largest[r] + part + v * LANES));
+                vi of_step = vi_from_halves(largest[r] + part + v * LANES), shift = vi_all(0);
+                if (is_scaled) {
+                    shift = vi_add(vi_all(a->shift[r]), vi_from_halves(b.shift + part + v * LANES));
+                    of_step = vi_add(of_step, shift);
+                }
+                e = vi_max(e, of_step);
                 vi normal = vi_max(e, vi_all(SMALLEST_WIDE));
                 apart = v_or_above(apart, e, LARGEST_WIDE + 1);
                 apart = v_or_above(apart, vi_min(vi_sub(normal, e), vi_sub(e, vi_all(ZERO_WIDE / 2))), 1);
-                to_units[r][v] = vf_bits(vi_shift_left_23(vi_sub(vi_all(BIAS + bits), normal)));
+                vi of_unit = vi_all(BIAS + bits), of_raw = normal;
+                if (is_scaled) /* beyond these limits all products are 0, or cut to 0 */
+                    of_raw = vi_min(vi_max(vi_sub(normal, shift), vi_all(SMALLEST_WIDE)), vi_all(LARGEST_WIDE));
+                to_units[r][v] = vf_bits(vi_shift_left_23(vi_sub(of_unit, normal)));
+                of_products[r][v] = vf_bits(vi_shift_left_23(vi_sub(of_unit, of_raw)));
                 sum[0][r][v] = vi_cut(vf_mul(start, to_units[r][v]));
                 sum[1][r][v] = vi_all(0);
             }
@@ -408,7 +424,7 @@ static inline __attribute__((always_inline)) void wide_step(const f8_model *mode
                 vf of_a = vf_all(a[(from + k) / F8_GROUP].value[r][(from + k) % F8_GROUP]);
                 vi *of_half = sum[k >= count / 2][r];
                 for (int v = 0; v < TOGETHER; v++)
-                    of_half[v] = vi_add(of_half[v], vi_cut(vf_mul(vf_mul(of_a, of_b[v]), to_units[r][v])));
+                    of_half[v] = vi_add(of_half[v], vi_cut(vf_mul(vf_mul(of_a, of_b[v]), of_products[r][v])));
             }
         }
         /* 4. [ACC-5] The 24 leading bits of the sum, which has up to 33, and it is scaled. */
@@ -422,7 +438,8 @@ static inline __attribute__((always_inline)) void wide_step(const f8_model *mode
         if (is_apart)
             for (int r = 0; r < F8_ROWS; r++)
                 for (int n = 0; n < TOGETHER * LANES; n++)
-                    if (is_beyond_wide(largest[r][part + n], before[r][n]))
+                    if (is_beyond_wide(largest[r][part + n] + (is_scaled ? a->shift[r] + b.shift[part + n] : 0),
+                                       before[r][n]))
                         accumulators[r * COLUMNS + part + n] =
                             single(model, F8_WIDE, a, from, r, b, part + n, before[r][n]);
     }
@@ -432,7 +449,8 @@ static __attribute__((noinline)) void wide_steps(const f8_model *model, f8_kind 
                                                  const f8_group *a, int64_t stride, f8_columns b, int64_t row_blocks,
                                                  float *accumulators) {
     for (int64_t k = 0; k < padded; k += model->step_k) {
-        f8_columns step = {b.value + k * COLUMNS, b.sign, b.exponent + k * COLUMNS * sizeof(uint16_t)};
+        f8_columns step = {b.value + k * COLUMNS, b.sign, b.exponent + k * COLUMNS * sizeof(uint16_t),
+                           b.shift ? b.shift + k / F8_GROUP * COLUMNS : NULL};
         int from = (int)(k % F8_GROUP); /* a step of 8 may lie in the second half of a group */
         for (int64_t i = 0; i < row_blocks; i++) {
             const f8_group *groups = a + i * stride + k / F8_GROUP;
@@ -440,12 +458,14 @@ static __attribute__((noinline)) void wide_steps(const f8_model *model, f8_kind 
             if (kind != F8_WIDE)
                 for (int j = 0; j < F8_ROWS * COLUMNS; j++)
                     of_block[j] = single(model, kind, groups, from, j / COLUMNS, step, j % COLUMNS, of_block[j]);
+            else if (b.shift)
+                wide_step(model, groups, 0, step, of_block, 32, 1);
             else if (model->step_k == 32)
-                wide_step(model, groups, 0, step, of_block, 32);
+                wide_step(model, groups, 0, step, of_block, 32, 0);
             else if (model->step_k == 16)
-                wide_step(model, groups, 0, step, of_block, 16);
+                wide_step(model, groups, 0, step, of_block, 16, 0);
             else
-                wide_step(model, groups, from, step, of_block, 8);
+                wide_step(model, groups, from, step, of_block, 8, 0);
         }
     }
 }

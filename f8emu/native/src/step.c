@@ -102,11 +102,12 @@ static float normalised(const f8_model *model, double total) {
 }
 
 float f8_step(const f8_model *model, float accumulator, const float *a, const float *b, const int32_t *exponent,
-              int count) {
+              int count, int shift) {
     if (isnan(accumulator)) return f8_float(0x7FFFFFFF);
     double product[F8_LONGEST_STEP], total;
     /* [OP-2] The products are exact and not normalised. */
-    for (int k = 0; k < count; k++) product[k] = (double)a[k] * b[k];
+    double scale = power_of_two(shift);
+    for (int k = 0; k < count; k++) product[k] = (double)a[k] * b[k] * scale;
     int e_start = accumulator == 0 || isinf(accumulator) ? F8_ABSENT : exponent_of(accumulator);
     if (e_start != F8_ABSENT && e_start < -126) e_start = -126;
     if (model->interleaved) {
@@ -114,8 +115,8 @@ float f8_step(const f8_model *model, float accumulator, const float *a, const fl
         double dot = floored_dot(model, product, exponent, count, &e_dot);
         total = floored_total(model, dot, e_dot, accumulator, e_start);
     } else {
-        /* [ACC-2] The largest exponent. */
-        int e_max = e_start;
+        /* [ACC-2] The largest exponent. [MX-3] Any other accumulator's is above that of zeros. */
+        int e_max = accumulator == 0 && model->zero_exponent ? model->zero_exponent : e_start;
         for (int k = 0; k < count; k++) e_max = exponent[k] > e_max ? exponent[k] : e_max;
         /* [ACC-3] Every term is cut toward zero to a multiple of one unit. [ACC-4] The cut terms are added exactly.
            [SPEC-1] What is not finite is added as IEEE 754 adds it. */

@@ -30,7 +30,9 @@ typedef enum {
 enum {
     F8_ROWS = 4,    /* of a row block */
     F8_GROUP = 16,  /* K of a group in the panel of a */
-    F8_LONGEST_STEP = 32 /* and the longest order of K [CHIP-2] */
+    F8_LONGEST_STEP = 32, /* and the longest order of K [CHIP-2] */
+    F8_MX_BLOCK = 32,     /* K of an E8M0 scale */
+    F8_NO_SHIFT = 32000   /* of byte 255: the sum with any exponents and another shift is beyond those of numbers */
 };
 
 /* Four rows of a by 16 of K. */
@@ -38,6 +40,7 @@ typedef struct {
     float value[F8_ROWS][F8_GROUP];       /* narrow: magnitudes, where the width multiplies magnitudes */
     uint32_t exponent[F8_ROWS][F8_GROUP]; /* biased, once a byte (narrow) or once a half-word (wide) */
     uint32_t sign[F8_ROWS][F8_GROUP];     /* 0, or the distance in bytes from the signs of b to the signs of -b */
+    int32_t shift[F8_ROWS];               /* microscaled: the exponent of the scale, or F8_NO_SHIFT */
 } f8_group;
 
 /* A block of K of up to `columns` columns of b, padded with zeros; [K][columns] each. */
@@ -45,6 +48,7 @@ typedef struct {
     float *value;
     int32_t *sign;     /* [K][2][columns]: 1 or -1, then its negative; magnitudes only */
     uint8_t *exponent; /* bytes (narrow) or half-words (wide) */
+    int16_t *shift;    /* [K / F8_GROUP][columns]: as in f8_group; null: no E8M0 scales */
 } f8_columns;
 
 /* Factors that a promotion multiplies with, of a block of K. */
@@ -100,8 +104,8 @@ extern const f8_format f8_formats[];
 enum { F8_ABSENT = -4000 };
 void f8_decode(uint32_t code, int format, int converts, float *value, int *exponent);
 
-/* One step of one output: accumulator + sum of a[k] * b[k], whose exponents add up to exponent[k] [ACC-2..5]. */
+/* One step of one output: accumulator + sum of a[k] * b[k] * 2^shift, of exponents exponent[k] [ACC-2..5], [MX-2]. */
 float f8_step(const f8_model *model, float accumulator, const float *a, const float *b, const int32_t *exponent,
-              int count);
+              int count, int shift);
 
 #endif
