@@ -12,7 +12,7 @@ NAME = "_engine.abi3.so"
 """The file beside this module. It is no extension module: `ctypes` loads it, for every version of Python."""
 VARIABLE = "F8EMU_NATIVE_LIBRARY"
 """Names a library to load in place of the packaged one: one built with a sanitizer."""
-ABI = 2
+ABI = 3
 """`F8_ABI` of engine.h: an engine of another number has other structs."""
 _REINSTALL = "run pip install --force-reinstall --no-deps --no-cache-dir f8emu"
 

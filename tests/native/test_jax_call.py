@@ -1,5 +1,6 @@
 """The custom call of XLA against f8ref.numpy: every kind of scale, groups, threads."""
 
+import functools
 import itertools
 import threading
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 import f8ref.numpy as reference
 from f8emu.native import library
-from f8emu.spec import Granularity
+from f8emu.spec import BLACKWELL_TCGEN05, Granularity
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -65,6 +66,39 @@ def test_scaled_grouped_mm(ends: tuple[int, ...]) -> None:
         expected[:last] = reference.scaled_grouped_mm(a[:last], b, scale_a[:last], scale_b, offs)
     assert is_called(f8.scaled_grouped_mm, a, b, scale_a, scale_b, offs)
     assert_same_bits(jax.jit(f8.scaled_grouped_mm)(a, b, scale_a, scale_b, offs), expected)
+
+
+def bytes_of_scales(*shape: int, seed: int) -> np.ndarray:
+    found = np.random.default_rng(seed).integers(117, 138, shape, dtype=np.uint8)
+    return found.view(np.dtype(jnp.float8_e8m0fnu))
+
+
+@pytest.mark.parametrize("split_k", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*no split-K plan")
+def test_microscaled(split_k: int) -> None:
+    """One GEMM, and two of a batch with one `scale_b` for both."""
+    blocks = -(-K // 32)
+    a, b, scale_a = codes(2, M, K, seed=0), codes(K, N, seed=1), bytes_of_scales(2, M, blocks, seed=2)
+    scale_b, bias = bytes_of_scales(blocks, N, seed=3), codes(N, seed=4, dtype="bfloat16")
+
+    def call(*operands: Any) -> Any:
+        return f8.scaled_mm(*operands, bias=bias, split_k=split_k, chip="B200")
+
+    options: dict[str, Any] = dict.fromkeys(("granularity_a", "granularity_b"), Granularity.BLOCKWISE_1X32)
+    options |= {"bias": bias, "split_k": split_k, "chip": BLACKWELL_TCGEN05}
+    expected = [reference.scaled_mm(a[i], b, scale_a[i], scale_b, **options) for i in range(2)]
+    assert is_called(call, a[0], b, scale_a[0], scale_b)
+    assert_same_bits(jax.jit(call)(a[0], b, scale_a[0], scale_b), expected[0])
+    assert_same_bits(jax.jit(jax.vmap(call, (0, None, 0, None)))(a, b, scale_a, scale_b), np.stack(expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*no split-K plan")
+def test_microscaled_groups() -> None:
+    a, b, offs = codes(M, K, seed=0), codes(4, K, N, seed=1), np.array([5, 5, 20, 30], np.int32)
+    operands = a, b, bytes_of_scales(M, 10, seed=2), bytes_of_scales(4, 10, N, seed=3), offs
+    call = functools.partial(f8.scaled_grouped_mm, chip="B200")
+    assert is_called(call, *operands)
+    assert_same_bits(jax.jit(call)(*operands), reference.scaled_grouped_mm(*operands, chip=BLACKWELL_TCGEN05))
 
 
 def test_ends_that_are_none_stay_inside_the_arrays() -> None:

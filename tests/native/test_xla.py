@@ -30,6 +30,7 @@ ENUMS = {
     "XLA_E4M3FN": "XLA_FFI_DataType_F8E4M3FN",
     "XLA_E5M2FNUZ": "XLA_FFI_DataType_F8E5M2FNUZ",
     "XLA_E4M3FNUZ": "XLA_FFI_DataType_F8E4M3FNUZ",
+    "XLA_E8M0FNU": "XLA_FFI_DataType_F8E8M0FNU",
 }
 FIELDS: dict[str, str] = {
     "xla_version XLA_FFI_Api_Version": (

@@ -40,7 +40,7 @@ class _Options(ctypes.Structure):
 
     _fields_ = (
         *library.fields(
-            ctypes.c_int32, "size width threads scaling granularity_a granularity_b is_transposed reserved"
+            ctypes.c_int32, "size width threads scaling granularity_a granularity_b is_transposed is_grouped"
         ),
         ("slice_k", ctypes.c_int64),
         ("model", engine.Model),
@@ -96,6 +96,7 @@ def _attribute(call: EngineCall, k: int) -> np.ndarray:
         granularity_a=numbers[0],
         granularity_b=numbers[1],
         is_transposed=call.is_transposed,
+        is_grouped=bool(gemm.groups),
         slice_k=engine.slice_k(gemm.model, k, gemm.split_k or 1),
         model=engine.model_of(gemm.model),
     )

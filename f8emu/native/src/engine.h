@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised with every change of a struct, of a number or of a function below; f8emu.native.library has the same. */
-enum { F8_ABI = 2 };
+enum { F8_ABI = 3 };
 int f8_abi(void);
 
 /* Formats, as f8emu.native.gemm numbers them. */

@@ -6,6 +6,7 @@
      scaled   a, b, scale_a, scale_b, and a bias [N] if there is one                  -> [M, N]
      grouped  a [M, K], b [G, K, N], scale_a [M], scale_b [G, N], ends of groups [G]  -> [M, N]
 
+   E8M0 scales are [M, B] and [B, N] or [G, B, N], B being the blocks of 32 of K.
    Of mm and scaled each may have dimensions before these, of the same GEMM many times; 1 stands for all of them. */
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -15,10 +16,10 @@
 #include "engine.h"
 #include "xla.h"
 
-enum { BLOCK_K = 128, MOST_OPERANDS = 5 };
+enum { BLOCK_K = 128, MX_BLOCK_K = 32, MOST_OPERANDS = 5 };
 
 /* How many rows and columns share a scale; f8emu.spec.Granularity. */
-enum { ALL, ROW, BLOCK_1X128, BLOCK_128X128 };
+enum { ALL, ROW, BLOCK_1X128, BLOCK_128X128, BLOCK_1X32 };
 
 /* The attribute "options", little-endian as the machine; emulation.py has the same struct. */
 typedef struct {
@@ -28,7 +29,7 @@ typedef struct {
     int32_t scaling;
     int32_t granularity_a, granularity_b;
     int32_t is_transposed; /* the result is [N, M] */
-    int32_t reserved;
+    int32_t is_grouped;
     int64_t slice_k;
     f8_model model;
 } xla_options;
@@ -57,14 +58,15 @@ typedef struct {
     char *data;
     const int64_t *extents;
     int64_t many, elements; /* arrays, and elements of each */
-    int format;             /* -1: no format of a GEMM */
+    int format;             /* -1: no format of a GEMM's operand or result */
+    int dtype;
 } arrays;
 
 static int take(const xla_values *from, int64_t at, int64_t rank, arrays *found) {
     const xla_buffer *buffer = from->items[at];
     if (from->kinds[at] != XLA_IS_BUFFER || buffer->rank < rank) return 0;
     *found = (arrays){.data = buffer->data, .extents = buffer->extents + buffer->rank - rank, .many = 1, .elements = 1,
-                      .format = format_of(buffer->dtype)};
+                      .format = format_of(buffer->dtype), .dtype = buffer->dtype};
     for (int64_t i = 0; i < buffer->rank - rank; i++) found->many *= buffer->extents[i];
     for (int64_t i = 0; i < rank; i++) found->elements *= found->extents[i];
     return 1;
@@ -75,13 +77,15 @@ static void *nth(const arrays *found, int64_t which) {
     return found->data + (found->many == 1 ? 0 : which * found->elements * bytes_of(found->format));
 }
 
-static int64_t blocks(int64_t extent) { return (extent + BLOCK_K - 1) / BLOCK_K; }
+static int64_t blocks(int64_t extent, int64_t block) { return (extent + block - 1) / block; }
 
 /* The scales of an operand of `rows` rows: their strides. `is_b`: transposed, [blocks of K, rows]. */
 static problem scale(f8_operand *operand, const arrays *scales, int granularity, int64_t rows, int64_t k, int is_b) {
-    int64_t down = granularity == ALL ? 1 : granularity == BLOCK_128X128 ? blocks(rows) : rows;
-    int64_t along = granularity >= BLOCK_1X128 ? blocks(k) : 1;
-    if (scales->format != F8_FLOAT32) return "f8emu: scales must be float32";
+    int64_t down = granularity == ALL ? 1 : granularity == BLOCK_128X128 ? blocks(rows, BLOCK_K) : rows;
+    int is_e8m0 = granularity == BLOCK_1X32;
+    int64_t along = granularity >= BLOCK_1X128 ? blocks(k, is_e8m0 ? MX_BLOCK_K : BLOCK_K) : 1;
+    if (scales->dtype != (is_e8m0 ? XLA_E8M0FNU : XLA_FLOAT32))
+        return "f8emu: scales must be float32, those of blocks of 32 E8M0";
     if (scales->elements != down * along) return "f8emu: scales have another shape than their granularity";
     operand->rows_per_scale = granularity == BLOCK_128X128 ? BLOCK_K : 1;
     operand->scale_row_stride = granularity == ALL ? 0 : is_b ? 1 : along;
@@ -154,16 +158,19 @@ static problem mm(const xla_call *call, const xla_options *options, int threads,
 static problem grouped(const xla_call *call, const xla_options *options, int threads, int *is_memory) {
     const xla_values *in = &call->operands;
     arrays a, b, scale_a, scale_b, ends, out;
+    int is_e8m0 = options->scaling == F8_MICROSCALED;
     if (in->count != 5) return "f8emu: wrong number of operands";
-    if (!take(in, 0, 2, &a) || !take(in, 1, 3, &b) || !take(in, 2, 1, &scale_a) || !take(in, 3, 2, &scale_b) ||
-        !take(in, 4, 1, &ends) || !take(&call->results, 0, 2, &out) || out.many != 1)
+    if (!take(in, 0, 2, &a) || !take(in, 1, 3, &b) || !take(in, 2, 1 + is_e8m0, &scale_a) ||
+        !take(in, 3, 2 + is_e8m0, &scale_b) || !take(in, 4, 1, &ends) || !take(&call->results, 0, 2, &out) || out.many != 1)
         return "f8emu: operands of a grouped GEMM have wrong ranks";
     int64_t m = a.extents[0], k = a.extents[1], groups = b.extents[0], n = b.extents[2];
-    if (b.extents[1] != k || scale_a.extents[0] != m || scale_b.extents[0] != groups || scale_b.extents[1] != n ||
+    int64_t along = is_e8m0 ? blocks(k, MX_BLOCK_K) : 1, scale_bytes = is_e8m0 ? 1 : 4;
+    if (b.extents[1] != k || scale_a.extents[0] != m || scale_b.extents[0] != groups ||
+        scale_b.extents[1 + is_e8m0] != n || scale_a.elements != m * along || scale_b.elements != groups * along * n ||
         ends.extents[0] != groups || out.extents[0] != m || out.extents[1] != n)
         return "f8emu: operands of a grouped GEMM have wrong shapes";
-    if (a.format < 0 || b.format < 0 || out.format < F8_BFLOAT16 || scale_a.format != F8_FLOAT32 ||
-        scale_b.format != F8_FLOAT32 || ((const xla_buffer *)in->items[4])->dtype != XLA_INT32)
+    if (a.format < 0 || b.format < 0 || out.format < F8_BFLOAT16 || scale_a.dtype != scale_b.dtype ||
+        scale_a.dtype != (is_e8m0 ? XLA_E8M0FNU : XLA_FLOAT32) || ((const xla_buffer *)in->items[4])->dtype != XLA_INT32)
         return "f8emu: an operand of a grouped GEMM has a wrong dtype";
     f8_gemm *gemms = calloc((size_t)groups + 1, sizeof(f8_gemm));
     *is_memory = !gemms;
@@ -179,11 +186,13 @@ static problem grouped(const xla_call *call, const xla_options *options, int thr
             .m = last - first, .n = n, .k = k,
             .a = {.codes = a.data + first * k * bytes_of(a.format), .row_stride = k, .k_stride = 1,
                   .format = a.format, .rows_per_scale = 1,
-                  .scale = (const float *)(void *)scale_a.data + first, .scale_row_stride = 1},
+                  .scale = scale_a.data + first * along * scale_bytes, .scale_row_stride = along,
+                  .scale_block_stride = is_e8m0},
             .b = {.codes = b.data + g * k * n * of_b, .row_stride = 1, .k_stride = n, .format = b.format,
-                  .rows_per_scale = 1, .scale = (const float *)(void *)scale_b.data + g * n, .scale_row_stride = 1},
+                  .rows_per_scale = 1, .scale = scale_b.data + g * along * n * scale_bytes, .scale_row_stride = 1,
+                  .scale_block_stride = is_e8m0 ? n : 0},
             .out = out.data + first * n * bytes, .out_row_stride = n, .out_column_stride = 1,
-            .out_format = out.format, .scaling = F8_GROUPED, .threads = threads, .slice_k = options->slice_k,
+            .out_format = out.format, .scaling = options->scaling, .threads = threads, .slice_k = options->slice_k,
             .model = &options->model,
         };
     }
@@ -239,7 +248,7 @@ void *f8_xla_gemm(const xla_call *call) {
     /* 3. The GEMM. */
     running++;
     int threads = options.threads < 1 ? threads_of(call) : options.threads, is_memory = 0;
-    problem found = (options.scaling == F8_GROUPED ? grouped : mm)(call, &options, threads, &is_memory);
+    problem found = (options.is_grouped ? grouped : mm)(call, &options, threads, &is_memory);
     running--;
     return found ? error(call->api, found, is_memory ? XLA_RESOURCE_EXHAUSTED : XLA_INVALID_ARGUMENT) : 0;
 }

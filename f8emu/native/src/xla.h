@@ -27,7 +27,8 @@ enum { /* dtypes */
     XLA_E5M2 = 19,
     XLA_E4M3FN = 20,
     XLA_E5M2FNUZ = 24,
-    XLA_E4M3FNUZ = 25
+    XLA_E4M3FNUZ = 25,
+    XLA_E8M0FNU = 33
 };
 
 /* Every struct of the interface begins with its size, for versions that append, and most with extensions. */
