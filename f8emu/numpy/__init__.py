@@ -27,6 +27,8 @@ from f8emu.numpy.scaled_mm import mm as mm
 from f8emu.numpy.scaled_mm import mma as mma
 from f8emu.numpy.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
 from f8emu.numpy.scaled_mm import scaled_mm as scaled_mm
+from f8emu.numpy.swizzle import swizzle_scales as swizzle_scales
+from f8emu.numpy.swizzle import unswizzle_scales as unswizzle_scales
 from f8emu.spec.exports import public as _public
 
 __all__, __dir__ = _public(__name__)

@@ -55,6 +55,8 @@ from f8emu.torch.scale import amax as amax
 from f8emu.torch.scale import initial_delayed_state as initial_delayed_state
 from f8emu.torch.scale import scale_from_amax as scale_from_amax
 from f8emu.torch.scale import update_delayed_state as update_delayed_state
+from f8emu.torch.swizzle import swizzle_scales as swizzle_scales
+from f8emu.torch.swizzle import unswizzle_scales as unswizzle_scales
 from f8emu.torch.weights.float8_weight import Float8Weight as Float8Weight
 from f8emu.torch.weights.master_weights import MasterWeights as MasterWeights
 from f8emu.torch.weights.sharded_weight import (
