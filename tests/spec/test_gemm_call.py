@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from f8emu.conformance.arrays import jax_arrays, torch_arrays
-from f8emu.spec import E4M3FN, E5M2, HOPPER, F8Error, Granularity, OperandError, SpecError, UnsupportedError
+from f8emu.spec import (
+    BLACKWELL_MMA,
+    BLACKWELL_TCGEN05,
+    E4M3FN,
+    E5M2,
+    HOPPER,
+    F8Error,
+    Granularity,
+    OperandError,
+    SpecError,
+    UnsupportedError,
+)
 from f8emu.spec.gemm_call import (
     Shaped,
     check_library,
@@ -24,7 +35,7 @@ from f8emu.spec.gemm_call import (
 T, R = Granularity.TENSORWISE, Granularity.ROWWISE
 V, S = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
 M, N, K, G = 4, 6, 256, 2
-F32, BF16, E4M3 = "float32", "bfloat16", "float8_e4m3fn"
+F32, BF16, E4M3, E8M0 = "float32", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu"
 GOOD: dict[str, dict[str, Shaped]] = {
     "scaled_mm": {
         "a": Shaped((M, K), E4M3),
@@ -109,6 +120,64 @@ BAD: list[tuple[str, dict[str, Any], type[F8Error], str]] = [
     (GROUPED, {"a": Shaped((G, M, K), E4M3)}, OPERAND, "absent where every group has its own a and b; got [2, 4, 256]"),
 ]
 
+X = Granularity.BLOCKWISE_1X32
+B200: dict[str, Any] = {"chip": BLACKWELL_TCGEN05}
+OF_MX: dict[str, dict[str, Any]] = {
+    SCALED: {
+        **{"scale_a": Shaped((M, 8), E8M0), "scale_b": Shaped((8, N), E8M0), **B200},
+        **{"granularity_a": X, "granularity_b": X, "split_k": 1},
+    },
+    GROUPED: {"scale_a": Shaped((M, 8), E8M0), "scale_b": Shaped((G, 8, N), E8M0), **B200},
+}
+"""MXFP8, beside the operands of `GOOD`."""
+MX_BACKENDS = ("description", "f8ref.numpy", "f8emu.numpy")
+MX_BAD: list[tuple[str, dict[str, Any], type[F8Error], str]] = [
+    *(
+        (call, {"chip": chip}, UNSUPPORTED, ", which float8_e8m0fnu scales are; pass chip='B200'")
+        for call, chip in ((SCALED, HOPPER), (SCALED, BLACKWELL_MMA), (GROUPED, HOPPER))
+    ),
+    *(
+        (SCALED, change, UNSUPPORTED, f"scales of blockwise_1x32 are float8_e8m0fnu, and no others are; got {rest}")
+        for change, rest in (
+            ({"granularity_a": T, "granularity_b": T}, "float8_e8m0fnu scales for tensorwise x tensorwise; name block"),
+            (
+                {"scale_a": Shaped((M, 8), F32), "scale_b": Shaped((8, N), F32)},
+                "float32 scales for blockwise_1x32 x blockwise_1x32; name blockwise_1x32 for both, and view bytes",
+            ),
+        )
+    ),
+    (SCALED, {"granularity_b": T}, UNSUPPORTED, "Blackwell tcgen05 takes scales tensorwise x tensorwise, rowwise x"),
+    (SCALED, {"scale_b": Shaped((8, N), F32)}, OPERAND, "scale_b must be float8_e8m0fnu; got float32; convert it"),
+    (SCALED, {"scale_a": Shaped((M, 8), "uint8")}, OPERAND, "got uint8; view bytes that are codes as their dtype"),
+    (
+        SCALED,
+        {"scale_a": Shaped((M, 2), E8M0)},
+        OPERAND,
+        "must have shapes [4, 8] and [8, 6] for blockwise_1x32 x blockwise_1x32; got [4, 2] and [8, 6]; scales of b",
+    ),
+    (
+        SCALED,
+        {"scale_b": Shaped((N, 8), E8M0)},
+        OPERAND,
+        "got [4, 8] and [6, 8]; scales of b are those of its transpose",
+    ),
+    (SCALED, {"use_fast_accum": True}, UNSUPPORTED, "no fast accumulation beside block scales; pass use_fast_accum=F"),
+    (
+        SCALED,
+        {"a": Shaped((M, K), "float8_e5m2"), "b": Shaped((K, N), "float8_e5m2")},
+        UNSUPPORTED,
+        "Blackwell tcgen05 multiplies float8_e4m3fn x float8_e4m3fn, float8_e5m2 x float8_e4m3fn, float8_e4m3fn",
+    ),
+    (
+        GROUPED,
+        {"scale_a": Shaped((M,), E8M0)},
+        OPERAND,
+        "must be [M, K], [G, K, N], [M, B], [G, B, N], B = ceil(K / 32), and [G] where offs divides M; got [4, 256],",
+    ),
+    (GROUPED, {"scale_b": Shaped((G, N), F32)}, OPERAND, "scale_b must be float8_e8m0fnu; got float32; convert it"),
+    (GROUPED, {"use_fast_accum": True}, UNSUPPORTED, "no fast accumulation beside block scales; pass use_fast_accum=F"),
+]
+
 
 def arrays_of(operands: dict[str, Any]) -> dict[str, Any]:
     """Zeros for what is described; offs that are right for `GOOD`."""
@@ -162,6 +231,18 @@ def test_a_bad_call_is_refused(
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("backend", MX_BACKENDS)
+@pytest.mark.parametrize(("call", "change", "kind", "message"), MX_BAD, ids=[f"{c}: {m[:40]}" for c, _, _, m in MX_BAD])
+def test_a_bad_call_of_mxfp8_is_refused(
+    call: str, change: dict[str, Any], kind: type[F8Error], message: str, backend: str
+) -> None:
+    operands = GOOD[call] | OF_MX[call]
+    out = verb(backend, call)(**operands)
+    assert (out.out_shape if backend == "description" else out.shape) == (M, N)
+    with pytest.raises(kind, match=re.escape(message)):
+        verb(backend, call)(**operands | change)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("call", GOOD)
 def test_what_is_refused_above_is_all_that_is_wrong_there(call: str, backend: str) -> None:
@@ -213,6 +294,39 @@ def test_the_library_refuses_more(
     with pytest.raises(F8Error) as caught:
         check_library(gemm, bias)
     assert type(caught.value) is kind and f"scaled_mm: {message}" in str(caught.value)
+
+
+def test_the_library_of_mxfp8() -> None:
+    """K need not be a multiple of 32; a bias is taken; groups divide M or K."""
+    shapes: dict[str, tuple[int, ...]] = {"a": (4, 48), "b": (48, 16), "scale_a": (4, 2), "scale_b": (2, 16)}
+    of = {name: Shaped(shape, E4M3 if name in "ab" else E8M0) for name, shape in shapes.items()}
+    bias = Shaped((16,), BF16)
+    check_library(scaled_mm_call(**of, bias=bias, **B200), bias)  # type: ignore[arg-type]
+    with pytest.raises(OperandError, match="bias must be of out_dtype float16; got bfloat16"):
+        check_library(scaled_mm_call(**of, bias=bias, out_dtype="float16", **B200), bias)  # type: ignore[arg-type]
+    for batched_a in (False, True):
+        for batched_b in (False, True):
+            stacked = {"a": batched_a, "scale_a": batched_a, "b": batched_b, "scale_b": batched_b}
+            grouped: Any = {name: Shaped((G,) * stacked[name] + x.shape, x.dtype) for name, x in of.items()}
+            ends = None if batched_a and batched_b else Shaped((G,), "int32")
+            gemm = scaled_grouped_mm_call(**grouped, offs=ends, **B200)
+            if not batched_a:
+                check_library(gemm)
+                continue
+            with pytest.raises(UnsupportedError, match="torch has E8M0 scales where offs divides M or K alone; here "):
+                check_library(gemm)
+
+
+def test_groups_of_k_have_whole_blocks() -> None:
+    """The last may end with K, and empty ones follow it."""
+    of = Shaped((M, 80), E4M3), Shaped((80, N), E4M3), Shaped((M, 3), E8M0), Shaped((3, N), E8M0)
+    gemm = scaled_grouped_mm_call(*of, Shaped((4,), "int32"), **B200)
+    blocks = [part.scale_a[1] for part in group_parts(gemm, [32, 32, 80, 80])]
+    assert blocks == [slice(0, 1), slice(1, 1), slice(1, 3), slice(3, 3)]
+    assert [part.scale_b[0] for part in group_parts(gemm, [32, 32, 80, 80])] == blocks
+    for ends, run in (([32, 48, 64, 80], "32 to 48"), ([0, 0, 79, 79], "0 to 79")):
+        with pytest.raises(OperandError, match=f"must end at multiples of 32; got one of {run}; pad it with zeros"):
+            group_parts(gemm, ends)
 
 
 def test_the_library_s_groups() -> None:
