@@ -66,11 +66,14 @@ def add_to(app: "typer.Typer") -> None:
         epilog=ending(
             "f8emu record golden.safetensors --check",
             "f8emu record plan.json --plans shapes.json",
+            "f8emu record instructions.safetensors --instructions --check",
             differs="f8ref.numpy differs from the new file (--check), or no S explains a shape (--plans)",
         )
     )
     def record(
-        out: Annotated[Output, typer.Argument(help="The golden file to write; with --plans the plan file.")],
+        out: Annotated[
+            Output, typer.Argument(help="The golden file to write; with --plans the plan, with --instructions theirs.")
+        ],
         seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the operands.")] = None,
         only: Annotated[
             str | None, typer.Option(metavar="SECTION", help="One section of the cases: group-kinds, for instance.")
@@ -81,11 +84,22 @@ def add_to(app: "typer.Typer") -> None:
             InputOrNone,
             typer.Option(metavar="IN", help="Instead, find the split-K of these shapes, a list as for `f8emu plan`."),
         ] = None,
+        instructions: Annotated[
+            bool,
+            typer.Option(
+                "--instructions", help="Instead, record single matrix instructions, for `f8emu verify --recordings`."
+            ),
+        ] = False,
     ) -> None:
-        """Record new golden GEMMs on this machine's GPU, with the kernels that ran; or the split-K of shapes."""
+        """Record golden GEMMs on this machine's GPU, the split-K of shapes, or single matrix instructions."""
         if check_by_old_name:
             say("f8emu record: --verify is called --check", sys.stderr)
-        raise typer.Exit(guarded(_record, out, seed, only, check or check_by_old_name, plans))
+        check = check or check_by_old_name
+        if instructions and (only or plans):
+            raise typer.BadParameter("--instructions goes with --seed and --check alone; leave --only and --plans out")
+        if instructions:
+            raise typer.Exit(guarded(_record_instructions, out, seed, check))
+        raise typer.Exit(guarded(_record, out, seed, only, check, plans))
 
     @app.command(
         epilog=ending(
@@ -190,6 +204,15 @@ def _record(out: Path, seed: int | None, only: str | None, check: bool, plans: P
         is_bad = bool(recording.not_found)
     print("\n".join(recording.lines()))
     return Exit.DIFFERENT if is_bad else 0
+
+
+def _record_instructions(out: Path, seed: int | None, check: bool) -> int:
+    from f8emu.conformance.record.record import SEED
+    from f8emu.conformance.record.single import record_instructions
+
+    recording = record_instructions(out, seed=SEED if seed is None else seed, check=check)
+    print("\n".join(recording.lines()))
+    return Exit.DIFFERENT if recording.has_difference else 0
 
 
 def _plan(shapes: Path | None, files: _Files, plan_file: Path | None, chip: str) -> int:

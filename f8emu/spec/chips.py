@@ -31,7 +31,7 @@ def _instructions(
 ) -> tuple[Instruction, ...]:
     return (
         Instruction(name=name, format_pairs=_OCP, out=FLOAT32, model=float8),
-        Instruction(name="mma", format_pairs=_OCP, out=FLOAT16, model=_float16(float16)),
+        Instruction(name="mma" if name == "wgmma" else name, format_pairs=_OCP, out=FLOAT16, model=_float16(float16)),
         Instruction(name=bfloat16_name, format_pairs=_BF16, out=FLOAT32, model=bfloat16),
     )
 

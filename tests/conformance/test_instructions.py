@@ -54,7 +54,7 @@ def wrong(model: AccumulationModel) -> dict[str, AccumulationModel]:
 def test_every_rule_of_the_profiles_is_seen_by_the_sample() -> None:
     subject, file, seen = instruction_subject("f8ref.numpy"), read_recordings(SAMPLE), set[str]()
     for recording in file.recordings:
-        instruction = recording.chip.instruction("test", (recording.format, recording.format), recording.out)
+        instruction = recording.chip.instruction("test", recording.formats, recording.out)
         is_float16 = recording.out.name == "float16"
         for name, model in wrong(instruction.model).items():
             is_one_step = recording.a.shape[1] == instruction.model.step_k and "twice" in name

@@ -4,10 +4,14 @@ A file is a safetensors container with tensors `CHIP.FORMAT.a` and `.b` (codes [
 `.d` (float32 bit patterns [cases], uint32) and, of an instruction with a float16 accumulator, `.d_float16` (uint16)
 beside `.d` or in its place. CHIP is a name of `PROFILES` or one that the caller adds, FORMAT one of `FORMATS_IN_FILES`.
 
+`f8emu record --instructions` writes `CHIP.INSTRUCTION.FORMATxFORMAT.Kn.ROLE`, which names the instruction and b's
+format and may come in several K. Block scales are `.scale_a` and `.scale_b` (E8M0 bytes [cases, ceil(K / 32)]).
+
 A public collection lost the upper halves of the float32 numbers as which it stored float16 results. Metadata
 `d_float16` then says `low halves`; otherwise they are `codes`.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,10 +29,11 @@ from f8emu.conformance.run.result import Progress, Result
 from f8emu.conformance.run.stages import Stage
 from f8emu.conformance.run.subject import Subject, load_subject
 from f8emu.conformance.run.verify import verify
-from f8emu.spec.chip import Chip
+from f8emu.spec.chip import Chip, Instruction, Rounding
 from f8emu.spec.chips import ADA, BLACKWELL_MMA, CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import GoldenFileError, SpecError
-from f8emu.spec.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, FLOAT32, Format
+from f8emu.spec.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0FNU, FLOAT16, FLOAT32, Format
+from f8emu.spec.scaling import MX_BLOCK
 from f8emu.strict import Fault, faults_as, require
 
 FORMATS_IN_FILES: dict[str, Format] = {
@@ -45,7 +50,25 @@ EXACT_CASES = 100  # so many of each recording are put to f8ref.exact, which com
 LONGEST_K = 4096
 _CALL = "read_recordings"
 _REMEDY = "give a file in the layout of f8emu.conformance.record.instructions"
-_ROLES = {"a": 2, "b": 2, "c": 1, "d": 1, "d_float16": 1}  # role -> dimensions
+_ROLES = {"a": 2, "b": 2, "c": 1, "d": 1, "d_float16": 1, "scale_a": 2, "scale_b": 2}  # role -> dimensions
+_FORMAT, _ROLE = "|".join(FORMATS_IN_FILES), "|".join(_ROLES)
+_KEY = re.compile(
+    rf"(?P<chip>.+?)\.(?:(?P<name>(?:wg|tcgen05\.)?mma(?:\.block_scale)?|v_mfma)\.)?"
+    rf"(?P<a>{_FORMAT})(?:x(?P<b>{_FORMAT}))?(?:\.K\d+)?\.(?P<role>{_ROLE})"
+)
+_HOPPER_FLOAT16 = replace(
+    HOPPER.float8_fast, accumulator=FLOAT16, result_fraction_bits=10, rounding=Rounding.NEAREST_EVEN
+)
+_HOPPER_PAIRS, _BFLOAT16_PAIRS = (i.format_pairs for i in HOPPER.instructions[1:])
+BESIDE_GEMMS: dict[str, tuple[Instruction, ...]] = {
+    "Hopper": (
+        Instruction(name="wgmma", format_pairs=_HOPPER_PAIRS, out=FLOAT16, model=_HOPPER_FLOAT16),
+        Instruction(name="wgmma", format_pairs=_BFLOAT16_PAIRS, out=FLOAT32, model=HOPPER.bfloat16),
+        Instruction(name="mma", format_pairs=_HOPPER_PAIRS, out=FLOAT32, model=BLACKWELL_MMA.instructions[0].model),
+    )
+}
+"""Instructions of a chip that its profile leaves out: `mma` would take another with the same formats. A float16
+accumulator of `wgmma` is as MMA-Sim 2.1.1 has it."""
 _STARTS_FROM_ZERO = ("wgmma",)  # instructions that were recorded with the option to leave c out
 _CODES, _LOW_HALVES = "codes", "low halves"
 
@@ -55,27 +78,34 @@ class RecordedInstruction:
     """One instruction of one chip, many cases."""
 
     chip_name: str  # the chip's name in the file
-    chip: Chip
-    format: Format
+    chip: Chip  # with this instruction alone, if the file names it
+    name: str  # the instruction's in the file; "" if it has none
+    formats: tuple[Format, Format]
     out: Format
     a: np.ndarray
     b: np.ndarray  # typed, [cases, K]
     c: np.ndarray  # the addend in format `out`, [cases]
     d: np.ndarray  # the result in format `out`, [cases]; uint16 with `keeps_low_half`
+    scales: tuple[np.ndarray, ...] = ()  # E8M0, [cases, ceil(K / 32)], of a block-scaled instruction
     keeps_low_half: bool = False
     """The file has the low half of the float16 result's float32 pattern: three bits, of a normal one."""
 
     @property
     def id(self) -> str:
         kept = ", low half of its float32 pattern" if self.keeps_low_half else ""
-        return f"{self.chip_name} {self.format} K={self.a.shape[1]} -> {self.out}{kept} by the profile of {self.chip}"
+        pair = " x ".join(dict.fromkeys(format.name for format in self.formats))
+        named = f"{self.chip_name} {self.name} {pair}" if self.name else f"{self.chip_name} {pair}"
+        return f"{named} K={self.a.shape[1]} -> {self.out}{kept} by the profile of {self.chip}"
 
     def describe(self, part: str, index: tuple[int, ...]) -> str:
         a, b, c = (x[index[0]] for x in (self.a, self.b, self.c))
-        return f"{abbreviated(a, 'a')} {abbreviated(b, 'b')} c={hexadecimal(c)}"
+        scales = "".join(
+            f" {abbreviated(x[index[0]], f'scale_{side}')}" for side, x in zip("ab", self.scales, strict=False)
+        )
+        return f"{abbreviated(a, 'a')} {abbreviated(b, 'b')} c={hexadecimal(c)}{scales}"
 
     def run(self, subject: Subject) -> Parts:
-        result = subject.verbs["mma"](self.a, self.b, self.c, chip=self.chip, out_dtype=self.out)
+        result = subject.verbs["mma"](self.a, self.b, self.c, *self.scales, chip=self.chip, out_dtype=self.out)
         if self.keeps_low_half:
             result = (result.astype(np.float32).view(np.uint32) & 0xFFFF).astype(np.uint16)
         return {"": result}
@@ -94,7 +124,8 @@ class RecordingsFile:
         for recording in self.recordings:
             if subject.name == "f8ref.exact":
                 some = slice(None, None, max(1, len(recording.d) // EXACT_CASES))
-                recording = replace(recording, **{name: getattr(recording, name)[some] for name in "abcd"})
+                scales = tuple(scale[some] for scale in recording.scales)
+                recording = replace(recording, scales=scales, **{x: getattr(recording, x)[some] for x in "abcd"})
             yield Case(id=recording.id, recorded={"": recording.d}, run=recording.run, describe=recording.describe)
 
 
@@ -105,20 +136,20 @@ def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) ->
     for name, profile in (chips or {}).items():
         profiles[name] = chip_by_name(f"verify --chip {name}={profile}", profile)
     tensors, metadata, sha256 = read_container(path, _CALL, _REMEDY)
-    groups: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+    groups: dict[str, tuple[re.Match[str], dict[str, np.ndarray]]] = {}
     with faults_as(GoldenFileError, _CALL, path, _REMEDY):
         for key, tensor in tensors.items():
-            chip, _, rest = key.partition(".")
-            name, _, role = rest.partition(".")
+            match = _KEY.fullmatch(key)
             known = f"CHIP.FORMAT.ROLE with FORMAT {', '.join(FORMATS_IN_FILES)} and ROLE {', '.join(_ROLES)}"
-            require(role in _ROLES and name in FORMATS_IN_FILES, f"tensors called {known}", repr(key))
-            groups.setdefault((chip, name), {})[role] = tensor
+            if match is None:
+                raise Fault(f"expected tensors called {known}; found {key!r}")
+            groups.setdefault(key.removesuffix(f".{match['role']}"), (match, {}))[1][match["role"]] = tensor
         kind = metadata.get("d_float16", _CODES)
         is_kind = kind in (_CODES, _LOW_HALVES)
         require(is_kind, f"metadata 'd_float16' to be {_CODES!r} or {_LOW_HALVES!r}", repr(kind))
         recordings: list[RecordedInstruction] = []
-        for place, group in groups.items():
-            recordings += _recordings(*place, group, profiles, kind)
+        for where, (match, group) in groups.items():
+            recordings += _recordings(where, match, group, profiles, kind)
         require(bool(recordings), "at least one recording", "no tensors")
     return RecordingsFile(path=path, sha256=sha256, metadata=metadata, recordings=tuple(recordings))
 
@@ -150,10 +181,11 @@ def replay(
 
 
 def _recordings(
-    chip_name: str, name: str, group: Mapping[str, np.ndarray], profiles: Mapping[str, Chip], kind: str
+    where: str, match: re.Match[str], group: Mapping[str, np.ndarray], profiles: Mapping[str, Chip], kind: str
 ) -> Iterator[RecordedInstruction]:
-    """The float32 and the float16 results of one chip and format; `kind` is that of the latter."""
-    where, format = f"{chip_name}.{name}", FORMATS_IN_FILES[name]
+    """The float32 and the float16 results of one chip, instruction and formats; `kind` is that of the latter."""
+    chip_name, name = match["chip"], match["name"] or ""
+    formats = FORMATS_IN_FILES[match["a"]], FORMATS_IN_FILES[match["b"] or match["a"]]
     if chip_name not in profiles:
         raise Fault(
             f"expected chips among {', '.join(profiles)}; found {chip_name!r}; say which profile it is with "
@@ -165,25 +197,44 @@ def _recordings(
     shape = group["a"].shape
     is_matrix = len(shape) == 2 and shape[0] > 0 and 1 <= shape[1] <= LONGEST_K
     require(is_matrix, f"{where}.a of [cases, K], K from 1 to {LONGEST_K}", list(shape))
+    scales = [role for role in ("scale_a", "scale_b") if role in group]
+    require(len(scales) != 1, f"tensors {where}.scale_a and .scale_b, or neither", f"{''.join(scales)} alone")
+    blocks = shape[0], -(-shape[1] // MX_BLOCK)
+    of_roles = {"a": (formats[0].bits, shape), "b": (formats[1].bits, shape), "d_float16": (16, shape[:1])}
+    of_roles |= {role: (E8M0FNU.bits, blocks) for role in scales}
     for role, tensor in group.items():
-        bits = {"a": format.bits, "b": format.bits, "d_float16": 16}.get(role, 32)
-        expected, actual = (f"uint{bits}", shape[: _ROLES[role]]), (tensor.dtype.name, tensor.shape)
+        bits, sizes = of_roles.get(role, (32, shape[:1]))
+        expected, actual = (f"uint{bits}", sizes), (tensor.dtype.name, tensor.shape)
         require(actual == expected, f"{where}.{role} {_text(expected)}", _text(actual))
 
-    # 2. One recording for each type of the result; an instruction that starts from zero ignores c.
-    chip = profiles[chip_name]
-    a, b = (group[role].view(dtype_of(format)) for role in "ab")
+    # 2. One recording for each type of the result; an unnamed instruction that starts from zero ignores c.
+    a, b = (group[role].view(dtype_of(format)) for role, format in zip("ab", formats, strict=True))
     for role, out in (("d", FLOAT32), ("d_float16", FLOAT16)):
         if role not in group:
             continue
-        instruction = chip.instruction(f"{_CALL}: {where}.{role}", (format, format), out)
+        chip = profiles[chip_name]
+        if name:
+            known = (*chip.instructions, *BESIDE_GEMMS.get(chip.name, ()))
+            chip = replace(chip, instructions=tuple(i for i in known if i.name == name))
+        options = {"is_microscaled": bool(scales)}
+        instruction = chip.instruction(f"{_CALL}: {where}.{role}", formats, out, **options)
         c = group["c"].view(np.float32)
-        with np.errstate(over="ignore"):
-            c = (np.zeros_like(c) if instruction.name in _STARTS_FROM_ZERO else c).astype(dtype_of(out))
+        with np.errstate(over="ignore", invalid="ignore"):
+            starts_from_zero = not name and instruction.name in _STARTS_FROM_ZERO
+            c = (np.zeros_like(c) if starts_from_zero else c).astype(dtype_of(out))
         is_low_half = role == "d_float16" and kind == _LOW_HALVES
-        d = group[role] if is_low_half else group[role].view(dtype_of(out))
         yield RecordedInstruction(
-            chip_name=chip_name, chip=chip, format=format, out=out, a=a, b=b, c=c, d=d, keeps_low_half=is_low_half
+            chip_name=chip_name,
+            chip=chip,
+            name=name,
+            formats=formats,
+            out=out,
+            a=a,
+            b=b,
+            c=c,
+            d=group[role] if is_low_half else group[role].view(dtype_of(out)),
+            scales=tuple(group[role].view(dtype_of(E8M0FNU)) for role in scales),
+            keeps_low_half=is_low_half,
         )
 
 
@@ -191,11 +242,17 @@ def _text(array: tuple[str, tuple[int, ...]]) -> str:
     return f"{array[0]}{list(array[1])}"
 
 
-def _exact_mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, chip: Chip, out_dtype: Format) -> np.ndarray:
+def _exact_mma(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, *scales: np.ndarray, chip: Chip, out_dtype: Format
+) -> np.ndarray:
     import f8ref.exact
 
     formats = {dtype_of(format): format for format in FORMATS_IN_FILES.values()}
     of_operands = {"a_format": formats[a.dtype], "b_format": formats[b.dtype], "out_format": out_dtype}
-    cases = zip(*(codes_of(x).tolist() for x in (a, b, c)), strict=True)
-    codes = [f8ref.exact.mma(*case, chip=chip, **of_operands) for case in cases]
+    cases = zip(*(codes_of(x).tolist() for x in (a, b, c, *scales)), strict=True)
+    roles = ("scale_a", "scale_b")[: len(scales)]
+    codes = [
+        f8ref.exact.mma(*case[:3], chip=chip, **of_operands, **dict(zip(roles, case[3:], strict=True)))
+        for case in cases
+    ]
     return np.array(codes, f"u{out_dtype.bits // 8}").view(dtype_of(out_dtype))
