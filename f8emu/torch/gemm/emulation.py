@@ -53,6 +53,8 @@ def scaled_grouped_mm(
     # On a GPU, reading the ends would wait for the device.
     ends = offs.tolist() if offs is not None and offs.device.type == "cpu" else None
     parts = [] if offs is not None and ends is None else group_parts(gemm, ends)
+    assert gemm.granularities is not None
+    granularity = gemm.granularities[0]
     if not _is_native(a.device):
         if gemm.group_kind is not GroupKind.ROWS or offs is None:
             raise UnsupportedError(
@@ -62,10 +64,12 @@ def scaled_grouped_mm(
         return _run_jax(gemm, (a, b, scale_a, scale_b, offs), use_fast_accum=gemm.use_fast_accum)
     out = _empty(gemm, a).zero_()  # beyond the last group
     for part in parts:
+        of_a, of_b = scale_a[part.scale_a], scale_b[part.scale_b]
+        scales = (of_a, of_b.t()) if granularity.is_microscaled else (of_a[:, None], of_b[:, None])
         of_group = native.described(
             part.gemm,
-            _matrix(a[part.a], scale_a[part.scale_a][:, None], Granularity.ROWWISE),
-            _matrix(b[part.b].t(), scale_b[part.scale_b][:, None], Granularity.ROWWISE),
+            _matrix(a[part.a], scales[0], granularity),
+            _matrix(b[part.b].t(), scales[1], granularity),
             _output(out[part.out], None),
         )
         native.run(of_group, threads=torch.get_num_threads())

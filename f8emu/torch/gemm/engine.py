@@ -33,6 +33,7 @@ class Engine(Enum):
 
 
 Checked = tuple[GemmCall, Engine]
+_ROWWISE = (Granularity.ROWWISE, Granularity.ROWWISE)
 
 
 def check_engine(call: str, engine: str) -> None:
@@ -107,8 +108,7 @@ def checked_scaled_mm(
     )
     check_library(gemm, addend)
     _check_float8_layout(gemm, a, b)
-    is_rowwise = gemm.granularities is not None and gemm.granularities[0] is Granularity.ROWWISE
-    if is_rowwise and not (scale_a.is_contiguous() and scale_b.is_contiguous()):
+    if gemm.granularities == _ROWWISE and not (scale_a.is_contiguous() and scale_b.is_contiguous()):
         raise OperandError("scaled_mm: rowwise scales must be contiguous; call scale.contiguous() first")
     _check_devices("scaled_mm", a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
     return _with_engine(gemm, a, engine)
@@ -134,7 +134,7 @@ def checked_scaled_grouped_mm(
     gemm = scaled_grouped_mm_call(of_a, of_b, of_scale_a, of_scale_b, ends, **options)
     check_library(gemm)
     _check_float8_layout(gemm, *(x if x.ndim == 2 else x[0] for x in (a, b)))
-    if scale_a.stride(-1) != 1 or scale_b.stride(-1) != 1:
+    if gemm.granularities == _ROWWISE and (scale_a.stride(-1) != 1 or scale_b.stride(-1) != 1):
         raise OperandError(f"{call}: scales must be contiguous; call scale.contiguous() first")
     _check_devices(call, a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
     return _with_engine(gemm, a, engine)

@@ -4,24 +4,29 @@ Operands have passed the checks of `f8emu.torch.gemm.engine`. Torch further requ
 block scales; where a tensor does not have them, it is copied here.
 """
 
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.functional import scaled_mm as functional_scaled_mm
 
+from f8emu.spec.chip import Chip
 from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.gemm_call import GemmCall, GroupKind
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import MX_BLOCK, Granularity
 from f8emu.torch.chip import dtype_of, require_hopper
 from f8emu.torch.fused.availability import kernels_for
 from f8emu.torch.library import is_watched
+from f8emu.torch.swizzle import swizzle_scales
 
 _ALIGNMENT = 16  # the alignment of pointers and strides of operands, in bytes
 _SCALING_TYPES = {
     Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
     Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
+    Granularity.BLOCKWISE_1X32: ScalingType.BlockWise1x32,
 }
 _ROWS_PER_GROUP: dict[GroupKind | None, int] = {GroupKind.ROWS: 4096, GroupKind.INNER: 768}
 """Rows of a group, in the mean, up to which kernels of f8emu promote faster than the library's."""
@@ -48,6 +53,11 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
             out_dtype=out_dtype,
             use_fast_accum=gemm.use_fast_accum,
         )
+    if granularities[0].is_microscaled:
+        _warn_unverified(gemm.chip)
+        micro, layout = _SCALING_TYPES[granularities[0]], SwizzleType.SWIZZLE_32_4_4
+        scales = swizzle_scales(scale_a), micro, swizzle_scales(scale_b.t()), micro
+        return functional_scaled_mm(a, b, *scales, layout, layout, bias, output_dtype=out_dtype)
     require_hopper("scaled_mm with blockwise scales", a.device)
     return functional_scaled_mm(
         a,
@@ -64,9 +74,18 @@ def scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, gemm: GemmCall
 ) -> Tensor:
     """`torch._scaled_grouped_mm` [EPI-6], or the same bits by a kernel of f8emu's where groups are small."""
-    require_hopper("scaled_grouped_mm", a.device)
     is_traced = is_watched(a)
     a, b = _aligned(a, is_traced), _aligned(b.mT, is_traced).mT
+    if scale_a.dtype is torch.float8_e8m0fnu:
+        _warn_unverified(gemm.chip)
+        assert offs is not None
+        if b.ndim == 3:
+            scale_a, scale_b = swizzle_scales(scale_a, ends=offs.tolist()).view(-1, 4), swizzle_scales(scale_b.mT)
+        else:
+            ends = [-(-end // MX_BLOCK) for end in offs.tolist()]
+            scale_a, scale_b = (swizzle_scales(x, ends=ends, axis=1).view(-1, 4) for x in (scale_a, scale_b.t()))
+    else:
+        require_hopper("scaled_grouped_mm", a.device)
     if offs is not None and _promotes_small_groups(gemm) and (plans := kernels_for(a)) is not None:
         return promoted_groups(plans, a, b, scale_a, scale_b, offs, gemm)
     return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
@@ -80,7 +99,20 @@ def scaled_grouped_mm(
     )
 
 
+@cache
+def _warn_unverified(chip: Chip) -> None:
+    warnings.warn(
+        f"f8emu.torch: the tensor cores of {chip} multiply E8M0 scales here. That they have the emulation's bits is "
+        "unverified: f8emu was never run on one. This warning appears once",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
 def _promotes_small_groups(gemm: GemmCall) -> bool:
+    assert gemm.granularities is not None
+    if gemm.granularities[0].is_microscaled:
+        return False
     # Rows of all groups: of a, or of both operands where K is divided.
     rows = gemm.sizes[0 if gemm.group_kind is GroupKind.ROWS else 2]
     return not gemm.use_fast_accum and rows <= gemm.groups * _ROWS_PER_GROUP.get(gemm.group_kind, -1)
