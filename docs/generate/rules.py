@@ -8,7 +8,7 @@ from typing import Any
 
 NUMERICS = "numerics.md"
 _CITED = re.compile(
-    r"<(pre|code|a)\b.*?</\1>|(<p>)?\[((?:OP|ACC|CHAIN|CHIP|EPI|SPEC|BF16|PLAN|XLA|CAST|SCALE)-\d)\]",
+    r"<(pre|code|a)\b.*?</\1>|(<p>)?\[((?:OP|ACC|CHAIN|CHIP|EPI|SPEC|BF16|PLAN|XLA|CAST|SCALE|MX)-\d+)\]",
     re.DOTALL,
 )
 

@@ -309,7 +309,7 @@ def test_tensors_hold_the_same_cases(written: Path) -> None:
 
 def test_the_manifest_and_the_headers_say_what_there_is(written: Path) -> None:
     manifest = json.loads((written / "manifest.json").read_text())
-    ids = set(re.findall(r"^\[([A-Z0-9]+-\d)\]", (ROOT / "reference" / "NUMERICS.md").read_text(), re.MULTILINE))
+    ids = set(re.findall(r"^\[([A-Z0-9]+-\d+)\]", (ROOT / "reference" / "NUMERICS.md").read_text(), re.MULTILINE))
     assert manifest["command"][:5] == ["f8emu", "vectors", "OUT", "--chip", "H100"]
     assert {path.name for path in written.glob("*.txt")} == manifest["files"].keys()
     for name, described in manifest["files"].items():
