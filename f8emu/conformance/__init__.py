@@ -21,6 +21,8 @@ from f8emu.conformance.kernels.kernel import BLOCKWISE_1X128_128X128 as BLOCKWIS
 from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128 as BLOCKWISE_128X128
 from f8emu.conformance.kernels.kernel import K_BY_ROWS as K_BY_ROWS
 from f8emu.conformance.kernels.kernel import K_BY_ROWS_ROW_MAJOR as K_BY_ROWS_ROW_MAJOR
+from f8emu.conformance.kernels.kernel import MXFP8 as MXFP8
+from f8emu.conformance.kernels.kernel import MXFP8_SWIZZLED as MXFP8_SWIZZLED
 from f8emu.conformance.kernels.kernel import ROWS_BY_K as ROWS_BY_K
 from f8emu.conformance.kernels.kernel import ROWWISE_MATRICES as ROWWISE_MATRICES
 from f8emu.conformance.kernels.kernel import ROWWISE_VECTORS as ROWWISE_VECTORS

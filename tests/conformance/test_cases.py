@@ -54,6 +54,10 @@ def test_float32_boundaries_hold_every_midpoint_and_its_neighbours(fmt: Format) 
     assert {0x0000_0000, 0x8000_0000, 0x0000_0001, 0x007F_FFFF, 0x7F7F_FFFF} <= codes
 
 
+ANYBODY = {mode for mode in Mode if not mode.is_microscaled}
+"""The modes of the GEMMs that every subject is asked; E8M0 scales are for kernels that declare them."""
+
+
 def test_casts_cover_every_source_format_and_policy() -> None:
     assert len(cases.CASTS) == len(set(cases.CASTS)) == 3 * 4 * 2
     assert all(cases.cast_inputs(s, t).size == 65_536 for s, t, _ in cases.CASTS if s != FLOAT32)
@@ -98,7 +102,7 @@ def test_quantised_codes_fill_the_format() -> None:
 def test_generated_gemms_cover_the_options() -> None:
     table = gemm_cases()
     assert len({case.id for case in table}) == len(table)
-    assert {case.mode for case in table} == set(Mode)
+    assert {case.mode for case in table} == ANYBODY
     assert {case.out_dtype for case in table} == set(HIGH_PRECISION)
     assert {(case.granularity_a, case.granularity_b) for case in table} == set(HOPPER.granularity_pairs)
     pairs = Counter((case.a.dtype.name, case.b.dtype.name) for case in table)
@@ -108,7 +112,7 @@ def test_generated_gemms_cover_the_options() -> None:
     assert len(options) == 2 * 2 * 2 * 2, "mode, chaining, output, bias: all with all"
     assert {case.split_k for case in table} == {1, 2, 3, 4}
     aligned = Counter(case.mode for case in table if is_aligned(case))
-    assert set(aligned) == set(Mode), "the hardware's library takes some of each mode"
+    assert set(aligned) == ANYBODY, "the hardware's library takes some of each mode"
     assert 0 < sum(aligned.values()) < len(table)
 
 

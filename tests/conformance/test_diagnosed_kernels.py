@@ -66,7 +66,7 @@ IN_NUMPY: dict[str, tuple[Callable[[Array, Array], Array], str, str]] = {
     "float32": (
         in_16_lanes,
         "float32 accumulation in 16 lanes",
-        "it accumulates in float32 instead of the tensor core's 13-bit steps; in tensorwise kinds it multiplies "
+        "it accumulates in float32 instead of the tensor core's cut steps; in tensorwise kinds it multiplies "
         "scale_b before scale_a, and keeps -0",
     ),
     "float64": (

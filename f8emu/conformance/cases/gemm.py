@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from f8emu.shown import Shown
-from f8emu.spec import BFLOAT16, Format, Granularity
+from f8emu.spec import BFLOAT16, HOPPER, Chip, Format, Granularity
 from f8emu.spec.gemm_call import GroupKind, Shaped, group_parts, scaled_grouped_mm_call
 from f8emu.spec.scaling import BLOCK
 
@@ -30,6 +30,17 @@ class Mode(Enum):
     BLOCKWISE = "blockwise"
     GROUPED_ROWWISE = "grouped_rowwise"
     BF16 = "bf16"
+    MX = "mxfp8"
+    """E8M0 scales of 32 along K [MX-2]; recorded nowhere, and so not in a golden file."""
+    GROUPED_MX = "grouped mxfp8"
+
+    @property
+    def is_microscaled(self) -> bool:
+        return self in (Mode.MX, Mode.GROUPED_MX)
+
+    @property
+    def is_grouped(self) -> bool:
+        return self in (Mode.GROUPED_ROWWISE, Mode.GROUPED_MX)
 
 
 class Family(Enum):
@@ -121,6 +132,8 @@ class GemmCase(Shown):
     bias: np.ndarray | None = None
     offs: np.ndarray | None = None
     out_dtype: Format = BFLOAT16
+    chip: Chip = HOPPER
+    """The chip whose bits are expected."""
     use_fast_accum: bool = False
     split_k: int = 1
     """[CHAIN-3] How many slices of K the library chose."""
@@ -149,7 +162,7 @@ class GemmCase(Shown):
     @property
     def group_kind(self) -> GroupKind | None:
         """The dimension that has groups; None for an ordinary GEMM."""
-        if self.mode is not Mode.GROUPED_ROWWISE:
+        if not self.mode.is_grouped:
             return None
         dims = self.a.ndim, self.b.ndim
         return next(kind for kind in GroupKind if dims == (len(kind.value.a), len(kind.value.b)))
@@ -173,7 +186,7 @@ class GemmCase(Shown):
 
     @property
     def verb(self) -> str:
-        return {Mode.BF16: "mm", Mode.GROUPED_ROWWISE: "scaled_grouped_mm"}.get(self.mode, "scaled_mm")
+        return "mm" if self.mode is Mode.BF16 else "scaled_grouped_mm" if self.mode.is_grouped else "scaled_mm"
 
     @property
     def in_turn(self) -> "dict[str, GemmCase]":
@@ -189,8 +202,8 @@ class GemmCase(Shown):
         operands, options = (self.a, self.b.swapaxes(-1, -2)), dict[str, Any](out_dtype=self.out_dtype)
         if self.mode is Mode.BF16:
             return verbs[self.verb](*operands, **options, split_k=self.split_k)
-        options["use_fast_accum"] = self.use_fast_accum
-        if self.mode is Mode.GROUPED_ROWWISE:
+        options |= {"use_fast_accum": self.use_fast_accum} | ({} if self.chip == HOPPER else {"chip": self.chip})
+        if self.mode.is_grouped:
             out = verbs[self.verb](*operands, self.scale_a, self.scale_b, self.offs, **options)
             return out.reshape(-1, out.shape[-1]) if self.leading and out.ndim == 3 else out
         options |= {name: getattr(self, name) for name in ("granularity_a", "granularity_b", "bias", "split_k")}
@@ -218,13 +231,18 @@ class GemmCase(Shown):
         """The GEMM of each group, rowwise, and where in the output of the call it is; OperandError as the verb."""
         b_KN, (scale_a, scale_b) = self.b.swapaxes(-1, -2), self.scales
         arrays = (self.a, b_KN, scale_a, scale_b, self.offs)
-        call = scaled_grouped_mm_call(*(Shaped(x.shape, x.dtype.name) for x in arrays if x is not None))
-        rowwise = dict.fromkeys(("granularity_a", "granularity_b"), Granularity.ROWWISE)
+        shaped = (Shaped(x.shape, x.dtype.name) for x in arrays if x is not None)
+        call = scaled_grouped_mm_call(*shaped, chip=self.chip)
+        is_mx = self.mode.is_microscaled
+        granularity = Granularity.BLOCKWISE_1X32 if is_mx else Granularity.ROWWISE
+        alone: dict[str, Any] = dict.fromkeys(("granularity_a", "granularity_b"), granularity)
+        alone["mode"] = Mode.MX if is_mx else Mode.ROWWISE
         gemms: list[tuple[GemmCase, tuple[Any, ...]]] = []
         for part in group_parts(call, None if self.offs is None else self.offs.tolist()):
-            scales = {"scale_a": scale_a[part.scale_a][:, None], "scale_b": scale_b[part.scale_b][None]}
+            of_a, of_b = scale_a[part.scale_a], scale_b[part.scale_b]
+            scales = {"scale_a": of_a if is_mx else of_a[:, None], "scale_b": of_b if is_mx else of_b[None]}
             fields = {"a": self.a[part.a], "b": b_KN[part.b].T, **scales, "offs": None}
-            gemms.append((replace(self, mode=Mode.ROWWISE, **fields, **rowwise), part.out))
+            gemms.append((replace(self, **fields, **alone), part.out))
         return gemms
 
     def alone(self, row: int, column: int) -> "tuple[GemmCase, int, int]":
@@ -261,9 +279,11 @@ class GemmCase(Shown):
             "b": _scatter(self.b, _noise((*self.b.shape[:-2], sample.n, self.k), self.b.dtype), cols),
         }
         if self.scale_a is not None and self.scale_b is not None:
-            if self.mode is Mode.ROWWISE:
-                whole["scale_a"] = _scatter(self.scale_a, np.ones((sample.m, 1), np.float32), rows)
-                whole["scale_b"] = _scatter(self.scale_b.T, np.ones((sample.n, 1), np.float32), cols).T
+            if self.mode in (Mode.ROWWISE, Mode.MX):
+                for name, part, at in (("scale_a", self.scale_a, rows), ("scale_b", self.scale_b.T, cols)):
+                    ones = np.ones((sample.m if name == "scale_a" else sample.n, part.shape[1]), part.dtype)
+                    whole[name] = _scatter(part, ones, at)
+                whole["scale_b"] = whole["scale_b"].T
             elif self.mode is Mode.BLOCKWISE:
                 whole["scale_a"] = _of_whole(self.scale_a, self.granularity_a, sample.m, rows)
                 whole["scale_b"] = _of_whole(self.scale_b.T, self.granularity_b, sample.n, cols).T

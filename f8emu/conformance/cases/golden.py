@@ -179,6 +179,7 @@ class _Tensors:
 def _case(index: int, entry: _Entry, stored: Mapping[str, np.ndarray]) -> GoldenCase:
     # 1. What the GEMM is.
     mode, k = entry.mode, entry.K
+    require(not mode.is_microscaled, "a mode that GPUs were recorded in", mode.value)
     operands = {f.name: f for f in ((BFLOAT16,) if mode is Mode.BF16 else HOPPER.operand_formats)}
     a_format = dtype_of(choice(entry.a_dtype, operands, "a_dtype"))
     b_format = dtype_of(choice(entry.b_dtype, operands, "b_dtype"))
@@ -248,7 +249,7 @@ def _scales(tensors: _Tensors, mode: Mode, m: int, n: int, k: int) -> tuple[*_Sc
             shapes, kind = (((1,),), ((1,),)), Granularity.TENSORWISE
         case Mode.ROWWISE:
             shapes, kind = (((m, 1),), ((1, n),)), Granularity.ROWWISE
-        case Mode.GROUPED_ROWWISE:
+        case Mode.GROUPED_ROWWISE | Mode.MX | Mode.GROUPED_MX:  # of the last two nothing is recorded
             shapes, kind = ((((None,), (None, None))),) * 2, Granularity.ROWWISE
     scale_a, scale_b = (tensors.typed(f"scale_{x}", np.float32, *known) for x, known in zip("ab", shapes, strict=True))
     return scale_a, kind, scale_b, kind

@@ -1,6 +1,6 @@
 """The alterations that the suite knows: each a name, a sentence, and a function from rules to rules."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -56,6 +56,14 @@ def claims(alteration: Alteration, right: Rules) -> Mapping[str, Any]:
     return altered | {part: after[part] for part in whole}
 
 
+def rule_of_mxfp8(parts: Iterable[str]) -> str:
+    """The id of the rule of MXFP8 that an alteration of these parts breaks; empty where another rule is."""
+    for words, rule in ((("scale", "SCALES", "BLOCKS", "grids"), "MX-2"), (("adder", "split_k", "promote_k"), "MX-4")):
+        if any(word in part for part in parts for word in words):
+            return rule
+    return ""
+
+
 PROMOTIONS = [32, 64, 128, 256, 512]
 # 32 terms of 14 bits sum to at most 20 bits, so every width from 19 up is exact and equivalent.
 SUM_BITS = [23, *range(12, 20)]
@@ -73,7 +81,11 @@ _IN_FLOAT64: Mapping[str, Any] = {"adder": _EXACT, "promote_k": None}
 _OF_TERMS = {"aligned_fraction_bits": list(range(12, 26))}
 _OF_SUMS = {"result_fraction_bits": list(range(12, 26))}
 # Fields that have a meaning in one mode alone.
-_MODES = {"equal_scales": Mode.ROWWISE, "groups": Mode.GROUPED_ROWWISE}
+_MODES = {
+    "equal_scales": (Mode.ROWWISE,),
+    "groups": (Mode.GROUPED_ROWWISE, Mode.GROUPED_MX),
+    "scale_signs": tuple(mode for mode in Mode if not mode.is_microscaled),
+}
 _STEP_PARTS = (MODEL_PARTS - {"promote_k", "split_k_multiple"}) | {"terms", "sums"}
 
 
@@ -87,7 +99,7 @@ def changing(**changed: Any) -> Change:
     def change(rules: Rules) -> Rules:
         # 1. What has a meaning for this GEMM. A block of scales is promoted as a whole.
         is_whole_block = rules.mode is Mode.BLOCKWISE and (changed.get("promote_k") or 0) >= BLOCK
-        if is_whole_block or any(rules.mode is not _MODES.get(name, rules.mode) for name in changed):
+        if is_whole_block or any(rules.mode not in _MODES.get(name, (rules.mode,)) for name in changed):
             return rules
         model, others = dict(of_model), dict(of_rules)
         # 2. Steps, bits and their rounding are those of a tensor core.
@@ -201,6 +213,8 @@ def _of_chip(rules: Rules, *, model: AccumulationModel) -> Rules:
 
 def _scaled(rules: Rules, *, order: ScaleOrder) -> Rules:
     """Scaled operands have no promotion of a tensor core unless asked for; a fused total belongs to block scales."""
+    if rules.mode.is_microscaled != (order is ScaleOrder.AFTER_BLOCK) and not order.is_before_dot:
+        return rules
     is_blockwise = rules.mode is Mode.BLOCKWISE
     if order.is_fused > is_blockwise or (is_blockwise and order is ScaleOrder.AFTER_OUTPUT):
         return rules
@@ -208,6 +222,16 @@ def _scaled(rules: Rules, *, order: ScaleOrder) -> Rules:
         rules = replace(rules, adder=Adder.FLOAT32)
     model = replace(rules.model, promote_k=None) if order.is_before_dot else rules.model
     return replace(rules, scales=order, model=model)
+
+
+def _of_mxfp8(*alterations: Alteration) -> Iterator[Alteration]:
+    """The same, of E8M0 scales alone."""
+
+    def change(rules: Rules, of: Change) -> Rules:
+        return of(rules) if rules.mode.is_microscaled else rules
+
+    for alteration in alterations:
+        yield replace(alteration, change=partial(change, of=alteration.change))
 
 
 def _scale_orders() -> Iterator[Alteration]:
@@ -220,18 +244,21 @@ def _scale_orders() -> Iterator[Alteration]:
         )
 
 
-def _of_one_or_both(field: str, choices: Sequence[ScaleValue | ScaleSign | Grid]) -> Iterator[Alteration]:
+def _of_one_or_both(
+    field: str, choices: Sequence[ScaleValue | ScaleSign | Grid], detail: str = ""
+) -> Iterator[Alteration]:
     """For each the alteration of both scales, and those of one."""
     for choice, sides in product(choices, ("ab", "a", "b")):
         scales = "scales" if sides == "ab" else f"scale_{sides}"
         pair = tuple(choice if side in sides else type(choice).OWN for side in "ab")
         changed: dict[str, Any] = {field: pair}
-        yield _row(choice.alteration.format(scales), choice.value.format(scales), **changed)
+        yield _row(choice.alteration.format(scales), choice.value.format(scales), detail, **changed)
 
 
 # All of them
 
-_NOT_IN_STEPS = "instead of the tensor core's 13-bit steps"
+_NOT_IN_STEPS = "instead of the tensor core's cut steps"
+_BITS = "Hopper has 13 of a term and of a sum, MXFP8 25 and 23"
 _ORDERS = {
     ScaleOrder.PRODUCT: "multiplies by the rounded product of both scales",
     ScaleOrder.COLUMN_FIRST: "multiplies scale_b before scale_a",
@@ -242,6 +269,7 @@ _ORDERS = {
     ScaleOrder.BEFORE_DOT: "scales the operands before the dot, in float32",
     ScaleOrder.BEFORE_DOT_BFLOAT16: "scales the operands before the dot, in bfloat16",
     ScaleOrder.AFTER_OUTPUT: "rounds to the output type before it scales",
+    ScaleOrder.AFTER_BLOCK: "scales the float32 sum of each block of 32",
 }
 ALTERATIONS: tuple[Alteration, ...] = (
     # 1. Chains along K.
@@ -285,7 +313,12 @@ ALTERATIONS: tuple[Alteration, ...] = (
     *(_row(equal.alteration, equal.value, equal_scales=equal) for equal in EqualScales if equal.alteration),
     *_of_one_or_both("scale_values", [choice for choice in ScaleValue if choice.alteration]),
     *_of_one_or_both("scale_signs", [choice for choice in ScaleSign if choice.alteration]),
-    *_of_one_or_both("grids", [choice for choice in Grid if choice.alteration]),
+    *_of_one_or_both("grids", [choice for choice in Grid if choice.alteration and not choice.is_of_tiles]),
+    *_of_mxfp8(
+        *_of_one_or_both("grids", [choice for choice in Grid if choice.is_of_tiles], "[MX-2]"),
+        *(_row(x.alteration, x.value, f"[{x.rule}]", misreads=frozenset((x,))) for x in Misreading if x.rule),
+        _row("zeros without an exponent", "leaves zeros out of the largest exponent", "[MX-3]", zero_exponent=None),
+    ),
     _row("-0 kept", "keeps -0", "the tensorwise epilogue adds 0 to it [EPI-1]", adds_zero=False),
     _row("-0 lost", "turns -0 into +0", "the tensorwise epilogue alone does so [EPI-1]", adds_zero=True),
     *(_row(rule.alteration, rule.value, bias=rule) for rule in BiasRule if rule.alteration),
@@ -297,7 +330,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
     _row("subnormal operands flushed", "takes subnormal float8 codes for zero", flushes_operands=True),
     _row("subnormal results flushed", "flushes subnormal float32 results to zero", flushes_results=True),
     # 3. Arguments.
-    *(_row(wrong.alteration, wrong.value, misreads=frozenset((wrong,))) for wrong in Misreading),
+    *(_row(wrong.alteration, wrong.value, misreads=frozenset((wrong,))) for wrong in Misreading if not wrong.rule),
     *(_reading(side, reading) for reading in Reading if reading.alteration for side in ("a", "b", "a and b")),
     *_rows("tail of K beyond a multiple of {} dropped", "drops K beyond a multiple of {}", k_multiple=_MULTIPLES),
     *_rows("last {} of K dropped", "drops the last {} of K", k_less=[32, 64, 128]),
@@ -307,12 +340,12 @@ ALTERATIONS: tuple[Alteration, ...] = (
     *_rows("split-K {}", "splits K into {} slices", "their float32 results are added [CHAIN-3]", split_k=_SPLITS),
     *_rows("split-K {} of a long K", "splits a K above 512 into {} slices", split_k=_SPLITS, split_above=_SPLIT_ABOVE),
     *_rows("steps of {}", "adds {} products a step, not 32", "[ACC-1]", step_k=[4, 8, 16, 32, 64, 128]),
-    *_rows("{} fraction bits", "keeps {} fraction bits, not 13", "[ACC-3], [ACC-5]", **_OF_TERMS, **_OF_SUMS),
-    *_rows("terms of {} fraction bits", "aligns products to {} fraction bits, not 13", "[ACC-3]", **_OF_TERMS),
+    *_rows("{} fraction bits", "keeps {} fraction bits", f"{_BITS} [ACC-3], [ACC-5]", **_OF_TERMS, **_OF_SUMS),
+    *_rows("terms of {} fraction bits", "aligns products to {} fraction bits", f"{_BITS} [ACC-3]", **_OF_TERMS),
     *_rows(
         "sums of {} fraction bits",
-        "keeps {} fraction bits of a step's sum, not 13",
-        "[ACC-5]",
+        "keeps {} fraction bits of a step's sum",
+        f"{_BITS} [ACC-5]",
         result_fraction_bits=SUM_BITS,
     ),
     *(

@@ -10,6 +10,7 @@ import numpy as np
 
 from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.cases.gemm import GemmCase
+from f8emu.conformance.diagnosis.microscaled import TILES, decoded_scales
 from f8emu.conformance.diagnosis.places import Misplaced, Places
 from f8emu.conformance.diagnosis.rules import Grid, Misreading, Reading, Rules, ScaleSign, ScaleValue
 from f8emu.spec import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, Format, Granularity, format_by_name
@@ -94,6 +95,7 @@ _GRIDS: dict[Grid, Callable[[np.ndarray], np.ndarray]] = {
     Grid.OWN: lambda scale: scale,
     Grid.AS_COLUMNS: lambda scale: scale.ravel().reshape(scale.shape, order="F"),
     Grid.AS_ROWS: lambda scale: scale.ravel(order="F").reshape(scale.shape),
+    **TILES,
 }
 
 
@@ -104,6 +106,8 @@ def _scales(case: GemmCase, rules: Rules) -> list[np.ndarray]:
     if Misreading.SCALES_SWAPPED in rules.misreads and scales[0].shape == scales[1].shape:
         scales.reverse()
     scales = [_GRIDS[grid](scale) for grid, scale in zip(rules.grids, scales, strict=True)]
+    if case.mode.is_microscaled:
+        scales = [decoded_scales(scale, rules) for scale in scales]
     # 2. Spread over rows. [EPI-5] A square of 128 has one for 128 rows.
     granularities, sizes = (case.granularity_a, case.granularity_b), (len(case.a), len(case.b))
     for side, (granularity, rows) in enumerate(zip(granularities, sizes, strict=True)):
@@ -122,7 +126,7 @@ def _taken(x: np.ndarray, wrong: Misplaced, axis: int, nothing: int) -> np.ndarr
     """The element that is read in each place of an axis; `nothing` where none is."""
     taken = wrong.places(x.shape[axis])
     is_nowhere = (taken < 0).reshape(-1, *[1] * (x.ndim - 1 - axis))
-    return np.where(is_nowhere, np.float32(nothing), np.take(x, taken, axis))
+    return np.where(is_nowhere, x.dtype.type(nothing), np.take(x, taken, axis))
 
 
 def _format_read(reading: Reading, declared: Format, other: Format) -> Format:

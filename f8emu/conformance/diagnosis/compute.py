@@ -25,6 +25,7 @@ from f8emu.conformance.diagnosis.arguments import (
     read_codes,
 )
 from f8emu.conformance.diagnosis.groups import OWN_GROUPS, Rows
+from f8emu.conformance.diagnosis.microscaled import microscaled
 from f8emu.conformance.diagnosis.places import Misplaced, Places
 from f8emu.conformance.diagnosis.rules import (
     Adder,
@@ -35,8 +36,8 @@ from f8emu.conformance.diagnosis.rules import (
     Rules,
     ScaleOrder,
 )
-from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
-from f8emu.spec.scaling import BLOCK
+from f8emu.spec import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
+from f8emu.spec.scaling import BLOCK, MX_BLOCK
 from f8ref.numpy.accumulate import Decoded, chain, exponents_of, operand, power_of_two, side_by_side, to_last_place
 from f8ref.numpy.cast import convert
 from f8ref.numpy.codec import canonical_nan
@@ -79,9 +80,9 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
     Exactness: under the right rules every bit of f8ref.numpy; NaN is all ones.
     """
     memory = memory or Memory()
-    if case.mode is Mode.GROUPED_ROWWISE:
+    if case.mode.is_grouped:
         return _grouped(case, rules, at, memory)
-    assert case.mode in (Mode.TENSORWISE, Mode.ROWWISE, Mode.BLOCKWISE), case.id
+    assert case.mode is not Mode.BF16, case.id
     # 1. The K that takes part, and its slices.
     if rules.split_above:
         rules = replace(rules, split_k=rules.split_k if case.k > rules.split_above else 1, split_above=0)
@@ -141,16 +142,19 @@ def _grouped(case: GemmCase, rules: Rules, at: Part | None, memory: Memory) -> n
 
 def _group(case: GemmCase, read: Rows, rows: np.ndarray) -> GemmCase:
     first, (scale_a, scale_b) = rows[0], case.scales
+    of_a, of_b = scale_a[read.scale_a[rows]], scale_b[read.scale_b[first]]
+    alone = replace(case, a=case.a[rows], b=case.b[read.b[first]], offs=None)
+    if case.mode is Mode.GROUPED_MX:
+        of_a = of_a.copy()
+        codes_of(of_a)[read.scale_a[rows] < 0] = E8M0FNU.nan_code
+        return replace(alone, mode=Mode.MX, scale_a=of_a, scale_b=of_b)
     return replace(
-        case,
+        alone,
         mode=Mode.ROWWISE,
         granularity_a=Granularity.ROWWISE,
         granularity_b=Granularity.ROWWISE,
-        a=case.a[rows],
-        b=case.b[read.b[first]],
-        scale_a=scale_a[read.scale_a[rows]][:, None],
-        scale_b=scale_b[read.scale_b[first]][None],
-        offs=None,
+        scale_a=of_a[:, None],
+        scale_b=of_b[None],
     )
 
 
@@ -167,6 +171,9 @@ def _accumulators(case: GemmCase, read: Arguments, rules: Rules, memory: Memory)
         return memory.get(of, key, lambda: _scaled_before(read, rules))
     if case.mode is Mode.BLOCKWISE:
         return memory.get(codes, (*key, "blocks"), lambda: _partials(read, rules))
+    if case.mode is Mode.MX:
+        of, key = (*codes, read.scale_a_MB, read.scale_b_BN), (*key, rules.split_k, rules.scales, rules.misreads)
+        return memory.get(of, key, lambda: microscaled(read, *operands(read, rules), rules, sliced))
     return memory.get(codes, (*key, rules.split_k), lambda: sliced(*operands(read, rules), rules))
 
 
@@ -184,7 +191,11 @@ def _scaled_before(read: Arguments, rules: Rules) -> np.ndarray:
     codes, factors = (read.a_MK, read.b_NK), (read.scale_a_MB, read.scale_b_BN.T)
     for array, fmt, factor in zip(codes, read.formats, factors, strict=True):
         values = read_codes(array, fmt, rules).view(dtype_of(fmt)).astype(np.float32)
-        values = values * (factor if factor.shape[1] == 1 else factor.repeat(BLOCK, axis=1)[:, : values.shape[1]])
+        if factor.dtype == np.float64:  # E8M0 scales, of which float32 has every value but 2^128
+            factor = factor.astype(np.float32).repeat(MX_BLOCK, axis=1)[:, : values.shape[1]]
+        elif factor.shape[1] > 1:
+            factor = factor.repeat(BLOCK, axis=1)[:, : values.shape[1]]
+        values = values * factor
         if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
             scaled.append(operand(convert(values, BFLOAT16), BFLOAT16, model))
         else:  # no tensor core adds float32: exponents do not count
@@ -205,7 +216,7 @@ def _output(case: GemmCase, read: Arguments, acc: np.ndarray, rules: Rules) -> n
     factor: np.ndarray | None = None
     if case.mode is Mode.BLOCKWISE and not rules.scales.is_before_dot:
         acc = _blocks(acc, scale_a, scale_b, rules, case.k)
-    elif not rules.scales.is_before_dot:
+    elif not rules.scales.is_before_dot and case.mode is not Mode.MX:
         if bias is not None and rules.bias is BiasRule.BEFORE_SCALES:
             acc, bias = acc + bias, None
         if rules.scales is ScaleOrder.AFTER_OUTPUT:

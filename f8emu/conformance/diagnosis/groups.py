@@ -60,6 +60,15 @@ def _until_empty(right: Rows, ends: np.ndarray) -> Rows:
     return right._replace(b=np.where(is_behind[right.b], -1, right.b))
 
 
+def _one_tiling(right: Rows, ends: np.ndarray) -> Rows:
+    """Row r of a swizzled scale_a whose groups restart the tiling, read as row r of one tiling; -1 is padding."""
+    sizes = np.diff(ends, prepend=0)
+    of_tiles = [np.pad(np.arange(size), (0, -size % 128), constant_values=-1) for size in sizes]
+    starts = (np.where(rows < 0, -1, rows + start) for rows, start in zip(of_tiles, ends - sizes, strict=True))
+    lying = np.concatenate([*starts, np.full(len(right.b), -1)])
+    return right._replace(scale_a=lying[: len(right.b)])
+
+
 OWN_GROUPS = GroupRule("", "reads each group's own rows", lambda right, ends: right)
 _WHOLE: tuple[GroupRule, ...] = (
     GroupRule(
@@ -91,6 +100,11 @@ _WHOLE: tuple[GroupRule, ...] = (
         "scale_a of the row within its group",
         "indexes scale_a by the row within the group instead of the row of a",
         lambda right, ends: right._replace(scale_a=_within(right, ends)),
+    ),
+    GroupRule(
+        "one tiling for all groups",
+        "reads scale_a as one tiling of 128 x 4, and each group restarts it [MX-2]",
+        _one_tiling,
     ),
     GroupRule("stops at an empty group", "stops at the first empty group", _until_empty),
     GroupRule(

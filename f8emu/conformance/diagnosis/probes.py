@@ -12,13 +12,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
 from f8emu.conformance.cases.distributions import draw, draw_codes, dtype_of, rng
 from f8emu.conformance.cases.gemm import GemmCase, Mode
+from f8emu.conformance.cases.microscaled import as_scales, in_mx_groups, near
 from f8emu.conformance.diagnosis.arguments import Part
-from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format, Granularity
+from f8emu.spec import (
+    BFLOAT16,
+    BLACKWELL_TCGEN05,
+    E4M3FN,
+    E5M2,
+    FLOAT16,
+    FLOAT32,
+    HOPPER,
+    MX_BLOCK,
+    Format,
+    Granularity,
+)
 from f8emu.spec.gemm_call import GroupKind
 from f8emu.spec.scaling import BLOCK
 
@@ -73,24 +86,31 @@ class GemmKind:
         return self.pair[0].is_blockwise
 
     @property
+    def is_microscaled(self) -> bool:
+        return self.pair[0].is_microscaled
+
+    @property
     def name(self) -> str:
+        chain, bias = "fast" if self.use_fast_accum else "promoted", " with bias" if self.with_bias else ""
+        grouped = "grouped " if self.is_grouped else ""
+        if self.is_microscaled:
+            return f"{grouped}mxfp8{bias}"
         if self.is_blockwise:
             return f"{self.pair[0].value} x {self.pair[1].value}"
-        chain = "fast" if self.use_fast_accum else "promoted"
-        grouped = "grouped " if self.is_grouped else ""
-        return f"{grouped}{self.pair[0].value} {chain}" + (" with bias" if self.with_bias else "")
+        return f"{grouped}{self.pair[0].value} {chain}{bias}"
 
     def gemm(self, name: str, operands: Pair, scales: Pair = (_ONE, _ONE), bias: np.ndarray | None = None) -> GemmCase:
         """A GEMM of this kind, to float32: scales are repeated to their shape, a bias is zero unless given."""
         (a, b), k = operands, operands[0].shape[1]
         scale_a, scale_b = (
-            np.broadcast_to(scale, side.scale_shape(len(x), k)).copy()
+            np.broadcast_to(scale, side.scale_shape(len(x), k)).astype(dtype_of(side.scale_format))
             for scale, side, x in zip(scales, self.pair, operands, strict=True)
         )
         zeros = np.zeros(len(b), np.float32)
         case = GemmCase(
             id=name,
-            mode=Mode.BLOCKWISE if self.is_blockwise else Mode(self.pair[0].value),
+            mode=Mode.MX if self.is_microscaled else Mode.BLOCKWISE if self.is_blockwise else Mode(self.pair[0].value),
+            chip=BLACKWELL_TCGEN05 if self.is_microscaled else HOPPER,
             a=a,
             b=b,
             scale_a=scale_a,
@@ -130,8 +150,8 @@ def kind_of(case: GemmCase) -> GemmKind | None:
         return None
     is_grouped = case.group_kind is not None
     return GemmKind(
-        pair=_ROWWISE if is_grouped else (case.granularity_a, case.granularity_b),
-        use_fast_accum=case.use_fast_accum and case.mode is not Mode.BLOCKWISE,
+        pair=_ROWWISE if case.mode is Mode.GROUPED_ROWWISE else (case.granularity_a, case.granularity_b),
+        use_fast_accum=case.use_fast_accum and not case.granularity_a.is_blockwise,
         with_bias=case.bias is not None,
         is_grouped=is_grouped,
     )
@@ -149,6 +169,12 @@ GROUPED = tuple(
     GemmKind(pair=_ROWWISE, use_fast_accum=fast, with_bias=False, is_grouped=True) for fast in (True, False)
 )
 """The kinds of grouped kernels, which `fit` does not measure."""
+_MX = Granularity.BLOCKWISE_1X32, Granularity.BLOCKWISE_1X32
+MX_KINDS = tuple(
+    GemmKind(pair=_MX, use_fast_accum=False, with_bias=with_bias, is_grouped=is_grouped)
+    for with_bias, is_grouped in ((False, False), (True, False), (False, True))
+)
+"""The kinds of kernels with E8M0 scales, which `fit` does not measure."""
 
 
 @cache
@@ -158,6 +184,8 @@ def probes(kind: GemmKind, *, takes_any_size: bool, group_multiple: int = 1) -> 
     The same arrays each time: `Memory` knows them again. Of a grouped kind those of the dense one, each as one group,
     and what several groups show, whose sizes are raised to `group_multiple`.
     """
+    if kind.is_microscaled:
+        return tuple(_of_mx_groups(group_multiple) if kind.is_grouped else _of_microscaled(kind))
     if kind.is_blockwise:
         return tuple(_of_blocks(kind, takes_any_size))
     if kind.is_grouped:
@@ -375,6 +403,64 @@ def _straddling(granularity: Granularity, fmt: Format) -> tuple[tuple[np.ndarray
         return tuple((np.full(SIZE, n[places[0]]), (sa[places[:1], None], sb[places[:1], None])) for places in alone)
     straddle = np.concatenate([places[: 1 + SIZE // 3] for places in alone])[:SIZE]
     return ((n[straddle], (sa[straddle, None], sb[straddle, None])),)
+
+
+# E8M0 scales
+
+
+def _of_microscaled(kind: GemmKind) -> Iterator[ProbeGemm]:
+    r, few = rng("probe mxfp8"), np.arange(SIZE)
+
+    def probe(name: str, operands: Pair, middles: tuple[int, int] | None = None, **fields: Any) -> ProbeGemm:
+        blocks, sizes = -(-operands[0].shape[1] // MX_BLOCK), [len(x) for x in operands]
+        scales: Pair = _ONE, _ONE
+        if middles is not None:
+            scales = near(sizes[0], blocks, middles[0]), near(sizes[1], blocks, middles[1], turn=6)
+        return kind.probe(name, operands, scales, **{"at": (few, few), **fields})
+
+    def codes(distribution: str, k: int, shape: tuple[int, int] = (SIZE, SIZE), of: Any = (E4M3FN, E4M3FN)) -> Pair:
+        return _drawn(distribution, shape, k, "probe mxfp8 ", of)
+
+    # 1. Adding, scales of one: a step, what a chain loses, special values, other formats.
+    yield probe("one step", codes("bits", 32))
+    yield probe("one chain", taken_back(*codes("bits", 128)))
+    yield probe("one chain of normal codes", taken_back(*codes("normal", 128)))
+    yield probe("every code", codes("bits", 256))
+    yield probe("specials", codes("specials", 128))
+    yield probe("mixed formats", codes("bits", 128, of=(E5M2, E4M3FN)))
+    # 2. Scales: of single products, of sums, of bytes at both ends, and what is too small or too large.
+    yield probe("scales", only(codes("normal", 256), slice(None, None, MX_BLOCK)), (127, 127), needs_all=True)
+    yield probe("scales and sums", codes("normal", 256), (127, 127))
+    yield probe("scales of unlike sizes", codes("normal", 128), (150, 100))
+    for name, middle in (("tiny results", 46), ("subnormal results", 54), ("product of scales below 2^-127", 62)):
+        yield probe(name, codes("normal", 256), (middle, middle))
+    yield probe("overflow", codes("bits", 128), (176, 176))
+    ends = [np.resize(np.array(values), (SIZE, 1)).repeat(4, 1) for values in ((0, 254, 1, 127), (254, 1, 126, 127))]
+    yield kind.probe("bytes 0 and 254", codes("normal", 128), (as_scales(ends[0]), as_scales(ends[1])), at=(few, few))
+    nan = near(SIZE, 4)
+    nan.view(np.uint8)[r.integers(0, SIZE, 2), (1, 3)] = 255
+    yield kind.probe("byte 255", codes("normal", 128), (nan, near(SIZE, 4, turn=6)), at=(few, few))
+    # 3. Addresses: whole tiles, parts of tiles, 5 blocks.
+    rows = np.array([0, 1, 2, 4, 31, 32, 33, 64, 97, 127, 128, 129, 160, 200, 255])
+    yield probe("whole tiles", codes("normal", 256, (256, 256)), (127, 127), at=(rows, rows[::-2]))
+    yield probe("parts of tiles", codes("normal", 160, (144, 48)), (127, 127), at=(rows[:12], rows[:7]))
+    # 4. The output type, and a bias.
+    a, b = known(np.arange(SIZE) * 34 + 4099)
+    yield probe("ties of the output", (a, b), types=_NARROW, needs_all=True)
+    if kind.with_bias:
+        bias = draw("normal", (1, SIZE), FLOAT32, "probe mxfp8")[0] * np.float32(4096)
+        yield probe("bias", codes("normal", 256), (118, 118), bias=bias, needs_all=True)
+
+
+def _of_mx_groups(multiple: int) -> Iterator[ProbeGemm]:
+    """Groups that end within a tile of 128, two of them empty: each restarts the tiling."""
+    sizes = [-(-size // multiple) * multiple for size in (5, 0, 9, 130, 1, 0, 20)]
+    m, groups = sum(sizes), len(sizes)
+    a, b = _drawn("normal", (m, groups * SIZE), 160, "probe mxfp8 groups ")
+    alone = GemmKind(pair=_ROWWISE, use_fast_accum=False, with_bias=False).gemm("sizes of groups", (a, b))
+    stacked = b.reshape(groups, SIZE, -1), np.ones((groups, SIZE), np.float32)
+    case = in_mx_groups(in_groups(alone, *stacked, np.cumsum(sizes).tolist()))
+    yield ProbeGemm(case=case, out_dtypes=_ALL_TYPES)
 
 
 # Operands

@@ -47,6 +47,8 @@ class ScaleOrder(Choice):
     )
     BEFORE_DOT_BFLOAT16 = "before the dot: (a * sa) @ (b * sb) in bfloat16", "scales before the dot, in bfloat16"
     AFTER_OUTPUT = "after the output type: round(acc) * (sa * sb)", "scales after the output type"
+    IN_STEP = "inside a step: (a * b) * (sa * sb), exact"  # E8M0
+    AFTER_BLOCK = "after each block of 32: total + p * (sa * sb), in float32", "scales after each block"
 
     @property
     def is_before_dot(self) -> bool:
@@ -95,6 +97,16 @@ class Grid(Choice):
     OWN = "reads the grid of {} as it lies"
     AS_COLUMNS = "reads the grid of {} as column-major, and it is row-major", "grid of {} read as column-major"
     AS_ROWS = "reads the grid of {} as row-major, and it is column-major", "grid of {} read as row-major"
+    SWIZZLED = "reads {} in tiles of 128 x 4, and they lie row by row", "{} read as swizzled"
+    PLAIN = "reads {} row by row, and they lie in tiles of 128 x 4", "swizzled {} read as rows"
+    PACKED = "reads {} row by row without padding, and they lie in tiles", "swizzled {} read as rows without padding"
+    TILES_BY_COLUMN = "reads the tiles of {} one column of tiles after the other", "tiles of {} by column"
+    UNFOLDED = "reads row r of a tile of {} at 4 * r, without the fold of 32 rows", "tiles of {} unfolded"
+
+    @property
+    def is_of_tiles(self) -> bool:
+        """Whether it is about E8M0 scales, which alone are swizzled."""
+        return self in (Grid.SWIZZLED, Grid.PLAIN, Grid.PACKED, Grid.TILES_BY_COLUMN, Grid.UNFOLDED)
 
 
 class EqualScales(Choice):
@@ -106,13 +118,34 @@ class EqualScales(Choice):
 
 
 class Misreading(Choice):
-    """Arguments taken for something else, in words that follow "it"."""
+    """Arguments taken for something else, and their order, in words that follow "it"."""
 
     SCALES_SWAPPED = "takes scale_a for scale_b, and scale_b for scale_a", "scales swapped"
     SCALES_FIRST_BLOCK = "uses the scales of the first block of K for all of K", "first block's scales everywhere"
     OPERANDS_SWAPPED = "takes a for b and b for a, with the scales in place", "operands swapped"
     OUTPUT_TRANSPOSED = "writes the output transposed", "output transposed"
     NAN_AS_NUMBER = "takes NaN codes of float8_e4m3fn for 480", "NaN codes as numbers"
+    SCALE_255 = "takes byte 255 of a scale for 2^128, and it is NaN", "byte 255 as 2^128"
+    SCALE_0 = "takes byte 0 of a scale for zero, and it is 2^-127", "byte 0 as zero"
+    SCALE_PRODUCT = "saturates the product of two scales to a byte, 2^-127 to 2^127", "product of scales saturated"
+    SCALE_PADDING = "multiplies by scales beyond the operand, which are NaN", "padding of scales read"
+    K_BACKWARDS = "adds the steps of K from the last to the first", "K backwards"
+    FLOAT32_STEPS = "adds the exact sum of each step in float32, without a cut", "steps in float32"
+
+    @property
+    def rule(self) -> str:
+        """The id of the rule of MXFP8 that it breaks; empty of one that means something for every GEMM."""
+        return _MX_RULES.get(self.name, "")
+
+
+_MX_RULES = {
+    "SCALE_255": "MX-1",
+    "SCALE_0": "MX-1",
+    "SCALE_PRODUCT": "MX-2",
+    "SCALE_PADDING": "MX-2",
+    "K_BACKWARDS": "MX-4",
+    "FLOAT32_STEPS": "MX-4",
+}
 
 
 class Reading(Choice):
@@ -203,8 +236,10 @@ _ORDERS = {
     Mode.ROWWISE: ScaleOrder.COLUMN_FIRST,
     Mode.BLOCKWISE: ScaleOrder.FMA_PRODUCT,
     Mode.GROUPED_ROWWISE: ScaleOrder.ROW_FIRST,
+    Mode.MX: ScaleOrder.IN_STEP,
+    Mode.GROUPED_MX: ScaleOrder.IN_STEP,
 }
-_ORDER_IDS = dict(zip(_ORDERS, ("EPI-1", "EPI-2", "EPI-5", "EPI-6"), strict=True))
+_ORDER_IDS = dict(zip(_ORDERS, ("EPI-1", "EPI-2", "EPI-5", "EPI-6", "MX-2", "MX-2"), strict=True))
 
 
 def rules_of(chip: Chip, case: GemmCase) -> Rules:

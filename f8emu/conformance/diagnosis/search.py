@@ -12,7 +12,7 @@ from functools import reduce
 from operator import eq
 
 from f8emu.conformance.compare import said_by
-from f8emu.conformance.diagnosis.alterations import ALTERATIONS, Alteration, claims, from_there_on
+from f8emu.conformance.diagnosis.alterations import ALTERATIONS, Alteration, claims, from_there_on, rule_of_mxfp8
 from f8emu.conformance.diagnosis.compute import Memory
 from f8emu.conformance.diagnosis.coverage import Coverage, WrongGemm, covered, wrong_gemms
 from f8emu.conformance.diagnosis.observations import (
@@ -23,12 +23,11 @@ from f8emu.conformance.diagnosis.observations import (
     is_random,
     observe_probes,
 )
-from f8emu.conformance.diagnosis.probes import GROUPED, KINDS, LONG_K, GemmKind
+from f8emu.conformance.diagnosis.probes import GROUPED, KINDS, LONG_K, MX_KINDS, GemmKind
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
 from f8emu.conformance.run.breakdown import HIGH, Contrast
 from f8emu.conformance.run.result import Progress, Result, Silent, Status
 from f8emu.conformance.run.subject import Subject
-from f8emu.spec import HOPPER
 
 _SHOWN = 5
 _BEAM, _LAST, _ALIKE = 8, 2, 2
@@ -63,8 +62,12 @@ class Explanation:
         details: dict[str, list[str]] = {}
         for step in self.steps:
             is_order = self.right_scales and step.detail == self.rules.scales.value
-            right = f"a Hopper GPU: {self.right_scales}" if is_order else ""
-            details.setdefault(step.sentence, []).extend((step.detail, right))
+            is_mx, right, rule = self.right.mode.is_microscaled, "", ""
+            if is_order:
+                right = f"a {'Blackwell' if is_mx else 'Hopper'} GPU: {self.right_scales}"
+            elif is_mx and "[" not in step.detail and (broken := rule_of_mxfp8(claims(step, self.right))):
+                rule = f"[{broken}]"
+            details.setdefault(step.sentence, []).extend((step.detail, right, rule))
         clauses = [
             f"{clause} ({'; '.join(filter(None, formulas))})" if any(formulas) else clause
             for clause, formulas in details.items()
@@ -205,7 +208,8 @@ def diagnosed(
             if differs.isdisjoint(("golden", "gemms", "live")):
                 continue
             try:
-                kinds = diagnose(subject, progress=progress)
+                is_mx = subject.kernel is not None and subject.kernel.is_microscaled
+                kinds = diagnose(subject, kinds=MX_KINDS if is_mx else (*KINDS, *GROUPED), progress=progress)
                 gemms = wrong_gemms(subject, [stage for stage in stages[subject.name] if stage.wrong], result.golden)
                 diagnoses[subject.name] = tuple(kind.beyond_probes(gemms.get(kind.kind, ())) for kind in kinds)
             except Exception as error:  # the verification is finished, and must not be lost
@@ -233,7 +237,7 @@ class Search:
         self.memory = memory
         self.progress = progress
         self.name = name
-        right = rules_of(HOPPER, observed[0].case)  # of all probes: they are of one kind
+        right = rules_of(observed[0].case.chip, observed[0].case)  # of all probes: they are of one kind
         # Probes that differ come first, and of them the quick ones.
         equal = {probe: probe.outputs_equal(right, memory) == probe.size for probe in observed}
         self.probes = sorted(observed, key=lambda probe: (equal[probe], probe.case.k))

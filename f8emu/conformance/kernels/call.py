@@ -1,5 +1,6 @@
 """How the suite runs a declared kernel: the case that it gets, its call, and what is checked around it."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +15,19 @@ from f8emu.conformance.cases.gemm import GemmCase, Memory, Mode, NotOffered, Pla
 from f8emu.conformance.compare import text_of
 from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written, unwritten
 from f8emu.conformance.kernels.imported import function_of
-from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, Laid, filled, laid_operand, laid_scale
+from f8emu.conformance.kernels.kernel import (
+    Accumulation,
+    Arg,
+    Kernel,
+    Laid,
+    filled,
+    laid_blocks,
+    laid_operand,
+    laid_scale,
+)
 from f8emu.spec import Granularity, format_by_name
-from f8emu.spec.gemm_call import GroupKind
-from f8emu.spec.scaling import BLOCK
+from f8emu.spec.gemm_call import GroupKind, Shaped, group_parts, scaled_grouped_mm_call
+from f8emu.spec.scaling import BLOCK, MX_BLOCK
 
 _SQUARE = Granularity.BLOCKWISE_128X128
 _VECTOR = Granularity.BLOCKWISE_1X128
@@ -34,15 +44,17 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
 
     The judge gets the same case. A case that no such change makes possible stays, and is not offered.
     """
-    if case.mode is Mode.BF16 or (case.mode is Mode.GROUPED_ROWWISE) != kernel.is_grouped:
+    if case.mode is Mode.BF16 or case.mode.is_grouped != kernel.is_grouped:
         return case
+    if case.mode.is_microscaled and kernel.is_microscaled:
+        case = replace(case, chip=kernel.chip)
     changes: list[str] = []
     # 1. Output type and accumulation: those that the kernel has.
     if case.out_dtype not in kernel.out_dtypes:
         out_dtype = kernel.out_dtypes[0]
         bias = None if case.bias is None else case.bias.astype(dtype_of(out_dtype))
         case = replace(case, out_dtype=out_dtype, bias=bias)
-    if case.mode is not Mode.BLOCKWISE and not kernel.chooses_accumulation:
+    if not case.granularity_a.is_blockwise and not kernel.chooses_accumulation:
         case = replace(case, use_fast_accum=kernel.accumulation is Accumulation.FAST)
     # 2. [EPI-3] [EPI-5] Bias and scales. The name says what was changed: the case has other bits then.
     if case.bias is not None and not kernel.takes_bias:
@@ -157,6 +169,8 @@ class _Called:
                 yield f"{kernel.name} has no groups where {kind.description}"
             elif offs is not None and (np.diff(offs, prepend=0) % multiple).any():
                 yield f"{kernel.name} takes groups whose sizes are multiples of {multiple}"
+        if case.chip != kernel.chip:
+            yield f"{kernel.name} has the bits of {kernel.chip}, this GEMM those of {case.chip}"
         if case.placement is not None and self.framework.name == "jax":
             yield "JAX decides where its arrays lie"
         if case.split_k != 1:
@@ -204,6 +218,14 @@ class _Called:
     def _scales(self, case: GemmCase, m: int, n: int, k: int) -> tuple[_Pair, Laid | float, Laid | float]:
         # Scales in granularities that the kernel takes: 1x128 scales whose rows repeat are 128x128 ones.
         kernel, pair, (scale_a, scale_b) = self.kernel, _pair(case), case.scales
+        if case.group_kind is not None and case.mode.is_microscaled:
+            shapes, of_b = ((m, k), (n, k)), scale_b.swapaxes(-1, -2)
+            sides = zip((scale_a, of_b), shapes, _places(case), kernel.scales[pair], strict=True)
+            laid_a, laid_b = (
+                laid_blocks(scale, (rows, -(-k // MX_BLOCK)), groups, layout)
+                for scale, (rows, k), groups, layout in sides
+            )
+            return pair, laid_a, laid_b
         if case.group_kind is not None:
             is_wider = case.group_kind is GroupKind.ROWS
             return pair, Laid(scale_a), Laid(_wider(scale_b, n, 1) if is_wider else scale_b)
@@ -274,12 +296,24 @@ class _Called:
 
 def _padded(kernel: Kernel, granularity_a: Granularity, *sizes: int) -> tuple[int, ...]:
     multiples = kernel.block_multiples if granularity_a.is_blockwise else kernel.multiples
+    if granularity_a.is_microscaled:
+        multiples = (*kernel.multiples[:2], math.lcm(kernel.multiples[2], MX_BLOCK))
     return tuple(-(-size // multiple) * multiple for size, multiple in zip(sizes, multiples, strict=True))
 
 
 def _pair(case: GemmCase) -> _Pair:
-    # Groups have rowwise scales.
-    return (_ROWWISE, _ROWWISE) if case.group_kind is not None else (case.granularity_a, case.granularity_b)
+    # Groups have rowwise scales, or E8M0 ones.
+    is_rowwise = case.mode is Mode.GROUPED_ROWWISE
+    return (_ROWWISE, _ROWWISE) if is_rowwise else (case.granularity_a, case.granularity_b)
+
+
+def _places(case: GemmCase) -> tuple[list[Any], list[Any]]:
+    # The indices of each group's E8M0 scales, [.., rows, blocks] of a and of b.
+    arrays = case.a, case.b.swapaxes(-1, -2), *case.scales, case.offs
+    call = scaled_grouped_mm_call(*(Shaped(x.shape, x.dtype.name) for x in arrays if x is not None), chip=case.chip)
+    parts = group_parts(call, None if case.offs is None else case.offs.tolist())
+    of_b = ((*part.scale_b[:-2], *part.scale_b[:-3:-1]) for part in parts)
+    return [part.scale_a for part in parts], list(of_b)
 
 
 def _wider(x: np.ndarray, columns: int, value: int) -> np.ndarray:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
-from f8emu.conformance.cases.distributions import codes_of
+from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.compare import hexadecimal
 from f8emu.conformance.kernels.kernel import Laid
+from f8emu.spec import E8M0FNU
 
 # A kernel that forgets a mask reads or writes the rest of its tile behind its arrays, 128 rows of it at the most.
 _GUARD_ROWS = 128
@@ -71,6 +72,8 @@ class Guarded:
         least, boundary = _GUARD_BYTES // itemsize, _ALIGNMENT // itemsize
         before, behind = max(pitch, least), max(_GUARD_ROWS * pitch, least)
         self._poison = 0 if contents.dtype.kind in "iu" else _POISON[itemsize]
+        if contents.dtype == dtype_of(E8M0FNU):
+            self._poison = E8M0FNU.nan_code
         codes = np.full(before + 2 * boundary + rows * pitch + behind, self._poison, codes_of(lying).dtype)
         self._memory = framework.load(codes.view(contents.dtype))
         # 2. Where it begins is known once the framework has its memory.

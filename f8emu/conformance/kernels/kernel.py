@@ -12,7 +12,7 @@
 `f8emu verify my_module:KERNEL` puts the suite's GEMMs to it. `f8emu.conformance.kernels` declares known ones.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from f8emu.spec import BFLOAT16, HOPPER, Format, Granularity, SpecError
+from f8emu.conformance.cases.distributions import codes_of
+from f8emu.spec import BFLOAT16, HOPPER, Chip, Format, Granularity, SpecError
+from f8emu.spec.chips import chip_by_name
 from f8emu.spec.gemm_call import GroupKind
 from f8emu.spec.members import member_by_name
 from f8emu.spec.names import ArraysName
@@ -94,6 +96,9 @@ class ScaleLayout:
     is_inverse: bool = False
     """The kernel takes the factor that was multiplied while quantising, `1 / scale`. The suite then uses powers of two,
     whose reciprocals alone are exact."""
+    is_swizzled: bool = False
+    """E8M0 scales in tiles of 128 rows and 4 blocks, as cuBLASLt and torch's SWIZZLE_32_4_4 have them; what a tile has
+    beyond the operand is NaN. The tiles of a group follow those of the group before."""
 
 
 Scales = Mapping[tuple[Granularity, Granularity], tuple[ScaleLayout, ScaleLayout]]
@@ -112,6 +117,12 @@ BLOCKWISE_1X128_128X128: Scales = {(Granularity.BLOCKWISE_1X128, Granularity.BLO
 """[M, K/128] and [N/128, K/128], row-major."""
 BLOCKWISE_128X128: Scales = {(Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_128X128): (_BLOCKS, _BLOCKS)}
 """[M/128, K/128] and [N/128, K/128], row-major. The judge takes 1x128 by 128x128 scales whose rows repeat."""
+_MX = Granularity.BLOCKWISE_1X32, Granularity.BLOCKWISE_1X32
+_TILES = ScaleLayout(is_swizzled=True, ndim=1)
+MXFP8: Scales = {_MX: (_BLOCKS, _BLOCKS)}
+"""E8M0, [M, K/32] and [N, K/32], row-major; of groups as their operands, with K/32 in place of K."""
+MXFP8_SWIZZLED: Scales = {_MX: (_TILES, _TILES)}
+"""E8M0, swizzled: flat, or [G, ..] of an operand that has a dimension of groups."""
 
 
 class Accumulation(Enum):
@@ -147,6 +158,8 @@ class Kernel:
     group_multiples: Mapping[GroupKind, int] = field(default_factory=lambda: {GroupKind.ROWS: 1})
     """The dimensions that a grouped kernel takes groups of, and the multiple of their sizes."""
     formats: tuple[tuple[Format, Format], ...] = HOPPER.format_pairs
+    chip: Chip | str = HOPPER
+    """The chip whose bits are expected, or its name: of a kernel with E8M0 scales one that has them, `"B200"`."""
     out_dtypes: tuple[Format, ...] = (BFLOAT16,)
     out_column_major: bool = False
     accumulation: Accumulation = Accumulation.PROMOTED
@@ -154,7 +167,7 @@ class Kernel:
     granularity_word: Callable[[Granularity], Any] = attrgetter("value")
     multiples: tuple[int, int, int] = (1, 16, 16)
     """Multiples of M, N and K. Smaller cases are padded with zeros, which change no other output: where that of M is
-    more than 1 the kernel is never called with one row."""
+    more than 1 the kernel is never called with one row. With E8M0 scales K has whole blocks of 32 besides."""
     block_multiples: tuple[int, int, int] = (1, 16, 128)
     """Multiples of M, N and K with block scales."""
     leaves_rows_behind: bool = False
@@ -174,7 +187,16 @@ class Kernel:
     def __post_init__(self) -> None:
         call = f"Kernel {self.name!r}"
         object.__setattr__(self, "accumulation", member_by_name(call, "accumulation", Accumulation, self.accumulation))
+        chip = chip_by_name(call, self.chip)
+        object.__setattr__(self, "chip", chip)
         fault = ""
+        if any((pair == _MX) != (chip is not HOPPER) for pair in self.scales or {(): ()}):
+            fault = (
+                "expected chip='B200', or another with E8M0 scales, beside MXFP8 or MXFP8_SWIZZLED, and Hopper beside "
+                f"other scales; got {chip}; pass chip='B200', or declare two kernels"
+            )
+        elif self.is_microscaled and chip.microscaled is None:
+            fault = f"{chip} has no GEMM with E8M0 scales; pass chip='B200'"
         for arg in (Arg.A, Arg.B):
             if (count := self.args.count(arg)) != 1:
                 fault = f"expected Arg.{arg.name} once among its arguments; found it {count} times"
@@ -201,6 +223,10 @@ class Kernel:
     @property
     def is_grouped(self) -> bool:
         return Arg.OFFS in self.args or Arg.GROUP_SIZES in self.args
+
+    @property
+    def is_microscaled(self) -> bool:
+        return _MX in self.scales
 
     @property
     def takes_bias(self) -> bool:
@@ -268,6 +294,8 @@ def laid_scale(
 ) -> Laid | float:
     """Scales [groups of R, groups of K] of an operand that was padded to `shape`, as the kernel takes them."""
     rows, groups = granularity.scale_shape(*shape)
+    if granularity.is_microscaled:
+        return laid_blocks(scale, (rows, groups), [...], layout)
     scale = np.pad(scale, ((0, rows - scale.shape[0]), (0, groups - scale.shape[1])), constant_values=1)
     if layout.is_inverse:
         with np.errstate(divide="ignore"):
@@ -278,3 +306,37 @@ def laid_scale(
     if layout.ndim < 2:
         return Laid(scale.reshape((-1,) if layout.ndim else ()))
     return Laid(scale.T if layout.k_first else scale, layout.column_major)
+
+
+_ONE, _NAN = 127, 255
+_TILE = 128, 4
+
+
+def swizzled(scale: np.ndarray) -> np.ndarray:
+    """E8M0 scales [rows, blocks] in tiles of 128 rows and 4 blocks, one row of tiles after the other, flat.
+
+    In a tile, a scale is at `row % 32 * 16 + row // 32 * 4 + block`. What is beyond the scales is NaN.
+    """
+    rows, blocks = (-size % tile for size, tile in zip(scale.shape, _TILE, strict=True))
+    codes = np.pad(codes_of(scale), ((0, rows), (0, blocks)), constant_values=_NAN)
+    tiles = codes.reshape(len(codes) // 128, 4, 32, codes.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4)
+    return tiles.ravel().view(scale.dtype)
+
+
+def laid_blocks(scale: np.ndarray, shape: tuple[int, int], groups: Sequence[Any], layout: ScaleLayout) -> Laid:
+    """E8M0 scales [.., rows, blocks] of an operand that was padded to `shape`, as the kernel takes them.
+
+    `groups` are the indices of each group's own.
+    """
+    # The kernel's own padding of operands has scales of one.
+    wider = [*[(0, 0)] * (scale.ndim - 2), *((0, size - n) for size, n in zip(shape, scale.shape[-2:], strict=True))]
+    scale = np.pad(codes_of(scale), wider, constant_values=_ONE).view(scale.dtype)
+    if layout.is_swizzled:
+        tiles = [swizzled(scale[group]) for group in groups]
+        flat = np.stack(tiles) if scale.ndim > 2 else np.concatenate(tiles)
+        rows = -(-shape[0] // _TILE[0]) * _TILE[0]
+        matrix = (rows, -1) if scale[groups[0]].shape[-2] == shape[0] else (-1, -(-shape[1] // _TILE[1]) * _TILE[1])
+        return Laid(flat if layout.ndim < 2 else flat.reshape(*scale.shape[:-2], *matrix))
+    wider = [*[(0, 0)] * (scale.ndim - 1), (0, -scale.shape[-1] % layout.k_multiple)]
+    scale = np.pad(codes_of(scale), wider, constant_values=_NAN).view(scale.dtype)
+    return Laid(scale.swapaxes(-1, -2) if layout.k_first else scale, layout.column_major)

@@ -24,8 +24,9 @@ from f8emu.conformance.cases.families import (
     turn_cases,
 )
 from f8emu.conformance.cases.gemm import Family, GemmCase
+from f8emu.conformance.cases.microscaled import mx_cases, mx_grouped_cases
 from f8emu.conformance.cases.tables import ALIGNED, BF16_DISTRIBUTIONS, CODE_DISTRIBUTIONS
-from f8emu.conformance.diagnosis.probes import KINDS, probes
+from f8emu.conformance.diagnosis.probes import KINDS, MX_KINDS, probes
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.spec import HIGH_PRECISION, HOPPER, Granularity
 from f8emu.spec.gemm_call import GroupKind
@@ -61,6 +62,9 @@ BFLOAT16_SHAPES = ((1, 1, 1), (4, 64, 256), (5, 65, 257), (3, 17, 31), (67, 130,
 
 def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
     """The GEMMs for this kernel alone, beside those for every subject."""
+    if kernel.is_microscaled:
+        yield from _microscaled(kernel)
+        return
     if kernel.is_grouped:
         rowwise = Granularity.ROWWISE, Granularity.ROWWISE
         fasts = tuple(fast for fast in (True, False) if kernel.has_accumulation(rowwise, fast))
@@ -84,6 +88,21 @@ def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
     if kernel.arrays != "jax":  # where an array of JAX lies is JAX's choice
         layouts = {"a": kernel.a, "b": kernel.b}
         yield from memory_cases(combinations, [name for name, layout in layouts.items() if layout.takes_padding])
+
+
+def _microscaled(kernel: Kernel) -> Iterator[GemmCase]:
+    kinds = [kind for kind in MX_KINDS if kind.is_grouped == kernel.is_grouped]
+    if kernel.is_grouped:
+        yield from mx_grouped_cases(kernel.group_multiples)
+    else:
+        kinds = [kind for kind in kinds if kernel.takes_bias or not kind.with_bias]
+        yield from mx_cases(with_bias=kernel.takes_bias)
+    multiple = kernel.group_multiples.get(GroupKind.ROWS, 0)
+    for kind in kinds:
+        for probe in probes(kind, takes_any_size=True, group_multiple=multiple or 1) if multiple else ():
+            for case in probe.cases():
+                if case.out_dtype in kernel.out_dtypes:
+                    yield replace(case, id=f"probe {kind.name}: {case.id}", family=Family.PROBES)
 
 
 def _blockwise(pair: tuple[Granularity, Granularity]) -> Iterator[GemmCase]:

@@ -22,7 +22,8 @@ def options_of(gemm: GemmCase) -> str:
     """`float8_e5m2 x float8_e4m3fn 64x96x512 -> bfloat16 fast`."""
     is_whole = gemm.sample is not None and gemm.sample.is_run
     (m, n), k = gemm.full_size if is_whole else gemm.output_shape, gemm.k
-    chain = "" if gemm.mode is Mode.BF16 else " fast" if gemm.use_fast_accum else " promoted"
+    has_one = gemm.mode is Mode.BF16 or gemm.mode.is_microscaled
+    chain = "" if has_one else " fast" if gemm.use_fast_accum else " promoted"
     split = f" split-K {gemm.split_k}" if gemm.split_k > 1 else ""
     return f"{gemm.a.dtype} x {gemm.b.dtype} {m}x{n}x{k} -> {gemm.out_dtype}{chain}{split}"
 
@@ -53,12 +54,12 @@ def _scales_of(gemm: GemmCase, row: int, column: int) -> tuple[np.ndarray, np.nd
 
 
 def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:
-    """The program; empty of bfloat16 GEMMs, of a long K, and of what raised.
+    """The program; empty of bfloat16 GEMMs, of E8M0 scales, of a long K, and of what raised.
 
     One output needs one row and one column: M is 1, and the column is repeated 16 times to satisfy torch. K is padded
     with zeros to a multiple of 16, or of 128 beside block scales.
     """
-    if gemm.mode is Mode.BF16 or len(mismatch.index) != 2:
+    if gemm.mode is Mode.BF16 or gemm.mode.is_microscaled or len(mismatch.index) != 2:
         return ""
     # 1. The row, the column, and their scales; groups have rowwise ones.
     gemm, row, column = gemm.alone(*mismatch.index)
@@ -128,10 +129,12 @@ def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:
         if kind in (None, GroupKind.ROWS)
         else f"grouped rowwise, {kind.description}",
         Mode.BLOCKWISE: f"{gemm.granularity_a.value} x {gemm.granularity_b.value}",
+        Mode.GROUPED_MX: "grouped mxfp8" if kind is None else f"grouped mxfp8, {kind.description}",
     }
+    chains = {Mode.BF16: "bf16 matmul", Mode.MX: f"of {gemm.chip}", Mode.GROUPED_MX: f"of {gemm.chip}"}
     tail = f"whole steps (a multiple of {_STEP})" if gemm.k % _STEP == 0 else "a part of a step"
     return {
-        "accumulation": "bf16 matmul" if gemm.mode is Mode.BF16 else "fast" if gemm.use_fast_accum else "promoted",
+        "accumulation": chains.get(gemm.mode, "fast" if gemm.use_fast_accum else "promoted"),
         "scales": scales.get(gemm.mode, gemm.mode.value),
         "operands": f"{gemm.a.dtype} x {gemm.b.dtype}",
         "output": gemm.out_dtype.name,

@@ -88,6 +88,8 @@ class Subject:
         """Whether a generated GEMM is in this subject's range."""
         if case.split_k != 1 and self.chooses_split_k:
             return False
+        if self.kernel is not None and self.kernel.is_microscaled != case.mode.is_microscaled:
+            return False  # E8M0 scales are for kernels that take nothing else
         if self.runs_full_size and case.placement is not None and "bias" in case.placement.offsets:
             return False  # of a bias at 2 bytes `torch._scaled_mm` itself leaves a GPU with a misaligned address
         return self.takes_any_size or is_aligned(case)

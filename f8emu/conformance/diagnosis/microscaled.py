@@ -1,0 +1,137 @@
+"""E8M0 scales as kernels misread them, and the accumulators of MXFP8 under any `Rules` [MX-1..4].
+
+Shape suffixes: M rows of `a`, N columns of `b`, K summed, B blocks of 32 along K.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from f8emu.conformance.cases.distributions import codes_of
+from f8emu.conformance.diagnosis.rules import Adder, Grid, Misreading, Rounding, Rules, ScaleOrder
+from f8emu.conformance.kernels.kernel import swizzled
+from f8emu.spec.scaling import MX_BLOCK
+from f8ref.numpy.accumulate import Decoded, chain
+
+if TYPE_CHECKING:
+    from f8emu.conformance.diagnosis.arguments import Arguments
+
+_BIAS, _NAN = 127, 255
+# An exponent that is below every one of a product, and of which two and 25 bits are a power of two in float64.
+_ABSENT = -440
+_Chained = Callable[[Decoded, Decoded, Rules], np.ndarray]
+
+
+def _up(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows, blocks = shape
+    return -(-rows // 128) * 128, -(-blocks // 4) * 4
+
+
+def _elsewhere(lying: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """What a kernel finds at these places of flat bytes: NaN behind them, where a guard zone or a padding is."""
+    codes = np.append(codes_of(lying).ravel(), np.uint8(_NAN))
+    return codes[np.minimum(places, codes.size - 1)].view(lying.dtype)
+
+
+def _places(
+    shape: tuple[int, ...], row_of_tiles: int, column_of_tiles: int, fold: tuple[int, int] = (16, 4)
+) -> np.ndarray:
+    r, b = np.indices(shape)
+    within = r % 32 * fold[0] + r // 32 % 4 * fold[1] + b % 4
+    return r // 128 * row_of_tiles + b // 4 * column_of_tiles + within
+
+
+def _as_swizzled(scale: np.ndarray) -> np.ndarray:
+    return _elsewhere(scale, _places(scale.shape, _up(scale.shape)[1] * 128, 512))
+
+
+def _as_rows(scale: np.ndarray) -> np.ndarray:
+    (rows, blocks), up = scale.shape, _up(scale.shape)
+    return swizzled(scale).reshape(up)[:rows, :blocks]
+
+
+def _as_packed(scale: np.ndarray) -> np.ndarray:
+    return _elsewhere(swizzled(scale), np.arange(scale.size).reshape(scale.shape))
+
+
+def _tiles_by_column(scale: np.ndarray) -> np.ndarray:
+    return _elsewhere(swizzled(scale), _places(scale.shape, 512, _up(scale.shape)[0] * 4))
+
+
+def _unfolded(scale: np.ndarray) -> np.ndarray:
+    return _elsewhere(swizzled(scale), _places(scale.shape, _up(scale.shape)[1] * 128, 512, (4, 128)))
+
+
+TILES: dict[Grid, Callable[[np.ndarray], np.ndarray]] = {
+    Grid.SWIZZLED: _as_swizzled,
+    Grid.PLAIN: _as_rows,
+    Grid.PACKED: _as_packed,
+    Grid.TILES_BY_COLUMN: _tiles_by_column,
+    Grid.UNFOLDED: _unfolded,
+}
+"""What the scales are that a kernel reads at its wrong address."""
+
+
+def decoded_scales(scale: np.ndarray, rules: Rules) -> np.ndarray:
+    """[MX-1] E8M0 scales in float64, as far as they are not misread."""
+    codes = codes_of(scale)
+    values = np.ldexp(1.0, codes.astype(int) - _BIAS)
+    if Misreading.SCALE_255 not in rules.misreads:
+        values[codes == _NAN] = np.nan
+    if Misreading.SCALE_0 in rules.misreads:
+        values[codes == 0] = 0
+    return values
+
+
+def microscaled(read: "Arguments", a: Decoded, b: Decoded, rules: Rules, total_of: _Chained) -> np.ndarray:
+    """The accumulator [M, N]; `total_of` adds up a whole GEMM of operands, slice by slice."""
+    scale_a_MB, scale_b_BN, misreads = read.scale_a_MB, read.scale_b_BN, rules.misreads
+    blocks = -(-a.k // MX_BLOCK)
+    # 1. [MX-2] A NaN scale makes NaN of a zero code too: of padding.
+    zero = np.zeros((a.rows, b.rows), np.float32)
+    if Misreading.SCALE_PADDING in misreads and blocks % 4:
+        return np.full_like(zero, np.nan)
+    # 2. A scale after each block of 32.
+    if rules.scales is ScaleOrder.AFTER_BLOCK:
+        acc = zero
+        for block in range(blocks):
+            part = slice(block * MX_BLOCK, (block + 1) * MX_BLOCK)
+            scale = scale_a_MB[:, block, None].astype(np.float32) * scale_b_BN[block].astype(np.float32)
+            acc = acc + total_of(a.part(k=part), b.part(k=part), rules) * scale
+        return acc
+    # 3. [MX-2] Inside a step. A saturated product of scales is another one for each output.
+    is_saturated = Misreading.SCALE_PRODUCT in misreads
+    if is_saturated:
+        a, b, scale_a_MB, scale_b_BN = _paired(a, b, scale_a_MB, scale_b_BN)
+    a, b = _scaled(a, scale_a_MB.T), _scaled(b, scale_b_BN)
+    if Misreading.K_BACKWARDS in misreads:
+        a, b = (x.part(k=slice(None, None, -1)) for x in (a, b))
+    if is_saturated:
+        is_plain = rules.adder is Adder.TENSOR_CORE and rules.terms is rules.sums is Rounding.CUT
+        return chain(a, b, rules.model).reshape(zero.shape) if is_plain else np.full_like(zero, np.nan)
+    # 4. [MX-4] The sums of steps.
+    if Misreading.FLOAT32_STEPS not in misreads:
+        return total_of(a, b, rules)
+    acc = zero
+    for k in range(0, a.k, rules.model.step_k):
+        left, right = (x.part(k=slice(k, k + rules.model.step_k)).values for x in (a, b))
+        acc = (acc + left.T @ right).astype(np.float32)
+    return acc
+
+
+def _scaled(x: Decoded, scale_BR: np.ndarray) -> Decoded:
+    scale_KR = scale_BR.repeat(MX_BLOCK, axis=0)[: x.k]
+    values = x.values.astype(np.float64) * scale_KR
+    exponents = x.exponents + (np.frexp(scale_KR)[1] - 1)
+    return x._replace(values=values, exponents=np.where(values == 0, _ABSENT, exponents))
+
+
+def _paired(
+    a: Decoded, b: Decoded, scale_a_MB: np.ndarray, scale_b_BN: np.ndarray
+) -> tuple[Decoded, Decoded, np.ndarray, np.ndarray]:
+    """A row of a and a column of b for each output, and as b's scale what is missing at the saturated product."""
+    rows, columns = (index.ravel() for index in np.indices((a.rows, b.rows)))
+    a, b = (Decoded(x.values[:, at], x.exponents[:, at], is_paired=True) for x, at in ((a, rows), (b, columns)))
+    scale_a, scale_b = scale_a_MB[rows], scale_b_BN[:, columns].T
+    return a, b, scale_a, (np.clip(scale_a * scale_b, 2.0**-_BIAS, 2.0**_BIAS) / scale_a).T
