@@ -159,7 +159,7 @@ def mma(
     the block-scaled instruction [MX-2].
 
     Shapes: `a` and `b` [cases, K], `c` [cases] of `out_dtype`, scales [cases, ceil(K / 32)]; result [cases].
-    Exactness: the public recordings of single instructions, every bit, for chips whose `evidence` is not LITERATURE.
+    Exactness: every bit of what the chip's `evidence` names: recordings of single instructions, or MMA-Sim.
 
     Raises:
         OperandError: operands of the wrong dtype or shape.
