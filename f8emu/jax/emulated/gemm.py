@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,15 +13,17 @@ from jax.extend.core import JaxprEqn
 
 from f8emu.jax.cast import cast
 from f8emu.jax.emulated.program import aval_of
-from f8emu.jax.emulated.rules import FLOAT8, is_fast
+from f8emu.jax.emulated.rules import E8M0, FLOAT8, is_fast, why_not_mxfp8
 from f8emu.jax.gemm import engine
 from f8emu.jax.gemm.call import SUM, EngineCall
 from f8emu.spec.chip import Chip
 from f8emu.spec.formats import BFLOAT16, FORMATS
 from f8emu.spec.gemm_call import Shaped, scaled_mm_call
+from f8emu.spec.scaling import MX_BLOCK
 
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 """The dimension numbers of a `lax.dot_general`."""
+_OF_MATMUL: Dims = (((2,), (2,)), ((0,), (0,)))
 
 
 def free_of(x: Any, contracting: tuple[int, ...], batch: tuple[int, ...]) -> list[int]:
@@ -31,7 +34,7 @@ def free_of(x: Any, contracting: tuple[int, ...], batch: tuple[int, ...]) -> lis
 def dot(
     a: jax.Array, b: jax.Array, dims: Dims, *, out: np.dtype, planned: np.dtype, fast: bool, chip: Chip, scales: Any
 ) -> jax.Array:
-    """`lax.dot_general` of codes, with scalar scales [EPI-1]: a GEMM for every index of the batch.
+    """`lax.dot_general` of codes, a GEMM for every index of the batch, with scalar scales [EPI-1] or E8M0 ones [MX-2].
 
     `planned`: the output of the GPU's GEMM, on which S depends.
     """
@@ -40,17 +43,58 @@ def dot(
     shape = tuple(a.shape[i] for i in (*batch, *rows)) + tuple(b.shape[i] for i in columns)
     if 0 in (*a.shape, *b.shape):
         return jnp.zeros(shape, out)
-    k = math.prod(a.shape[i] for i in contracting)
-    left = lax.transpose(a, (*batch, *rows, *contracting)).reshape(-1, math.prod(a.shape[i] for i in rows), k)
-    right = lax.transpose(b, (*batch_b, *contracting_b, *columns)).reshape(left.shape[0], k, -1)
-    shaped = [Shaped(x.shape[1:], x.dtype.name) for x in (left, right)] + [Shaped((1, 1), "float32")] * 2
+    arrays = [_matrices(a, batch, rows, contracting), _matrices(b, batch_b, contracting_b, columns)]
+    units: list[jax.Array] = []
+    if all(x is not None and x.dtype == E8M0 for x in scales):
+        arrays += [
+            _matrices(scales[0], batch, rows, contracting),
+            _matrices(scales[1], batch_b, contracting_b, columns),
+        ]
+    else:
+        units = [jnp.ones((1, 1), jnp.float32) if x is None else x.reshape(1, 1) for x in scales]
+    shaped = [Shaped(x.shape[1:], x.dtype.name) for x in arrays] + [Shaped(x.shape, x.dtype.name) for x in units]
     call = scaled_mm_call(*shaped, out_dtype=FORMATS[out.name], use_fast_accum=fast, chip=chip)
     as_planned = BFLOAT16 if planned in FLOAT8 else FORMATS[planned.name]
     multiply = functools.partial(engine.multiply, EngineCall(call, engine.EMULATED, sharded_k=SUM, planned=as_planned))
-    units = [jnp.ones((1, 1), jnp.float32) if x is None else x.reshape(1, 1) for x in scales]
-    if left.shape[0] == 1:
-        return multiply((left[0], right[0], *units)).reshape(shape)
-    return lax.map(lambda pair: multiply((*pair, *units)), (left, right)).reshape(shape)
+    if arrays[0].shape[0] == 1:
+        return multiply((*(x[0] for x in arrays), *units)).reshape(shape)
+    return lax.map(lambda parts: multiply((*parts, *units)), tuple(arrays)).reshape(shape)
+
+
+def _matrices(x: jax.Array, batch: tuple[int, ...], rows: Sequence[int], columns: Sequence[int]) -> jax.Array:
+    """An array as matrices, one for each index of the batch."""
+    sizes = (math.prod(x.shape[i] for i in axes) for axes in (batch, rows, columns))
+    return lax.transpose(x, (*batch, *rows, *columns)).reshape(*sizes)
+
+
+def scaled_dims(eqn: JaxprEqn) -> Dims:
+    """The dimension numbers of a dot with block scales."""
+    return eqn.params.get("dimension_numbers", _OF_MATMUL)
+
+
+def why_no_scaled_dot(eqn: JaxprEqn, chip: Chip) -> str | None:
+    """[XLA-10] Why a dot with block scales is no MXFP8 GEMM of the chip; None: it is."""
+    contracting, (batch, _) = scaled_dims(eqn)
+    a, b, *scales = map(aval_of, eqn.invars)
+    if chip.microscaled is None:
+        return f"block scales: XLA dequantizes on {chip}"
+    if len(contracting[0]) != 1 or len(batch) > 1:
+        return "several dimensions are contracted, or of the batch: XLA dequantizes"
+    ks = zip((a, b), scales, contracting, strict=True)
+    blocks = tuple(x.shape[k] // max(scale.shape[k], 1) for x, scale, (k,) in ks)
+    dtypes = (a.dtype, b.dtype, *(scale.dtype for scale in scales))
+    return why_not_mxfp8(dtypes, blocks, is_matmul=eqn.primitive.name != "scaled_dot")
+
+
+def scaled_dot(eqn: JaxprEqn, a: jax.Array, b: jax.Array, *scales: jax.Array, chip: Chip) -> jax.Array:
+    """[XLA-10] An MXFP8 `jax.nn.scaled_matmul` or `lax.scaled_dot`."""
+    dims, out = scaled_dims(eqn), aval_of(eqn.outvars[0]).dtype
+    # A scale that more than one block shares is each one's.
+    of_blocks = [
+        jnp.repeat(scale, x.shape[k] // MX_BLOCK // max(scale.shape[k], 1), axis=k)
+        for x, scale, (k,) in zip((a, b), scales, dims[0], strict=True)
+    ]
+    return dot(a, b, dims, out=out, planned=out, fast=False, chip=chip, scales=of_blocks)
 
 
 def ragged_dot(eqn: JaxprEqn, a: jax.Array, b: jax.Array, group_sizes: jax.Array, *, chip: Chip) -> jax.Array:

@@ -56,7 +56,7 @@ def _dot(graph: Graph, eqn: JaxprEqn) -> Dot | str | None:
             return "a ragged dot whose groups do not divide the rows: not recorded"
         return why_no_gemm((a.dtype, b.dtype), aval_of(eqn.outvars[0]).dtype, (1, 1))
     if eqn.primitive.name != "dot_general":
-        return "block scales: XLA dequantizes on a Hopper GPU"
+        return "block scales: XLA dequantizes on a Hopper GPU; on Blackwell they are those of emulate(f, chip='B200')"
     left, right = (operand_of(graph, v) for v in eqn.invars)
     if left is None or right is None:
         names = [x.dtype.name if y is None else y.dtype.name for x, y in ((a, left), (b, right))]

@@ -27,7 +27,9 @@ _WITH_BODIES = ("scan", "while", "cond", "shard_map")
 _OWN = "f8emu_"
 """How the primitives of f8emu's own layers begin, whose GEMMs have the chip's bits as they are."""
 _OWN_GEMMS = (f"{_OWN}gemm", f"{_OWN}emulated_gemm", f"{_OWN}tensor_core_dot", f"{_OWN}linear")
-DOTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
+SCALED_MATMUL = "scaled_matmul_wrapper"
+SCALED_DOTS = ("scaled_dot", SCALED_MATMUL)
+DOTS = ("dot_general", "ragged_dot_general", *SCALED_DOTS)
 _SHAPES = ("broadcast_in_dim", "reshape", "squeeze")
 
 

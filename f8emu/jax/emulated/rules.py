@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from f8emu.spec.scaling import MX_BLOCK
 from f8emu.split_k.gemm import LONGEST_WHOLE_K
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+E8M0 = np.dtype(jnp.float8_e8m0fnu)
 FLOAT8 = (E4M3, E5M2)
 """The float8 dtypes that cuBLASLt multiplies."""
 ROUNDED = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
@@ -32,6 +34,7 @@ class Rule(Enum):
     ACTIVATION = "XLA-7"  # ReLU and GELU
     FLOAT8 = "XLA-8"  # conversions to float8: of outputs, beside an amax, and of quotients
     RAGGED = "XLA-9"  # ragged dots
+    MICROSCALED = "XLA-10"  # dots with block scales, on Blackwell
 
 
 class Fold(Enum):
@@ -112,4 +115,18 @@ def why_no_gemm(dtypes: tuple[np.dtype, np.dtype], out: np.dtype, free: tuple[in
         return "an operand is a vector: XLA sums products"
     if out not in OUTPUTS or (out == E5M2 and E5M2 not in dtypes):
         return f"an output in {out}: cuBLASLt has none for these operands"
+    return None
+
+
+def why_not_mxfp8(dtypes: tuple[np.dtype, ...], blocks: tuple[int, ...], *, is_matmul: bool) -> str | None:
+    """[XLA-10] Why a dot with block scales is no MXFP8 GEMM on Blackwell; None: it is.
+
+    dtypes: of a, b and their scales. blocks: K that shares a scale, of a and b.
+    """
+    operands, scales = dtypes[:2], dtypes[2:]
+    if not set(operands) <= set(FLOAT8) or operands == (E5M2, E5M2) or set(scales) != {E8M0}:
+        names = [dtype.name for dtype in dtypes]
+        return f"operands in {' and '.join(names[:2])}, scales in {' and '.join(names[2:])}: XLA dequantizes"
+    if any(block != MX_BLOCK if is_matmul else block % MX_BLOCK for block in blocks):
+        return f"blocks of {' and '.join(map(str, blocks))}: XLA dequantizes all but those of {MX_BLOCK}"
     return None

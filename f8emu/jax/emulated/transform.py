@@ -21,10 +21,21 @@ from f8emu.jax.compiling import differentiable_no_more
 from f8emu.jax.emulated import gemm
 from f8emu.jax.emulated.epilogue import Epilogue
 from f8emu.jax.emulated.matching import Matches, matches_of
-from f8emu.jax.emulated.program import Atom, Read, aval_of, closed, evaluate, flattened, run
+from f8emu.jax.emulated.program import (
+    SCALED_DOTS,
+    SCALED_MATMUL,
+    Atom,
+    Read,
+    aval_of,
+    closed,
+    evaluate,
+    flattened,
+    run,
+)
 from f8emu.jax.gemm.call import is_at_hand
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
+from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.names import ChipName
 
 P = ParamSpec("P")
@@ -48,9 +59,13 @@ def emulate(f: Callable[P, R], *, chip: Chip | ChipName = HOPPER, force: bool = 
     `jax.lax.dot_general` need no change. `explain` lists the dots. Where JAX's default device is the chip, `f` runs as
     it is.
 
+    With `chip="B200"`, MXFP8 runs on a CPU [XLA-10]: `jax.nn.scaled_matmul`, `jax.nn.scaled_dot_general`, whose casts
+    are JAX's own, and `jax.lax.scaled_dot`.
+
     Exactness: 115 of 126 programs that an H100 ran are equal in every bit (`tests/jax_path/test_emulate.py`). Promised
     are GEMMs, of equal codes and scales, under `XLA_FLAGS="--xla_gpu_enable_triton_gemm=false
-    --xla_gpu_dot_merger_threshold_mb=0"`. What is computed around them is the device's own.
+    --xla_gpu_dot_merger_threshold_mb=0"`. What is computed around them is the device's own. MXFP8 is equal to
+    `f8ref.numpy.scaled_mm`; what XLA and cuDNN make of it on Blackwell was not recorded.
 
     Args:
         f: a function of pytrees of arrays; arguments that are no arrays are static.
@@ -59,7 +74,8 @@ def emulate(f: Callable[P, R], *, chip: Chip | ChipName = HOPPER, force: bool = 
 
     Raises:
         SpecError: an unknown chip.
-        UnsupportedError: a derivative of the result; a float8 dot in a primitive that is not opened, as in Pallas.
+        UnsupportedError: a derivative of the result; a float8 dot in a primitive that is not opened, as in Pallas; a
+            `jax.nn.scaled_matmul` on a CPU that is not MXFP8, or not for Blackwell.
     """
     profile = chip_by_name("emulate", chip)
 
@@ -143,6 +159,10 @@ def evaluated(program: ClosedJaxpr, args: Sequence[Any], emulation: Emulation) -
             return [gemm.rounded(matches.quotients[out].read(read), aval_of(out).dtype)]
         if eqn.primitive.name == "ragged_dot_general" and matches.reasons[eqn.outvars[0]] is None:
             return [gemm.ragged_dot(eqn, *map(read, eqn.invars), chip=emulation.chip)]
+        if eqn.primitive.name in SCALED_DOTS and emulation.listen is None:
+            product = _scaled_dot(eqn, [read(v) for v in eqn.invars], emulation.chip)
+            if product is not None:
+                return [product]
         if eqn.primitive.name == "shard_map":
             return _in_shards(eqn, [read(v) for v in eqn.invars], emulation)
         return run(program.jaxpr, _with_emulated_bodies(eqn, emulation), read)
@@ -158,6 +178,18 @@ def _product(jaxpr: Jaxpr, epilogue: Epilogue, read: Read, chip: Chip) -> jax.Ar
     scales = [None if scale is None else scale.read(read) for scale in dot.scales]
     dims = dot.eqn.params["dimension_numbers"]
     return gemm.dot(left, right, dims, out=out, planned=planned, fast=dot.is_fast, chip=chip, scales=scales)
+
+
+def _scaled_dot(eqn: JaxprEqn, operands: list[Any], chip: Chip) -> jax.Array | None:
+    """[XLA-10] A dot with block scales; None: XLA dequantizes, as JAX itself does for `lax.scaled_dot`."""
+    reason = gemm.why_no_scaled_dot(eqn, chip)
+    if reason is None:
+        return gemm.scaled_dot(eqn, *map(jnp.asarray, operands), chip=chip)
+    if eqn.primitive.name == SCALED_MATMUL and jax.default_backend() == "cpu":
+        raise UnsupportedError(
+            f"emulate: JAX has no jax.nn.scaled_matmul on a CPU, other than of MXFP8 with chip='B200'; got {reason}"
+        )
+    return None
 
 
 def _with_emulated_bodies(eqn: JaxprEqn, emulation: Emulation) -> JaxprEqn:

@@ -80,6 +80,10 @@ class EngineCall(NamedTuple):
         return self.gemm.granularities is not None and self.gemm.granularities[0].is_blockwise
 
     @property
+    def is_microscaled(self) -> bool:
+        return self.gemm.granularities is not None and self.gemm.granularities[0].is_microscaled
+
+    @property
     def has_own_split(self) -> bool:
         """Whether the caller gives an S that a library would have to take."""
         return self.gemm.split_k is not None and not self.is_blockwise and not self.gemm.groups
@@ -119,7 +123,10 @@ def dims_of(call: EngineCall, has_bias: bool = False) -> Dims:
     """The dimensions of a GEMM's arrays."""
     granularities = call.gemm.granularities
     if call.gemm.groups:
-        return Dims(((None, None), (None, None, "n"), (None,), (None, "n"), (None,)), (None, "n"))
+        scales: tuple[Names, ...] = ((None,), (None, "n"))
+        if call.is_microscaled:
+            scales = ((None, None), (None, None, "n"))
+        return Dims(((None, None), (None, None, "n"), *scales, (None,)), (None, "n"))
     operands: tuple[Names, ...] = (("m", "k"), ("k", "n"))
     if granularities is not None:
         operands += (_scale(granularities[0], "m"), _scale(granularities[1], "n")[::-1])

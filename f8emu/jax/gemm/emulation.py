@@ -64,7 +64,7 @@ def _program(call: EngineCall) -> Any:
 
 def _run(*operands: Any, call: EngineCall) -> jax.Array:
     """An eager call: one program for each shape, or those of f8ref.jax."""
-    if all(device.platform == "cpu" for device in operands[0].devices()) and _is_registered():
+    if all(device.platform == "cpu" for device in operands[0].devices()) and _is_native(call):
         return _program(call)(*operands)
     return _by_reference(*operands, call=call)
 
@@ -117,12 +117,17 @@ def _is_registered() -> bool:
     return native is not None
 
 
+def _is_native(call: EngineCall) -> bool:
+    """Whether the engine computes it; it lacks some of the models that a user can make."""
+    return engine.fits(call.gemm.model) and _is_registered()
+
+
 def _lower_reference(ctx: mlir.LoweringRuleContext, *operands: Any, call: EngineCall) -> Sequence[Any]:
     return mlir.lower_fun(functools.partial(_by_reference, call=call), multiple_results=False)(ctx, *operands)
 
 
 def _lower_native(ctx: mlir.LoweringRuleContext, *operands: Any, call: EngineCall) -> Sequence[Any]:
-    if ctx.module_context.lowering_parameters.for_export or not _is_registered():
+    if ctx.module_context.lowering_parameters.for_export or not _is_native(call):
         return _lower_reference(ctx, *operands, call=call)
     a: Any = ctx.avals_in[0]
     options: Any = _attribute(call, a.shape[-1])

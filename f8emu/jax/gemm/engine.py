@@ -71,6 +71,13 @@ def engine_of(device: Any = None, engine: EngineName = "auto", *, chip: Chip | C
 def multiply(call: EngineCall, operands: tuple[Any, ...]) -> jax.Array:
     """The product by the engine of the device, or of the backend that the trace is lowered for."""
     check_engine(call.gemm.call, call.engine)
+    if call.is_microscaled:
+        if call.engine == HARDWARE:
+            raise UnsupportedError(
+                f"{call.gemm.call}: f8emu.jax calls no library for E8M0 scales; got engine='hardware'; take "
+                "jax.nn.scaled_matmul on such a GPU, or engine='emulated'"
+            )
+        call = call._replace(engine=EMULATED)
     # 1. A trace does not know where it will run: both engines, and under vmap one GEMM after another.
     if not is_eager(operands):
         traced = functools.partial(_traced, call, known_excess_precision())

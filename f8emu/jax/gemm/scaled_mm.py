@@ -42,10 +42,12 @@ def scaled_mm(
     Shapes:
         a [M, K], b [K, N], float8, of any extents; float32 scales, of `a`: one element, [M, 1], [M, ceil(K / 128)] or
         [ceil(M / 128), ceil(K / 128)], and of `b`, as the transposed scales of `b.T`: one element, [1, N],
-        [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; bias [N] of any high precision -> [M, N] of out_dtype.
+        [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; or, of MXFP8 with `chip="B200"`, E8M0 scales
+        [M, ceil(K / 32)] and [ceil(K / 32), N]; bias [N] of any high precision -> [M, N] of out_dtype.
 
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy`, eagerly and
-    traced. `engine="hardware"`: the bits of the device.
+    traced. `engine="hardware"`: the bits of the device. MXFP8: equal to `f8ref.numpy` too; instructions agree with a
+    model validated on silicon, and that a library adds K in order is assumed [MX-4].
 
     Args: as for `f8emu.numpy.scaled_mm`, and `engine`: "auto" (the hardware on a CUDA device that is the chip, else the
     emulation), "hardware" or "emulated". A `split_k` of None, the only one that the hardware accepts, takes the
@@ -80,8 +82,9 @@ def scaled_grouped_mm(
     In `torch._scaled_grouped_mm` on a GPU those rows are undefined.
 
     Shapes:
-        a [total_M, K], b [groups, K, N], float8; scale_a float32 [total_M], scale_b float32 [groups, N]; offs
-        int32 [groups], the end of each group's rows -> [total_M, N] of out_dtype.
+        a [total_M, K], b [groups, K, N], float8; scale_a float32 [total_M], scale_b float32 [groups, N], or E8M0
+        [total_M, ceil(K / 32)] and [groups, ceil(K / 32), N]; offs int32 [groups], the end of each group's rows ->
+        [total_M, N] of out_dtype.
 
     Exactness: as for `scaled_mm`. On hardware every group is a GEMM of all rows, of which the group's own are kept.
 

@@ -139,10 +139,10 @@ def mma(
     names = tuple(f.name for f in (BFLOAT16, *FLOAT8))
     formats = dtype_format(a, "mma", "a", names), dtype_format(b, "mma", "b", names)
     out = output_format("mma", out_dtype)
-    given = [x for x in (scale_a, scale_b) if x is not None]
-    for x in given:
+    pair = [x for x in (scale_a, scale_b) if x is not None]
+    for x in pair:
         dtype_format(x, "mma", "scale", (E8M0FNU.name,))
-    model = chip.instruction("mma", formats, out, is_microscaled=len(given) == 2).model
+    model = chip.instruction("mma", formats, out, is_microscaled=len(pair) == 2).model
     dtype_format(c, "mma", "c", (out.name,))
     a, b, c = map(jnp.asarray, (a, b, c))
     if a.ndim != 2 or b.shape != a.shape or c.shape != a.shape[:1]:
@@ -150,13 +150,13 @@ def mma(
             f"mma: a and b must be [cases, K] and c [cases]; got {a.shape}, {b.shape} and {c.shape}; reshape them"
         )
     expected = (a.shape[0], -(-a.shape[1] // MX_BLOCK))
-    if len(given) == 1 or any(jnp.shape(x) != expected for x in given):
+    if len(pair) == 1 or any(jnp.shape(x) != expected for x in pair):
         raise OperandError(
-            f"mma: scale_a and scale_b must both be {list(expected)}, or absent; got {[jnp.shape(x) for x in given]}"
+            f"mma: scale_a and scale_b must both be {list(expected)}, or absent; got {[jnp.shape(x) for x in pair]}"
         )
     a, transposed, formats = taken(model, a, b.T, formats)
-    chain = Chain(model, *formats, a.shape[1], scale_block_k=MX_BLOCK if given else None, has_start=True)
-    scales = _scale_bytes(*map(jnp.asarray, given)) if given else None
+    chain = Chain(model, *formats, a.shape[1], scale_block_k=MX_BLOCK if pair else None, has_start=True)
+    scales = _scale_bytes(*map(jnp.asarray, pair)) if pair else None
     return finish(multiply_adds(a, transposed.T, float32_bits(codes(c, out), out), chain, scales), (), None, out)
 
 
