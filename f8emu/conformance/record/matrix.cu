@@ -2,8 +2,9 @@
 //
 // Every eight rows of the tile's A, and every eight columns of its B, are those of the eight cases, so that the results
 // lie on the diagonal of each 8 x 8, and a scale is right wherever in its group the hardware looks for it.
-// No header is included: NVRTC has none. `single.py` defines PTX, the instruction up to its operands; KIND; IS_HALF, a
-// float16 accumulator; IS_SCALED, E8M0 block scales; IDESC, the instruction descriptor of tcgen05.
+// No header is included: NVRTC has none. `single.py` defines KIND; PTX, the instruction before its operands, and TAIL,
+// what follows A, B, C; X, the registers of the accumulator; IS_HALF, that it is float16; IS_SCALED, E8M0 block scales;
+// IDESC, the instruction descriptor of tcgen05.
 //
 // a, b [cases, bytes]: 32 bytes of K an instruction; scales [cases, bytes / 32]; c, d [cases]: codes in 32 bits.
 #define MMA 0      // mma.sync: one warp
@@ -43,36 +44,21 @@ extern "C" __global__ void instruction(Bytes a, Bytes b, const u32* c, Bytes sca
         const u32 low = word(a + g * bytes + k + 4 * t), high = word(a + g * bytes + k + 4 * t + 16);
 #if KIND == MMA
         const u32 left = word(b + g * bytes + k + 4 * t), right = word(b + g * bytes + k + 4 * t + 16);
-#if IS_SCALED
-        const u32 sa = scale_a[g * (bytes / 32) + k / 32] * 0x01010101u;
-        const u32 sb = scale_b[g * (bytes / 32) + k / 32] * 0x01010101u;
-        asm volatile(PTX " {%0,%1,%2,%3}, {%4,%4,%5,%5}, {%6,%7}, {%0,%1,%2,%3}, {%8}, {%10,%10}, {%9}, {%10,%10};"
+        const int at = g * (bytes / 32) + k / 32;
+        const u32 sa = IS_SCALED ? scale_a[at] * 0x01010101u : 0, sb = IS_SCALED ? scale_b[at] * 0x01010101u : 0;
+        asm volatile(PTX X ", {%4,%4,%5,%5}, {%6,%7}, " X TAIL ";"
                      : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
                      : "r"(low), "r"(high), "r"(left), "r"(right), "r"(sa), "r"(sb), "h"((short)0));
-#elif IS_HALF
-        asm volatile(PTX " {%0,%1}, {%2,%2,%3,%3}, {%4,%5}, {%0,%1};"
-                     : "+r"(x[0]), "+r"(x[1]) : "r"(low), "r"(high), "r"(left), "r"(right));
 #else
-        asm volatile(PTX " {%0,%1,%2,%3}, {%4,%4,%5,%5}, {%6,%7}, {%0,%1,%2,%3};"
-                     : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
-                     : "r"(low), "r"(high), "r"(left), "r"(right));
-#endif
-#elif KIND == WGMMA
         __shared__ __align__(128) u32 tile[64];
         __syncthreads();
         store(tile, b + k, bytes, 8);
         asm volatile("fence.proxy.async;" ::: "memory");
         __syncthreads();
-        const u64 right = descriptor(tile);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#if IS_HALF
-        asm volatile("{.reg .pred p; setp.ne.u32 p, 1, 0;" PTX " {%0,%1}, {%2,%3,%4,%5}, %6, p, 1, 1" TAIL "; }"
-                     : "+r"(x[0]), "+r"(x[1]) : "r"(low), "r"(low), "r"(high), "r"(high), "l"(right) : "memory");
-#else
-        asm volatile("{.reg .pred p; setp.ne.u32 p, 1, 0;" PTX " {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, p, 1, 1" TAIL "; }"
+        asm volatile("{.reg .pred p; setp.ne.u32 p, 1, 0;" PTX X ", {%4,%5,%6,%7}, %8, p, 1, 1" TAIL "; }"
                      : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
-                     : "r"(low), "r"(low), "r"(high), "r"(high), "l"(right) : "memory");
-#endif
+                     : "r"(low), "r"(low), "r"(high), "r"(high), "l"(descriptor(tile)) : "memory");
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #endif
@@ -95,24 +81,17 @@ extern "C" __global__ void instruction(Bytes a, Bytes b, const u32* c, Bytes sca
         asm volatile("tcgen05.st.sync.aligned.32x32b.x1.b32 [%0], {%1};" ::"r"(mine + i), "r"(c[i % 8]) : "memory");
     for (int k = 0; k < bytes; k += 32) {
         store(tile_a, a + k, bytes, 128), store(tile_b, b + k, bytes, 16);
-#if IS_SCALED
-        for (int i = 0; i < 4; i++) {
-            const int at = lane % 8 * (bytes / 32) + k / 32;
+        for (int i = 0; IS_SCALED && i < 8; i++) {
+            const u32 byte = (i < 4 ? scale_a : scale_b)[lane % 8 * (bytes / 32) + k / 32];
             asm volatile("tcgen05.st.sync.aligned.32x32b.x1.b32 [%0], {%1};"
-                         ::"r"(mine + 32 + i), "r"(scale_a[at] * 0x01010101u) : "memory");
-            asm volatile("tcgen05.st.sync.aligned.32x32b.x1.b32 [%0], {%1};"
-                         ::"r"(mine + 48 + i), "r"(scale_b[at] * 0x01010101u) : "memory");
+                         ::"r"(mine + (i < 4 ? 32 : 44) + i), "r"(byte * 0x01010101u) : "memory");
         }
-#endif
         asm volatile("tcgen05.wait::st.sync.aligned; fence.proxy.async; tcgen05.fence::before_thread_sync;" ::: "memory");
         __syncthreads();
         if (threadIdx.x == 0) {
             const u64 left = descriptor(tile_a), right = descriptor(tile_b);
-            asm volatile("{.reg .pred p; tcgen05.fence::after_thread_sync; setp.ne.u32 p, 1, 0;" PTX " [%0], %1, %2, %3,"
-#if IS_SCALED
-                         " [%4], [%5],"
-#endif
-                         " p; tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%6]; }"
+            asm volatile("{.reg .pred p; tcgen05.fence::after_thread_sync; setp.ne.u32 p, 1, 0;" PTX " [%0], %1, %2, %3" TAIL
+                         ", p; tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%6]; }"
                          ::"r"(base), "l"(left), "l"(right), "r"(IDESC), "r"(base + 32), "r"(base + 48),
                            "r"(shared(&barrier)) : "memory");
         }

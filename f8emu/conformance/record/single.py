@@ -62,10 +62,11 @@ class Single(NamedTuple):
         name, is_scaled, out = self.instruction.name, self.instruction.is_microscaled, self.instruction.out
         a, b = (_NAMES[format].lower() for format in self.formats)
         types, scales, is_float8 = f"{out.name[0]}{out.bits}.{a}.{b}", "block_scale.scale_vec::1X", a != "bf16"
-        kind, tail, descriptor = "MMA", "", 0
+        kind, tail, descriptor = "MMA", ", {%8}, {%10,%10}, {%9}, {%10,%10}" if is_scaled else "", 0
         if name.startswith("tcgen05"):
             of_float8 = f"mxf8f6f4.{scales}" if is_scaled else "f8f6f4"
-            kind, ptx = "TCGEN05", f"tcgen05.mma.cta_group::1.kind::{of_float8 if is_float8 else 'f16'}"
+            kind, tail = "TCGEN05", ", [%4], [%5]" if is_scaled else ""
+            ptx = f"tcgen05.mma.cta_group::1.kind::{of_float8 if is_float8 else 'f16'}"
             # [PTX ISA, instruction descriptor] float32 or E8M0, formats of A and B, N = 16, M = 128
             code_a, code_b = (int(format in (E5M2, BFLOAT16)) for format in self.formats)
             descriptor = 1 << 23 if is_scaled else int(out != FLOAT16) << 4
@@ -78,7 +79,8 @@ class Single(NamedTuple):
             new = new if is_float8 and self.chip == RTX_BLACKWELL else ""
             ptx = f"mma.sync.aligned.{new}m16n8k{self.k}.row.col.{types}.{types[:3]}{'.ue8m0' if is_scaled else ''}"
         macros = {"KIND": kind, "IS_HALF": int(out == FLOAT16), "IS_SCALED": int(is_scaled), "IDESC": f"{descriptor}u"}
-        macros |= {"PTX": json.dumps(ptx), "TAIL": json.dumps(tail)}
+        registers = " {%0,%1}" if out == FLOAT16 else " {%0,%1,%2,%3}"
+        macros |= {"PTX": json.dumps(ptx), "TAIL": json.dumps(tail), "X": json.dumps(registers)}
         lines = [f"#define {macro} {value}" for macro, value in macros.items()]
         return "\n".join([*lines, Path(__file__).with_name("matrix.cu").read_text(encoding="utf-8")])
 
