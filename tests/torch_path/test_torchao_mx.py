@@ -70,20 +70,25 @@ def test_layers_train(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_experts_train() -> None:
+@pytest.mark.parametrize(("ends", "is_padded"), [((96, 96, 320), False), ((70, 70, 301), True)])
+def test_experts_train(ends: tuple[int, ...], is_padded: bool) -> None:
+    from torchao.prototype.moe_training.kernels.mxfp8 import torch_pad_token_groups, torch_unpad_token_groups
     from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 
     # torchao's torch functions swizzle whole tiles of K: N and K are multiples of 128.
-    offs = torch.tensor([96, 96, 320], dtype=torch.int32)
-    x, grad = draw(320, 128, dtype=BF16).requires_grad_(), draw(320, 256, dtype=BF16)
+    offs, tokens = torch.tensor(ends, dtype=torch.int32), ends[-1]
+    x, grad = draw(tokens, 128, dtype=BF16).requires_grad_(), draw(tokens, 256, dtype=BF16)
     weight = draw(3, 256, 128, dtype=BF16).requires_grad_()
     with f8.emulate("B200", force=True):
-        y = _to_mxfp8_then_scaled_grouped_mm(x, weight.mT, offs)
+        y = _to_mxfp8_then_scaled_grouped_mm(x, weight.mT, offs, pad_token_groups_for_grouped_mm=is_padded)
         y.backward(grad)
-    rows, experts = x.detach(), weight.detach()
-    assert_same_bits(y, product(rows, experts, offs, mode="rceil"))
-    assert_same_bits(x.grad, product(grad, experts.mT, offs, mode="rceil"))
-    assert_same_bits(weight.grad, product(grad.t(), rows.t(), offs, mode="rceil"))
+    # The groups of K begin and end with blocks of 32.
+    rows, starts, padded_ends = torch_pad_token_groups(x.detach(), offs, 32)
+    outer, experts = torch_pad_token_groups(grad, offs, 32)[0], weight.detach()
+    for observed, operands in ((y, (rows, experts)), (x.grad, (outer, experts.mT))):
+        expected = interop.to_torch(product(*operands, padded_ends, mode="rceil"))
+        assert_same_bits(observed, torch_unpad_token_groups(expected, offs, starts, tokens, 32))
+    assert_same_bits(weight.grad, product(outer.t(), rows.t(), padded_ends, mode="rceil"))
 
 
 @pytest.mark.usefixtures("torchao")

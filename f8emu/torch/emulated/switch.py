@@ -76,8 +76,9 @@ def emulate(chip: Chip | ChipName = H100, *, bf16: bool = False, force: bool = F
 
     The operators: `torch._scaled_mm`, `torch.nn.functional.scaled_mm`, `torch._scaled_grouped_mm`,
     `torch.nn.functional.scaled_grouped_mm`, `torch._grouped_mm`. They take and refuse what a Hopper GPU does, with
-    torch's classes of errors. On a machine with a GPU that is the chip, nothing changes; on another GPU its tensors are
-    emulated too, by JAX, which is slow.
+    torch's classes of errors. With chip "B200" the first four also multiply MXFP8, and refuse of it what torch's source
+    does: E8M0 scales must be swizzled. On a machine with a GPU that is the chip, nothing changes; on another GPU its
+    tensors are emulated too, by JAX, which is slow.
 
     Exactness: every bit, and every refusal, of the 228 calls of an H100 in `tests/torch_path/operator_calls-h100.json`.
     What a program computes around them is its own: compiled code may keep float32 where eager code rounds.

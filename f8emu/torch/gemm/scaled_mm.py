@@ -41,6 +41,8 @@ def scaled_mm(
         [M, 1], [M, ceil(K / 128)] or [ceil(M / 128), ceil(K / 128)], and of `b`, as the transposed scales of
         `b.t()`: one element, [1, N], [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; bias [N] of out_dtype
         -> [M, N] of out_dtype.
+        MXFP8, on chips such as "B200": float8_e8m0fnu scales [M, ceil(K / 32)] and [ceil(K / 32), N], plain [MX-1..5];
+        `swizzle_scales` is for torch's own operators.
 
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy` and to every
     recorded case. `engine="hardware"`: the bits of the device. `split_k` tells the emulation which split-K the
@@ -63,7 +65,8 @@ def scaled_mm(
         granularity_b: the granularity of `scale_b`, if its shape is ambiguous.
         split_k: the number of slices of K that the emulation accumulates separately; None: the library's or the plan's.
         chip: the chip to emulate: a profile of `f8emu.spec.CHIPS` or its name. `evidence` says what a profile rests on.
-            Hopper (an H200's) and H100 have plans; for other chips S is 1.
+            Hopper (an H200's) and H100 have plans; for other chips S is 1. f8emu was never run on a Blackwell GPU: that
+            its hardware has the emulation's bits is unverified, as a warning says once.
 
     Raises:
         OperandError: wrong dtype, shape, size, layout, device or scales.
@@ -115,6 +118,8 @@ def scaled_grouped_mm(
         columns of b: a [G, M, K], b [K, N], scale_a [G, M], scale_b [N] -> [M, N].
         K: a [M, K], b [K, N], scale_a [G * M], scale_b [G * N] -> [G, M, N].
         nothing, without offs: a [G, M, K], b [G, K, N], scale_a [G, M], scale_b [G, N] -> [G, M, N].
+        MXFP8, on chips such as "B200", rows of a and K alone: float8_e8m0fnu scales of their operand's shape, with
+        ceil(K / 32) in place of K, plain. Groups of K then end at multiples of 32.
 
     On hardware outputs beyond the last group are undefined, and groups along K must have sizes that are multiples of
     16, groups of columns multiples of 8: an assertion on the device ends the process's use of CUDA otherwise. The
