@@ -111,7 +111,7 @@ def dequantize(
     """
     source = format_of("dequantize", "codes", codes, FLOAT8_NAMES)
     target = output_format("dequantize", out_dtype, refusal=OperandError)
-    if not isinstance(scale, int | float) and scale.dtype.name == E8M0FNU.name:
+    if not isinstance(scale, int | float) and str(getattr(scale, "dtype", "")) == E8M0FNU.name:
         scale = decode(scale)
     granularity, matrix, factors = checked_scales("dequantize", codes, "codes", scale, "scale", granularity)
     return _dequantize(matrix, factors, source, target, granularity.block).reshape(codes.shape)

@@ -133,7 +133,7 @@ def cast_blocks(
 
     kinds = {"row_granularity": row_granularity, "col_granularity": col_granularity}
     kernel = functools.partial(kernels.cast_blocks, format=format, rule=rule, **kinds)
-    return _chosen(kernel, plain, x, format=format)
+    return _chosen(kernel, plain, x, format=format, takes=rule.e8m0 is None)
 
 
 def _plain_cast(x: jax.Array, block: Block, format: Format, rule: ScaleRule) -> ScaledCodes:

@@ -13,7 +13,7 @@ import f8ref.numpy as f8
 from f8emu import interop
 from f8emu.conformance.arrays import FRAMEWORKS, travelling
 from f8emu.conformance.run.oracle import exact_subject
-from f8emu.spec import E4M3FN, E5M2, FLOAT8, DelayedScaling, E8M0Rule, Format, Granularity, ScaleRule, SpecError
+from f8emu.spec import E4M3FN, E5M2, FLOAT8, MXFP8, DelayedScaling, E8M0Rule, Format, Granularity, ScaleRule, SpecError
 from tests.oracle.exactly import assert_same_bits, dtype_of
 
 MX = Granularity.BLOCKWISE_1X32
@@ -153,3 +153,26 @@ def test_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             plain = scale_from_amax(amax, E4M3FN, ScaleRule(e8m0=rule))
         assert torch.equal(plain.scale.view(torch.uint8), by_engine.scale.view(torch.uint8))
         assert torch.equal(plain.inv_scale.view(torch.int32), by_engine.inv_scale.view(torch.int32))
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (64, 1)], ids=str)
+def test_both_operands_of_a_layers_matrix(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What layers of torch and JAX cast, in one reading and in several, equals the oracle's verbs for either side."""
+    torch, jax = interop.require_torch("test"), pytest.importorskip("jax")
+    from f8emu.jax.layer.operands import cast_matrix as by_jax
+    from f8emu.torch import cpu_casts
+    from f8emu.torch.casts.operand import cast_matrix as by_torch
+
+    x = (np.random.default_rng(5).standard_normal(shape) * np.exp2(np.arange(shape[1]) % 40 - 20)).astype(np.float32)
+    plan, made = MXFP8.cast_plans.input.both, {}
+    made["engine"] = by_torch(torch.from_numpy(x), plan)
+    monkeypatch.setattr(cpu_casts, "takes", lambda x: False)
+    made["torch"] = by_torch(torch.from_numpy(x), plan)
+    made["jax"] = by_jax(jax.numpy.asarray(x), plan, None, ((), ()))[:2]
+    for name, operands in made.items():
+        for side, operand in zip((x, x.T), operands, strict=True):
+            inv_scale, scale = f8.scale_from_amax(f8.amax(side, MX), E4M3FN, plan.rule)
+            codes = f8.quantize(side, inv_scale, E4M3FN, MX)
+            for array, expected in ((operand.codes, codes), (operand.scale, scale)):
+                array = np.asarray(array) if name == "jax" else interop.to_numpy(array)
+                assert_same_bits(array.view(np.uint8), expected.view(np.uint8))

@@ -25,7 +25,7 @@ class Operand(NamedTuple):
     codes: jax.Array
     """[rows, K]; in high precision bfloat16 values."""
     scale: jax.Array | None
-    """Float32 of `Granularity.scale_shape`; None in high precision."""
+    """Float32, or E8M0, of `Granularity.scale_shape`; None in high precision."""
 
 
 class Deferred(NamedTuple):

@@ -17,6 +17,7 @@ from f8emu.spec.scaling import Granularity, Scales
 from f8emu.torch import cpu_casts
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import cast_pair_delayed
+from f8emu.torch.fused.eager import cast_by_own
 from f8emu.torch.fused.launch import amax_tiles
 from f8emu.torch.library import fake, has_dispatch_mode, is_known, operator
 
@@ -34,7 +35,7 @@ class Operand(NamedTuple):
     """One operand of a GEMM."""
 
     codes: Tensor  # [rows, K], row-major; in high precision bfloat16 of any layout
-    scale: Tensor | None  # float32 of `Granularity.scale_shape`; None in high precision
+    scale: Tensor | None  # float32, or E8M0, of `Granularity.scale_shape`; None in high precision
 
 
 Both = tuple[Operand | None, Operand | None]  # of rows and columns; None: not requested
@@ -159,7 +160,12 @@ def cast_both(x: Tensor, plan: CastPlan, source: ScaleSource, *, recompute: bool
             wanted = (kind is plan.by_blocks[0], kind is plan.by_blocks[1])
             results = fused.cast_blocks(x, format.name, kind is Granularity.BLOCKWISE_128X128, *wanted, *settings)
             operands = _with_float8(operands, wanted, results[::2], results[1::2])
-    # 3. One scale, or one of each row: a cast by the amaxes of a reading before.
+    # 3. E8M0 scales of 32, which no kernel finds: torch's operations, for one operand after the other.
+    for i, kind in enumerate(plan.by_blocks):
+        if kind is Granularity.BLOCKWISE_1X32:
+            codes, scale, _ = cast_by_own(x.t() if i else x, format, kind, plan.rule)
+            operands = _with_float8(operands, (i == 0, i == 1), (codes, codes), (scale, scale))
+    # 4. One scale, or one of each row: a cast by the amaxes of a reading before.
     by_row = None if plan.by_amax[0] is None else source.rows
     by_col = None if plan.by_amax[1] is None else source.cols
     if by_row is not None or by_col is not None:
