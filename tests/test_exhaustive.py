@@ -21,7 +21,8 @@ from benchmarks.proofs.exhaustive_checks import (
     is_rounded_quotient,
     numpy_backend,
 )
-from f8emu.spec import E4M3FN, E5M2, HOPPER, Format, Overflow, ScaleRule
+from benchmarks.proofs.exhaustive_e8m0 import check_cvt, check_e8m0, steps
+from f8emu.spec import E4M3FN, E5M2, HOPPER, E8M0Rule, Format, Overflow, ScaleRule
 
 STRIDE = 65_537 * 13
 """5,041 inputs; odd, so that all low bits occur."""
@@ -35,15 +36,17 @@ def _bits_around_steps(fmt: Format, overflow: Overflow) -> np.ndarray:
 
 def test_the_tasks_cover_every_input_once() -> None:
     for stride, sizes in ((1, (INPUTS, SIGNIFICANDS)), (1001, (4_290_677, 8_381))):
-        for is_cast, size in zip((True, False), sizes, strict=True):
-            chosen = [task for task in tasks(stride) if task.is_cast == is_cast]
+        for kind, size in zip(("casts", "scales"), sizes, strict=True):
+            chosen = [task for task in tasks(stride) if task.kind == kind]
             assert chosen[0].begin == 0
             assert all(a.end == b.begin for a, b in pairwise(chosen))
             assert chosen[-1].end == size
-    *casts, last = (task for task in tasks(1) if task.is_cast or task.end == SIGNIFICANDS)
+    *casts, last = (task for task in tasks(1) if task.kind == "casts" or task.end == SIGNIFICANDS)
     assert casts[0].bits()[:3].tolist() == [0, 1, 2]
     assert casts[-1].bits()[-1] == INPUTS - 1
     assert last.bits()[-1] == 0x3FFFFFFF, "the last amax below 2"
+    (of_bfloat16,) = tasks(1, ["e8m0"])
+    assert of_bfloat16.bits()[[0, -1]].tolist() == [0, 0x7FFF0000], "from 0 to the last NaN"
 
 
 @pytest.mark.parametrize("overflow", Overflow)
@@ -76,10 +79,10 @@ def test_exact_steps_by_hand() -> None:
 def test_every_backend_on_a_strided_part(name: str) -> None:
     """Casts of some inputs; of the significands of an amax every 17th, in both formats and under both rules."""
     backends = {name: BACKENDS[name]()}
-    for is_cast, size, stride in ((True, INPUTS, STRIDE), (False, SIGNIFICANDS, 17)):
+    for kind, size, stride in (("casts", INPUTS, STRIDE), ("scales", SIGNIFICANDS, 17)):
         count = -(-size // stride)
-        tallies = run_task(Task(is_cast=is_cast, begin=0, end=count, stride=stride), backends)
-        assert len(tallies) == {True: 2 * len(backends[name].policies), False: 4 * (name != "ml_dtypes")}[is_cast]
+        tallies = run_task(Task(kind, begin=0, end=count, stride=stride), backends)
+        assert len(tallies) == {"casts": 2 * len(backends[name].policies), "scales": 4 * (name != "ml_dtypes")}[kind]
         assert all(tally.inputs == count and tally.differences == 0 for tally in tallies)
 
 
@@ -123,9 +126,26 @@ def test_a_planted_cast_is_found(planted: Any, fmt: Format) -> None:
 @pytest.mark.parametrize("fmt", HOPPER.operand_formats, ids=str)
 @pytest.mark.parametrize(("planted", "rule"), [(reciprocal, RULES[0]), (rounded_up, RULES[1])])
 def test_a_planted_scale_is_found(planted: Any, rule: ScaleRule, fmt: Format) -> None:
-    amax = Task(is_cast=False, begin=0, end=4096, stride=2047).bits().view(np.float32)
+    amax = Task("scales", begin=0, end=4096, stride=2047).bits().view(np.float32)
     tally = check_scales("planted", NUMPY._replace(scales=planted), amax, fmt, rule)
     assert tally is not None and tally.differences > 0 and tally.examples
+
+
+def test_e8m0_scales_of_a_strided_part_and_a_planted_rule() -> None:
+    """Every 7th bfloat16 amax in every backend; float32 amaxes around the steps by NVIDIA's conversion."""
+    task = Task("e8m0", 0, -(-(1 << 15) // 7), 7)
+    backends = {name: BACKENDS[name]() for name in DEFAULT_BACKENDS}
+    tallies = run_task(task, backends)
+    assert len(tallies) == 5 * 2 * 4 and {tally.backend for tally in tallies} >= {"f8ref.exact", "f8emu.torch"}
+    assert all(tally.inputs == 4682 and tally.differences == 0 for tally in tallies)
+    scales = NUMPY.scales
+    assert scales is not None
+    other = NUMPY._replace(scales=lambda amax, fmt, _: scales(amax, fmt, ScaleRule(e8m0=E8M0Rule.CEIL)))
+    for fmt in HOPPER.operand_formats:
+        planted = check_e8m0("planted", other, task.bits(), fmt, E8M0Rule.RCEIL)
+        assert planted is not None and planted.differences > 1000 and "expected" in planted.examples[0]
+        around = steps(fmt, E8M0Rule.RCEIL)[0][1:-1, None].astype(np.int64) + np.arange(-2, 3)
+        assert check_cvt(np.unique(around).astype(np.uint32), fmt).differences == 0
 
 
 def test_is_rounded_quotient_against_fractions() -> None:

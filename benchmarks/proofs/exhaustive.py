@@ -1,6 +1,8 @@
 """Every float32 input of a float8 cast, and every amax significand of a scale, in every backend.
 
     python -m benchmarks.proofs.exhaustive                    all, recorded in benchmarks/results/exhaustive-cast.json
+    python -m benchmarks.proofs.exhaustive --only e8m0 cvt    E8M0 scales of every bfloat16 amax, and NVIDIA's of every
+                                                              float32 one, recorded in exhaustive-e8m0.json
     python -m benchmarks.proofs.exhaustive --fraction 0.0001  a strided part, recorded nowhere unless --json says where
 
 What must come out is proved in `exhaustive_checks`, by exact fractions and integers. Exit status 1 on any difference.
@@ -26,47 +28,61 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.proofs.exhaustive_checks import BACKENDS, DEFAULT_BACKENDS, Backend, Tally, check_cast, check_scales
+from benchmarks.proofs.exhaustive_e8m0 import check_cvt, check_e8m0, exact_backend
 from f8emu.conformance.record.record import tracked
 from f8emu.environment import versions
-from f8emu.spec import FLOAT32, HOPPER, ScaleRule
+from f8emu.spec import FLOAT32, HOPPER, E8M0Rule, ScaleRule
 
 INPUTS = 1 << FLOAT32.bits
 SIGNIFICANDS = 1 << FLOAT32.fraction_bits
 CHUNK = 1 << 20  # inputs a task: large enough that calls cost nothing, small enough to stay in cache
-RECORDED = Path(__file__).parents[1] / "results" / "exhaustive-cast.json"
+SIZES = {"casts": INPUTS, "scales": SIGNIFICANDS, "e8m0": 1 << 15, "cvt": 1 << 31}
+"""Inputs of each kind of task: any float32, an amax in [1, 2), any bfloat16 amax, any float32 amax."""
+RECORDED = {
+    kinds: Path(__file__).parents[1] / "results" / f"exhaustive-{name}.json"
+    for kinds, name in ((("casts", "scales"), "cast"), (("e8m0", "cvt"), "e8m0"))
+}
 RULES = (ScaleRule(), ScaleRule(power_of_two=True))
 _ONE = FLOAT32.bias << FLOAT32.fraction_bits
 
 
 class Task(NamedTuple):
-    """Numbers `begin` to `end` of a strided set of inputs, all casts or all scales of them."""
+    """Numbers `begin` to `end` of a strided set of inputs, and all checks of one kind of them."""
 
-    is_cast: bool
+    kind: str
     begin: int
     end: int
     stride: int
 
     def bits(self) -> np.ndarray:
-        """Float32 bit patterns: of any number, or of an amax in [1, 2)."""
+        """Float32 bit patterns."""
         numbers = np.arange(self.begin, self.end, dtype=np.uint64) * np.uint64(self.stride)
-        return (numbers + np.uint64(0 if self.is_cast else _ONE)).astype(np.uint32)
+        if self.kind == "e8m0":
+            numbers = numbers << np.uint64(16)
+        return (numbers + np.uint64(_ONE if self.kind == "scales" else 0)).astype(np.uint32)
 
 
-def tasks(stride: int) -> Iterator[Task]:
+def tasks(stride: int, kinds: Sequence[str] = ("casts", "scales")) -> Iterator[Task]:
     """All inputs, or every `stride`-th."""
-    for is_cast, size in ((True, INPUTS), (False, SIGNIFICANDS)):
-        count = -(-size // stride)
+    for kind in kinds:
+        count = -(-SIZES[kind] // stride)
         for begin in range(0, count, CHUNK):
-            yield Task(is_cast, begin, min(begin + CHUNK, count), stride)
+            yield Task(kind, begin, min(begin + CHUNK, count), stride)
 
 
 def run_task(task: Task, backends: dict[str, Backend]) -> list[Tally]:
     """Every backend, format and policy (or rule) on one task."""
     bits = task.bits()
+    if task.kind == "cvt":
+        return [check_cvt(bits, fmt) for fmt in HOPPER.operand_formats]
+    if task.kind == "e8m0":
+        backends = backends | {"f8ref.exact": exact_backend()}
     tallies: list[Tally | None] = []
     for name, backend in backends.items():
         for fmt in HOPPER.operand_formats:
-            if task.is_cast:
+            if task.kind == "e8m0":
+                tallies += [check_e8m0(name, backend, bits, fmt, rule) for rule in E8M0Rule]
+            elif task.kind == "casts":
                 tallies += [check_cast(name, backend, bits, fmt, overflow) for overflow in backend.policies]
             else:
                 tallies += [check_scales(name, backend, bits.view(np.float32), fmt, rule) for rule in RULES]
@@ -87,8 +103,8 @@ def _work(task: Task) -> list[Tally]:
     return run_task(task, _backends)
 
 
-def run(names: Sequence[str], stride: int, workers: int) -> tuple[list[Tally], list[Tally]]:
-    """Tallies of casts and of scales over all tasks."""
+def run(names: Sequence[str], stride: int, workers: int, kinds: Sequence[str]) -> dict[str, list[Tally]]:
+    """Tallies of each kind over all its tasks."""
     # 1. A worker a core; each takes the next free one.
     context = multiprocessing.get_context("spawn")  # a fork after JAX has started may deadlock
     cores: SimpleQueue[int] = context.SimpleQueue()
@@ -96,14 +112,14 @@ def run(names: Sequence[str], stride: int, workers: int) -> tuple[list[Tally], l
     for i in range(workers):
         cores.put(available[i % len(available)])
     # 2. Tallies of all tasks, added as they come.
-    casts, scales = dict[tuple[str, str, str], Tally](), dict[tuple[str, str, str], Tally]()
+    tallies: dict[str, dict[tuple[str, str, str], Tally]] = {kind: {} for kind in kinds}
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(names, cores)) as pool:
-        futures = {pool.submit(_work, task): casts if task.is_cast else scales for task in tasks(stride)}
+        futures = {pool.submit(_work, task): tallies[task.kind] for task in tasks(stride, kinds)}
         for future in tracked(as_completed(futures), "casts and scales", len(futures)):
             for tally in future.result():
                 key = (tally.backend, tally.format, tally.kind)
                 futures[future].setdefault(key, Tally(*key)).add(tally)
-    return list(casts.values()), list(scales.values())
+    return {kind: list(of_kind.values()) for kind, of_kind in tallies.items()}
 
 
 def machine() -> dict[str, object]:
@@ -120,8 +136,9 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.exhaustive", description=summary)
     parser.add_argument("--fraction", type=float, default=1.0, help="part of the inputs, taken with an odd stride")
     parser.add_argument("--backends", nargs="+", choices=tuple(BACKENDS), default=DEFAULT_BACKENDS)
+    parser.add_argument("--only", nargs="+", choices=tuple(SIZES), default=["casts", "scales"], help="what is checked")
     parser.add_argument("--workers", type=int, default=2, help="processes, one core each (default 2)")
-    parser.add_argument("--json", type=Path, help=f"where to record (default, for a full run only: {RECORDED})")
+    parser.add_argument("--json", type=Path, help="where to record (default, for a full run only: benchmarks/results)")
     arguments = parser.parse_args(words)
     if not 0 < arguments.fraction <= 1:
         parser.error(f"--fraction must be above 0 and at most 1; got {arguments.fraction}")
@@ -138,18 +155,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parsed(words)
     stride = 1 if arguments.fraction == 1 else round(1 / arguments.fraction) | 1
     load, start = os.getloadavg()[0], time.perf_counter()
-    casts, scales = run(arguments.backends, stride, arguments.workers)
+    tallies = run(arguments.backends, stride, arguments.workers, arguments.only)
     seconds = time.perf_counter() - start
     used = resource.getrusage(resource.RUSAGE_CHILDREN)  # the workers have ended
     cpu_seconds = used.ru_utime + used.ru_stime
-    differences = sum(tally.differences for tally in casts + scales)
-    for title, tallies in (("casts", casts), ("scales, amax in [1, 2)", scales)):
-        print(f"{title}:", *sorted(map(str, tallies)), sep="\n  ")
+    differences = sum(tally.differences for of_kind in tallies.values() for tally in of_kind)
+    for kind, of_kind in tallies.items():
+        print(f"{kind}:", *sorted(map(str, of_kind)), sep="\n  ")
     part = "all" if stride == 1 else f"every {stride}th, not all,"
+    inputs = ", ".join(f"{SIZES[kind]:,} inputs of {kind}" for kind in arguments.only)
     times = f"{seconds:.0f} s, {cpu_seconds:.0f} s of CPU"
-    print(f"{differences} differences; {part} of 2^32 inputs and 2^23 significands; {times}")
+    print(f"{differences} differences; {part} of {inputs}; {times}")
     is_whole = stride == 1 and set(DEFAULT_BACKENDS) <= set(arguments.backends)
-    if path := arguments.json or (RECORDED if is_whole else None):
+    if path := arguments.json or (RECORDED.get(tuple(arguments.only)) if is_whole else None):
         report = {
             "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.proofs.exhaustive", *words]),
             "exhaustive": stride == 1,
@@ -160,8 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "seconds": round(seconds, 1),
             "cpu_seconds": round(cpu_seconds, 1),
             "differences": differences,
-            "casts": [asdict(tally) for tally in casts],
-            "scales": [asdict(tally) for tally in scales],
+            **{kind: [asdict(tally) for tally in of_kind] for kind, of_kind in tallies.items()},
         }
         path.write_text(json.dumps(report, indent=1) + "\n")
         print(f"recorded in {path}")

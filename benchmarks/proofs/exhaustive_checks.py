@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from f8emu.interop import to_numpy
 from f8emu.spec import FLOAT32, Format, Overflow, ScaleRule
 
 EXAMPLES = 20  # differences that are shown for each backend, format and policy
@@ -86,7 +87,7 @@ def torch_backend(device: str = "cpu") -> Backend:
 
     def scales(amax: F32, fmt: Format, rule: ScaleRule) -> tuple[F32, F32]:
         inv_scale, scale = verbs.scale_from_amax(torch.from_numpy(amax).to(device), fmt, rule)
-        return inv_scale.cpu().numpy(), scale.cpu().numpy()
+        return inv_scale.cpu().numpy(), to_numpy(scale)
 
     return Backend(cast, scales)
 

@@ -19,6 +19,7 @@ HELD = {
     "emulator-h100": "Time of the emulated GEMM on a GPU",
     "evidence": "How many recorded outputs change when one rule changes",
     "exhaustive-cast": "Casts of all float32 numbers and scales of all amaxes",
+    "exhaustive-e8m0": "E8M0 scales of all bfloat16 amaxes, and NVIDIA's conversion of all float32 ones",
     "experts-h200": "A mixture's experts in the shapes of four models on an H200, with GEMMs alone and the floor",
     "feed-forward-before-and-now-h200": "The feed-forward block at two commits, one after the other on one machine",
     "feed-forward-h100": "Llama-3 8B's feed-forward block on an H100, with the kernels of a step",

@@ -180,15 +180,22 @@ def verify_jax() -> str:
 
 
 def exhaustive() -> str:
-    """Casts of every float32 number, and scales of every amax."""
-    held = record("exhaustive-cast")
-    rows = []
-    for backend in dict.fromkeys(c["backend"] for c in held["casts"]):
-        casts, scales = ([c for c in held[kind] if c["backend"] == backend] for kind in ("casts", "scales"))
-        inputs = (f"{len(kind)} x {kind[0]['inputs']:,}" if kind else NO_FIGURE for kind in (casts, scales))
-        rows.append([f"`{backend}`", *inputs, str(sum(c["differences"] for c in (*casts, *scales)))])
-    shown = table(["implementation", "casts", "scales", "differences"], rows)
-    return f"{shown}\n\n{source('exhaustive-cast', ('numpy', 'jax', 'torch'))}"
+    """Casts of every float32 number, scales of every amax, and E8M0 scales of every bfloat16 amax."""
+    held = record("exhaustive-cast") | {kind: record("exhaustive-e8m0")[kind] for kind in ("e8m0", "cvt")}
+    checks, rows = [held[kind] for kind in ("casts", "scales", "e8m0")], []
+    for backend in dict.fromkeys(c["backend"] for c in (*held["casts"], *held["e8m0"])):
+        of_backend = [[c for c in check if c["backend"] == backend] for check in checks]
+        inputs = (f"{len(check)} x {check[0]['inputs']:,}" if check else NO_FIGURE for check in of_backend)
+        rows.append([f"`{backend}`", *inputs, str(sum(c["differences"] for check in of_backend for c in check))])
+    shown = table(["implementation", "casts", "scales", "E8M0 scales", "differences"], rows)
+    apart, inputs = sum(c["differences"] for c in held["cvt"]), f"{len(held['cvt'])} x {held['cvt'][0]['inputs']:,}"
+    cvt = (
+        f"NVIDIA's `cvt.rp.satfinite.ue8m0` of `amax * fl(1/max)`, as `cuda_fp8.hpp` has it, beside RCEIL: "
+        f"{apart} of {inputs} amaxes differ. One amax a format is expected to, just above `max * 2^-127`, where the "
+        "product rounds."
+    )
+    sources = (source(name, ("numpy", "jax", "torch")) for name in ("exhaustive-cast", "exhaustive-e8m0"))
+    return "\n\n".join([shown, cvt, *sources])
 
 
 def recorded_layers() -> str:

@@ -82,7 +82,8 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
 
 def _e8m0_scales(amax: NDArray[np.float32], format: Format, rule: E8M0Rule) -> Scales:
     # 1. amax = fraction * 2^exponent with a fraction in [1/2, 1), as max is; infinity counts as 2^128.
-    fraction, exponent = np.frexp(np.where(np.isinf(amax), 2.0**128, amax.astype(np.float64)))
+    with np.errstate(invalid="ignore"):  # a NaN may be a signalling one
+        fraction, exponent = np.frexp(np.where(np.isinf(amax), 2.0**128, amax.astype(np.float64)))
     limit, limit_exponent = np.frexp(format.max)
     match rule:
         case E8M0Rule.FLOOR:
