@@ -130,7 +130,6 @@ OF_MX: dict[str, dict[str, Any]] = {
     GROUPED: {"scale_a": Shaped((M, 8), E8M0), "scale_b": Shaped((G, 8, N), E8M0), **B200},
 }
 """MXFP8, beside the operands of `GOOD`."""
-MX_BACKENDS = ("description", "f8ref.numpy", "f8emu.numpy")
 MX_BAD: list[tuple[str, dict[str, Any], type[F8Error], str]] = [
     *(
         (call, {"chip": chip}, UNSUPPORTED, ", which float8_e8m0fnu scales are; pass chip='B200'")
@@ -231,14 +230,15 @@ def test_a_bad_call_is_refused(
         assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", MX_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("call", "change", "kind", "message"), MX_BAD, ids=[f"{c}: {m[:40]}" for c, _, _, m in MX_BAD])
 def test_a_bad_call_of_mxfp8_is_refused(
     call: str, change: dict[str, Any], kind: type[F8Error], message: str, backend: str
 ) -> None:
     operands = GOOD[call] | OF_MX[call]
-    out = verb(backend, call)(**operands)
-    assert (out.out_shape if backend == "description" else out.shape) == (M, N)
+    if backend != "f8emu.torch":  # whose sizes are those of the library
+        out = verb(backend, call)(**operands)
+        assert (out.out_shape if backend == "description" else out.shape) == (M, N)
     with pytest.raises(kind, match=re.escape(message)):
         verb(backend, call)(**operands | change)
 
