@@ -72,6 +72,23 @@ def test_products(shape: tuple[int, int, int]) -> None:
     check_products(library.widths(), [shape])
 
 
+def test_every_pair_of_bytes() -> None:
+    check_bytes(library.widths())
+
+
+def check_bytes(widths: Sequence[str]) -> None:
+    """[MX-1], [MX-2] Of a block of zeros, and of one that is not, after a block whose sum is about 1."""
+    every = np.arange(256, dtype=np.uint8)[:, None]
+    scale = np.concatenate([np.full_like(every, 127), every], axis=1).view(ml_dtypes.float8_e8m0fnu)
+    for value in (0.0, -1.25):
+        x = np.repeat(np.array([[1.125, value]], ml_dtypes.float8_e4m3fn), 32, axis=1).repeat(256, axis=0)
+        operands = x, x.T, scale, scale.T
+        options: dict[str, Any] = {**MICROSCALED, "out_dtype": "float32", "chip": CHIPS[0]}
+        expected = oracle.scaled_mm(*operands, **options)
+        for width in widths:
+            assert_equal(emulation.scaled_mm(*operands, width=width, **options), expected, f"{width} {value}")
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_slices_biases_outputs_and_strides(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulation, "_threads", lambda: threads)
