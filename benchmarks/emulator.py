@@ -5,9 +5,11 @@
 
 A time is the shortest of several, the subjects taking turns, so that what else the machine does weighs on all alike.
 `f8emu.torch` is the public call, `emulate` is `torch._scaled_mm` under `f8emu.torch.emulate`, `torch` is torch's own
-operator, which has other bits. `f8emu.native` and a width are the engine alone, out of the same threads.
+operator, which has other bits. `f8emu.native` and a width are the engine alone, out of the same threads. `mxfp8` are
+codes with E8M0 scales, as a B200 multiplies them; the others are tensorwise, as a Hopper GPU does.
 """
 
+import functools
 import os
 import platform
 import sys
@@ -23,7 +25,7 @@ import f8emu.torch
 from benchmarks.runner import Bench, Entry, draw_entries, option, turns_of
 from benchmarks.timing import Step, synchronize
 from f8emu.native import gemm, library
-from f8emu.spec import E4M3FN, Granularity
+from f8emu.spec import BLACKWELL_TCGEN05, E4M3FN, MX_BLOCK, Granularity
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.torch.gemm import emulation
 
@@ -46,19 +48,37 @@ def subjects(size: int, use_fast_accum: bool, device: torch.device) -> dict[str,
     }
     if device.type == "cpu":
         calls["emulate"] = scaled_mm_of_torch(a_8, b_8, use_fast_accum)
-        tensorwise = (Granularity.TENSORWISE, Granularity.TENSORWISE)
-        shared: dict[str, Any] = {"granularities": tensorwise, "use_fast_accum": use_fast_accum}
-        called = GemmCall(call="scaled_mm", sizes=(size, size, size), formats=(E4M3FN, E4M3FN), **shared)
-        one = emulation.described(called, a_8, b_8, scale, scale)
-        assert one is not None, library.unavailable()
-
-        def run(width: str) -> None:
-            out = torch.empty(size, size, dtype=torch.bfloat16)
-            one.out = out.data_ptr()
-            gemm.run(one, threads=torch.get_num_threads(), width=width)
-
-        calls |= {f"f8emu.native {width}": lambda width=width: run(width) for width in library.widths()}
+        of_engine = functools.partial(engine_alone, a_8, b_8, use_fast_accum=use_fast_accum)
+        calls |= of_engine(scale, scale, Granularity.TENSORWISE)
+        if not use_fast_accum:  # MXFP8 has one chain, and the library no name for it
+            scale_a, scale_b = (
+                torch.randint(120, 135, (size, -(-size // MX_BLOCK)), generator=generator) for _ in "ab"
+            )
+            scale_a, scale_b = (x.to(torch.uint8).view(torch.float8_e8m0fnu) for x in (scale_a, scale_b))
+            scaled = functools.partial(
+                f8emu.torch.scaled_mm, a_8, b_8, scale_a, scale_b.t(), **options, split_k=1, chip="B200"
+            )
+            calls["f8emu.torch mxfp8"] = scaled
+            calls |= of_engine(scale_a, scale_b.t(), Granularity.BLOCKWISE_1X32, chip=BLACKWELL_TCGEN05)
     return calls
+
+
+def engine_alone(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kind: Granularity, **of: Any
+) -> dict[str, Step]:
+    """The engine at each of its widths, called with a description that is made once."""
+    sizes = a.shape[0], b.shape[1], a.shape[1]
+    called = GemmCall(call="scaled_mm", sizes=sizes, formats=(E4M3FN, E4M3FN), granularities=(kind, kind), **of)
+    one = emulation.described(called, a, b, scale_a, scale_b)
+    assert one is not None, library.unavailable()
+
+    def run(width: str) -> None:
+        out = torch.empty(sizes[:2], dtype=torch.bfloat16)
+        one.out = out.data_ptr()
+        gemm.run(one, threads=torch.get_num_threads(), width=width)
+
+    suffix = " mxfp8" if kind.is_microscaled else ""
+    return {f"f8emu.native {width}{suffix}": lambda width=width: run(width) for width in library.widths()}
 
 
 def scaled_mm_of_torch(a: Tensor, b: Tensor, use_fast_accum: bool) -> Step:
