@@ -8,8 +8,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.f8emu-installed
-# The packages that tests/dialects compares with. They lie apart, where only that test looks: transformers, peft and
-# accelerate change what they do where they can import torchao. What they need of others is in .venv.
+# What tests/dialects and benchmarks.proofs.mma_sim compare with. They lie apart, where only these look: transformers,
+# peft and accelerate change what they do where they can import torchao. What they need of others is in .venv.
 STACKS := $(VENV)/stacks
 # The newest torch, in an environment of its own.
 NEWEST := $(VENV)/newest

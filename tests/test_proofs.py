@@ -7,19 +7,24 @@ import ast
 import json
 import random
 import re
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks.proofs import mutants
+import f8ref.numpy as reference
+from benchmarks.proofs import mma_sim, mutants
 from benchmarks.proofs.evidence import ALTERATIONS, altered, changed, recordings
 from benchmarks.proofs.recorded_layers import differences, layers
 from benchmarks.proofs.split_k import KINDS, OUTPUTS, compare
 from f8emu.conformance.cases.golden import GoldenCase
-from f8emu.spec import UnsupportedError
+from f8emu.conformance.compare import different
+from f8emu.spec import BFLOAT16, CHIPS, E5M2FNUZ, FLOAT16, FLOAT32, H100, HOPPER, UnsupportedError
 from f8emu.split_k import ask as cublaslt
 from f8emu.split_k.ask import Query, query_of, split_k_at_hand
 from f8emu.split_k.gemm import Source, planned_gemm
@@ -162,3 +167,88 @@ def test_the_quickest_tests_within_the_budget_are_chosen() -> None:
     tests = [(0.1, f"a[{i}]") for i in range(9)] + [(0.2, "b"), (9.0, "c"), (30.0, "d")]
     assert mutants.chosen(tests, 10.0) == ["a[0]", "a[1]", "a[2]", "b", "c"]
     assert mutants.chosen(tests[-1:], 10.0) == ["d"]
+
+
+# Single instructions beside MMA-Sim
+
+
+@pytest.fixture(scope="module")
+def instructions() -> list[mma_sim.Compared]:
+    return list(mma_sim.instructions())
+
+
+def test_instructions_have_the_bits_of_mma_sim(instructions: list[mma_sim.Compared]) -> None:
+    counts = [mma_sim.compare(of, 400, seed) for seed, of in enumerate(instructions)]
+    assert [of for of, count in zip(instructions, counts, strict=True) if count["differ"]] == []
+    assert sum(count["outputs"] + count["left_out"] for count in counts) == 400 * len(instructions)
+    compared = {(of.chip.name, of.formats, of.out, "block_scale" in of.name) for of in instructions}
+    known = {
+        (chip.name, pair, instruction.out, instruction.is_microscaled)
+        for chip in CHIPS.values()
+        for instruction in chip.instructions
+        for pair in instruction.format_pairs
+        if chip is not H100  # which multiplies as Hopper
+    }
+    assert compared == known | {("Hopper", pair, FLOAT16, False) for pair in product(HOPPER.operand_formats, repeat=2)}
+
+
+def test_every_scale_byte_is_drawn(instructions: list[mma_sim.Compared]) -> None:
+    of = next(of for of in instructions if "block_scale" in of.name)
+    assert [len(np.unique(scale.view(np.uint8))) for scale in mma_sim.draw(of, 24000, 0)[3:]] == [256, 256]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *(("tcgen05.mma.block_scale", {"zero_exponent": zero}) for zero in (None, -132, -134)),
+        *(("tcgen05.mma.block_scale", {"aligned_fraction_bits": bits}) for bits in (24, 26)),
+        ("wgmma", {"result_fraction_bits": 12}),
+        ("v_mfma", {"aligned_fraction_bits": 23}),
+    ],
+)
+def test_an_altered_profile_differs_from_mma_sim(
+    name: str, fields: dict[str, Any], instructions: list[mma_sim.Compared]
+) -> None:
+    differ = 0
+    for of in (of for of in instructions if of.name == name and of.out == FLOAT32 and BFLOAT16 not in of.formats):
+        altered_ones = (replace(i, model=replace(i.model, **fields)) for i in of.chip.instructions)
+        chip = replace(of.chip, instructions=tuple(altered_ones))
+        differ += mma_sim.compare(replace(of, chip=chip), 6000, 0)["differ"]
+    assert differ > 0
+
+
+def test_a_scale_of_a_neighbour_differs_from_mma_sim(
+    instructions: list[mma_sim.Compared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mma = reference.mma
+    monkeypatch.setattr(reference, "mma", lambda a, b, c, s, t, **more: mma(a, b, c, np.roll(s, 1, axis=0), t, **more))
+    of = next(of for of in instructions if "block_scale" in of.name)
+    assert mma_sim.compare(of, 400, 0)["differ"] > 100
+
+
+@pytest.mark.parametrize(("chip", "tiny"), [("Hopper", True), ("Ada", True), ("CDNA3", True), ("CDNA3", False)])
+def test_what_is_left_out_differs(chip: str, tiny: bool, instructions: list[mma_sim.Compared]) -> None:
+    """And nothing else: products below the exponent of a zero in bfloat16, and the drawn cases of CDNA3."""
+    formats = {BFLOAT16} if tiny else {BFLOAT16, E5M2FNUZ}
+    few = [of for of in instructions if of.chip.name == chip and {*of.formats} <= formats]
+    assert len(few) == len(formats)
+    for of in few:
+        cases = mma_sim.draw(of, 24000, 0)
+        if tiny:
+            rng, shape = np.random.default_rng(0), (40000, of.k)
+            exponents = rng.integers(0, 12, (len(shape), *shape)) - rng.integers(70, 79, (shape[0], 1))
+            a, b = rng.standard_normal((2, *shape)) * np.exp2(exponents)
+            cases = a.astype(cases[0].dtype), b.astype(cases[0].dtype), np.zeros(len(a), np.float32)
+        with np.errstate(all="ignore"):
+            theirs = of.theirs(cases)
+            theirs = np.where(theirs == 0, np.abs(theirs), theirs)
+            is_different = different(reference.mma(*cases, chip=of.chip, out_dtype=of.out), theirs)
+            is_out = mma_sim.left_out(of, cases)
+        assert 0 < (is_different & is_out).sum() == is_different.sum() and not is_out.all()
+
+
+def test_the_recorded_comparison() -> None:
+    record = json.loads((Path(__file__).parents[1] / "benchmarks/results/mma_sim-cpu.json").read_text())
+    assert record["outputs"] >= 500_000 and record["differ"] == 0
+    pins = (Path(__file__).parents[1] / "constraints/stacks.txt").read_text().split("\n")
+    assert f"mmasim=={record['versions']['mmasim']}" in pins

@@ -42,6 +42,7 @@ HELD = {
     "linear-h200": "One linear layer and the feed-forward block, compiled and eager",
     "matmul-h200": "GEMMs alone, bfloat16 and every kind of scales",
     "microbatches-h100": "The feed-forward block with four microbatches a step, with weights at rest between steps",
+    "mma_sim-cpu": "Single instructions of every chip by our rules and by MMA-Sim 2.1.1",
     "moe_train-h200": "A Qwen3-MoE of 16 experts in training on an H200, with the kernels of a step",
     "outliers-cpu": "The error of casts under every recipe, beside outliers of the input",
     "mutants": "300 seeded one-line mutants of the package, and those that the tests catch",

@@ -285,6 +285,16 @@ def suites() -> str:
     return "\n\n".join(parts)
 
 
+def mma_sim() -> str:
+    """Single instructions by our rules and by MMA-Sim."""
+    rows = []
+    for entry in record("mma_sim-cpu")["instructions"]:
+        kind = (entry["chip"], entry["name"], f"{entry['operands']} to {entry['out']}")
+        rows.append([*kind, *(count(entry[key]) for key in ("outputs", "differ", "left_out"))])
+    shown = table(["chip", "instruction", "types", "outputs compared", "differ", "left out"], rows)
+    return f"{shown}\n\n{source('mma_sim-cpu', ('mmasim', 'numpy', 'torch'))}"
+
+
 def outliers_plot() -> tuple[Svg, str]:
     """The errors of casts beside outliers, for the page that chooses a recipe, and their title."""
     held = record("outliers-cpu")
@@ -322,5 +332,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "served-by-vllm": served_by_vllm,
     "deepgemm": deepgemm,
     "programs": programs,
+    "mma-sim": mma_sim,
     "suites": suites,
 }
