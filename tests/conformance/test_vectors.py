@@ -247,7 +247,7 @@ OWN_RULES = {
     "H100": ("", "BF16-1", "CHIP-1 CHIP-2 CHIP-3 CHIP-4"),
     "Ada": ("", "CHIP-5", "CHIP-4"),
     "Blackwell mma.sync": ("CHIP-1 CHIP-2 CHIP-3", "BF16-1", "CHIP-1 CHIP-2 CHIP-3 CHIP-4"),
-    "Blackwell tcgen05": ("CHIP-7", "BF16-1", "CHIP-4 CHIP-7"),
+    **dict.fromkeys(("Blackwell tcgen05", "RTX Blackwell"), ("CHIP-7", "BF16-1", "CHIP-4 CHIP-7")),
     "CDNA3": ("CHIP-6", "CHIP-6", "CHIP-6"),
 }
 STEP = {"OP-1", "OP-2", "ACC-1", "ACC-2", "ACC-3", "ACC-4", "ACC-5"}
