@@ -21,9 +21,9 @@ class Evidence(Enum):
     RECORDED_INSTRUCTION = "instructions recorded, GEMMs around them assumed"
     """Public recordings of single instructions have these bits. How the chip's library chains and scales is taken to be
     as on Hopper."""
-    AGREES_WITH_MODEL = "agrees with a model validated on silicon"
+    AGREES_WITH_MODEL = "instructions agree with a model validated on silicon, GEMMs around them assumed"
     """Single instructions have the bits of MMA-Sim, whose authors compared it with the chip
-    (`benchmarks.proofs.mma_sim`). GEMMs around them are assumed."""
+    (`benchmarks.proofs.mma_sim`). Order over K, split-K, scales and bias of whole GEMMs are taken from other chips."""
     LITERATURE = "unverified"
     """Published descriptions only; nothing recorded was replayed here."""
 
@@ -150,6 +150,11 @@ class Chip:
     def __str__(self) -> str:
         """The name; that of a profile from the literature says so."""
         return self.name if self.evidence is not Evidence.LITERATURE else f"{self.name} ({self.evidence.value})"
+
+    @property
+    def with_evidence(self) -> str:
+        """The name, with the evidence of a profile of which no GEMM was recorded."""
+        return self.name if self.evidence is Evidence.RECORDED else f"{self.name} ({self.evidence.value})"
 
     @property
     def operand_formats(self) -> tuple[Format, ...]:

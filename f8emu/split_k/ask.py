@@ -145,8 +145,8 @@ def _warn(caller: str, gemm: PlannedGemm) -> None:
         return
     _WARNED.add(key)
     message = (
-        f"{caller}: there is no split-K plan for {gemm.call.chip}; its GEMMs are emulated without split-K. Pass "
-        "split_k if you know it. This warning appears once"
+        f"{caller}: there is no split-K plan for {gemm.call.chip.with_evidence}; its GEMMs are emulated without "
+        "split-K. Pass split_k if you know it. This warning appears once"
     )
     if plan:
         message = (

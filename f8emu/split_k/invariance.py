@@ -86,7 +86,8 @@ def invariance(recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: in
     if not spec.split_k:
         return answer(verdict=Dependence.BY_RULE, because=f"{scale}, and the recipe never splits K")
     if not chip.plan:
-        return answer(verdict=Dependence.UNKNOWN, because=f"{scale}, but there is no split-K plan for {chip}")
+        because = f"{scale}, but there is no split-K plan for {chip.with_evidence}"
+        return answer(verdict=Dependence.UNKNOWN, because=because)
     plan, sizes = shipped_plan(chip.plan), (n, k) if gemm == "output" else (k, n)
 
     def of_rows(m: int) -> PlannedGemm:

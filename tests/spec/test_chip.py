@@ -77,14 +77,19 @@ def test_every_scaled_gemm_that_hopper_has_and_no_other() -> None:
 def test_a_profile_says_what_it_stands_on() -> None:
     evidence = {name: chip.evidence.value for name, chip in CHIPS.items()}
     assumed = "instructions recorded, GEMMs around them assumed"
+    agrees = "instructions agree with a model validated on silicon, GEMMs around them assumed"
     assert evidence == {
         "Hopper": "recorded",
         "H100": "recorded",
         "Ada": assumed,
         "Blackwell mma.sync": assumed,
-        **dict.fromkeys(("Blackwell tcgen05", "RTX Blackwell", "CDNA3"), "agrees with a model validated on silicon"),
+        **dict.fromkeys(("Blackwell tcgen05", "RTX Blackwell", "CDNA3"), agrees),
     }
     assert list(map(str, CHIPS.values())) == list(CHIPS)
+    assert [chip.with_evidence for chip in CHIPS.values()] == [
+        *("Hopper", "H100", f"Ada ({assumed})", f"Blackwell mma.sync ({assumed})"),
+        *(f"{name} ({agrees})" for name in ("Blackwell tcgen05", "RTX Blackwell", "CDNA3")),
+    ]
     guessed = replace(CHIPS["CDNA3"], evidence=Evidence.LITERATURE)
     refusal = guessed.refusal((E4M3FN, E4M3FN), (T, T))
     assert refusal is not None and refusal.startswith("CDNA3 (unverified) multiplies float8_e4m3fnuz x")
@@ -146,7 +151,7 @@ def test_a_recipe_has_a_chip() -> None:
     assert "chip: Ada, instructions recorded, GEMMs around them assumed" in ada.explain()
     assert ada.label == f"mine ({ada.content_hash[:12]}) on Ada"
     explained = replace(ROWWISE, name="mine", chip="Blackwell tcgen05").explain()
-    assert "chip: Blackwell tcgen05, agrees with a model" in explained and "every 128" not in explained
+    assert "chip: Blackwell tcgen05, instructions agree with a model" in explained and "every 128" not in explained
     with pytest.raises(SpecError, match="Recipe 'blockwise': chip must be one of"):
         replace(BLOCKWISE, chip="Volta")
     with pytest.raises(SpecError, match=r"Recipe 'blockwise': output: Ada takes scales .*; or choose another chip"):

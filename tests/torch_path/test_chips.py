@@ -11,7 +11,7 @@ import torch
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from f8emu.spec import ADA, CHIPS, E4M3FNUZ, TENSORWISE, Cast, Gemm, Recipe, SpecError, UnsupportedError
+from f8emu.spec import ADA, CHIPS, E4M3FNUZ, TENSORWISE, Cast, ChipName, Gemm, Recipe, SpecError, UnsupportedError
 from f8emu.split_k import ask
 from tests.torch_path.bits import to_numpy
 from tests.torch_path.layers import draw
@@ -76,7 +76,7 @@ def test_what_is_said_and_refused() -> None:
     assert f8.engine_of("cpu").startswith("emulated by f8emu.native on ")
     a = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
     one = torch.tensor(1.0)
-    with pytest.warns(UserWarning, match=r"no split-K plan for Blackwell tcgen05"):
+    with pytest.warns(UserWarning, match=r"no split-K plan for Blackwell tcgen05 \(instructions agree with a"):
         f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Blackwell tcgen05")
     with pytest.raises(SpecError, match="scaled_mm: chip must be one of 'Hopper', 'H100', 'Ada'"):
         f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Volta")  # pyright: ignore[reportArgumentType]
@@ -87,6 +87,14 @@ def test_what_is_said_and_refused() -> None:
         UnsupportedError, match=r"engine='hardware' needs tensors on a CUDA device .* 8.9, Ada; got cpu"
     ):
         f8.mm(a.bfloat16(), a.bfloat16(), engine="hardware", chip="Ada")
+
+
+@pytest.mark.parametrize(("chip", "evidence"), [("Ada", "instructions recorded"), ("RTX 5090", "instructions agree")])
+def test_a_plan_says_what_the_chip_stands_on(chip: ChipName, evidence: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    plan = f8.plan_conversion(model, config=replace(TENSORWISE, name="mine", chip=chip))
+    assert f"1 converted; chip: {CHIPS[plan.recipe.chip].with_evidence}" in plan.summary and evidence in str(plan)
+    assert "chip" not in f8.plan_conversion(model, config=TENSORWISE).summary
 
 
 def test_a_layer_with_formats_of_another_chip_is_refused() -> None:

@@ -298,13 +298,16 @@ def test_the_engine_of_a_gpu(
             resolve_engine("call", gpu, "hardware", chip)
 
 
-def test_doctor_says_which_chip_the_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_a_gpu(monkeypatch, (10, 0))
+@pytest.mark.parametrize(("capability", "chip"), [((10, 0), "Blackwell tcgen05"), ((12, 0), "RTX Blackwell")])
+def test_doctor_says_which_chip_the_gpu_is(
+    capability: tuple[int, int], chip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_a_gpu(monkeypatch, capability)
     monkeypatch.setattr(interop, "jax_device", lambda device: SimpleNamespace(platform="gpu"))
     text = doctor_engine("cuda")
     assert text.startswith(
-        "emulated by f8ref.jax on gpu; chip='Blackwell tcgen05' runs on the hardware; "
-        "profile: agrees with a model validated on silicon"
+        f"emulated by f8ref.jax on gpu; chip={chip!r} runs on the hardware; "
+        "profile: instructions agree with a model validated on silicon, GEMMs around them assumed"
     )
 
 

@@ -17,6 +17,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from f8emu.shown import Shown, screen
+from f8emu.spec.chip import Evidence
+from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import require_arguments
 from f8emu.spec.recipe import Recipe
 from f8emu.torch import torch_internals as internals
@@ -100,10 +102,12 @@ class ConversionReport(Shown):
 
     @property
     def summary(self) -> str:
-        """One line: the recipe, and how many layers have each outcome."""
+        """One line: the recipe, how many layers have each outcome, and a chip of which no GEMM was recorded."""
         counts = ((outcome, len(self.names(outcome))) for outcome in Outcome)
         outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in counts if count)
-        return f"recipe {self.recipe.label}: {outcomes or 'no linear layer'}"
+        chip = CHIPS[self.recipe.chip]
+        evidence = "" if chip.evidence is Evidence.RECORDED else f"; chip: {chip.with_evidence}"
+        return f"recipe {self.recipe.label}: {outcomes or 'no linear layer'}{evidence}"
 
     def __str__(self) -> str:
         lines = [self.summary, f"float8 GEMMs multiply {self.share:.1%} of {self.parameters} parameters"]
