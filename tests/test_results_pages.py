@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.proofs.evidence import recordings
 from f8emu.conformance import shipped_golden
-from f8emu.spec import NAMED_RECIPES, RecipeName, UnsupportedError
+from f8emu.spec import CHIPS, NAMED_RECIPES, RecipeName, UnsupportedError
 
 T = TypeVar("T")
 
@@ -201,6 +201,18 @@ def test_the_page_of_recipes_has_its_tables() -> None:
     recipes = generator("recipes")
     assert "<!-- recipes" not in recipes.page()
     assert all(f"| `{name}` |" in table() for table in recipes.TABLES.values() for name in NAMED_RECIPES)
+
+
+def test_the_page_of_chips_has_its_table(records: ModuleType) -> None:
+    """A row for every chip; the recordings that it counts are all that EVIDENCE.md has."""
+    chips, text = generator("chips"), (ROOT / "reference" / "EVIDENCE.md").read_text()
+    assert chips.MARKER in chips.PAGE.read_text() and chips.MARKER not in chips.page()
+    assert all(f"| {name} | {chips._TIERS[chip.evidence]} |" in chips.evidence() for name, chip in CHIPS.items())
+    assert (
+        chips.replayed(("H100", "H200", "B200", "Ada", "L40S")) == 23 * 2500 and "(2,500 each, 23 recordings)" in text
+    )
+    held = records.record("mma_sim-cpu")
+    assert f"{held['outputs']:,} outputs" in text and f"{held['left_out']:,} outputs more are left out" in text
 
 
 def test_issues_of_other_projects_are_links() -> None:

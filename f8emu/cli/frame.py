@@ -29,7 +29,7 @@ STATUSES = (
 )
 
 
-CHIP = "The chip: H100, H200, L40S, B200, MI300X, or an architecture: Hopper, Ada, Blackwell, CDNA3."
+CHIP = "The chip: H100, H200, L40S, B200, RTX 5090, MI300X, or an architecture: Hopper, Ada, Blackwell, CDNA3."
 
 
 def chip_names(incomplete: str) -> list[str]:

@@ -110,7 +110,14 @@ def lossy(chip: ChipName, *, fast: bool, k: int = 4096) -> tuple[Array, Array]:
 @pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
 @pytest.mark.parametrize(
     ("chip", "least"),
-    [("H100", 0.93), ("Ada", 0.88), ("Blackwell mma.sync", 0.7), ("Blackwell tcgen05", 0.8), ("CDNA3", 0.7)],
+    [
+        ("H100", 0.93),
+        ("Ada", 0.88),
+        ("Blackwell mma.sync", 0.7),
+        ("Blackwell tcgen05", 0.8),
+        ("RTX Blackwell", 0.8),
+        ("CDNA3", 0.7),
+    ],
 )
 def test_the_bound_is_nearly_reached(chip: ChipName, least: float, fast: bool) -> None:
     a, b = lossy(chip, fast=fast)
