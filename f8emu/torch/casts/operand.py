@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from f8emu.spec.cast_plan import CastPlan, CastPlans, Kinds
+from f8emu.spec.formats import format_by_name
 from f8emu.spec.recipe import CastFrom, Recipe
-from f8emu.spec.scaling import Granularity, Scales
+from f8emu.spec.scaling import MX_BLOCK, E8M0Rule, Granularity, ScaleRule, Scales
 from f8emu.torch import cpu_casts
+from f8emu.torch.fused import eager
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.delayed import cast_pair_delayed
-from f8emu.torch.fused.eager import cast_by_own
+from f8emu.torch.fused.fused_cast import CODES
 from f8emu.torch.fused.launch import amax_tiles
 from f8emu.torch.library import fake, has_dispatch_mode, is_known, operator
 
@@ -35,7 +37,7 @@ class Operand(NamedTuple):
     """One operand of a GEMM."""
 
     codes: Tensor  # [rows, K], row-major; in high precision bfloat16 of any layout
-    scale: Tensor | None  # float32, or E8M0, of `Granularity.scale_shape`; None in high precision
+    scale: Tensor | None  # of `Granularity.scale_shape` and `scale_format`; None in high precision
 
 
 Both = tuple[Operand | None, Operand | None]  # of rows and columns; None: not requested
@@ -75,6 +77,21 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 @fake(rounded)
 def _(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
+
+
+@operator()
+def cast_microscaled(x: Tensor, format: str, rule: str) -> tuple[Tensor, Tensor]:
+    """Codes [M, K], row-major, and E8M0 scales [M, ceil(K / 32)] of `x` [M, K]; on a GPU by torch's own operations."""
+    settings = format_by_name(format), Granularity.BLOCKWISE_1X32, ScaleRule(e8m0=E8M0Rule(rule))
+    codes, scale, _ = eager.cast_by_own(x, *settings)
+    return codes, scale
+
+
+@fake(cast_microscaled)
+def _(x: Tensor, format: str, rule: str) -> tuple[Tensor, Tensor]:
+    m, k = x.shape
+    blocks = (m, -(-k // MX_BLOCK))
+    return x.new_empty((m, k), dtype=CODES[format]), x.new_empty(blocks, dtype=torch.float8_e8m0fnu)
 
 
 def weight_to_cast(weight: Tensor, recipe: Recipe) -> Tensor:
@@ -160,10 +177,10 @@ def cast_both(x: Tensor, plan: CastPlan, source: ScaleSource, *, recompute: bool
             wanted = (kind is plan.by_blocks[0], kind is plan.by_blocks[1])
             results = fused.cast_blocks(x, format.name, kind is Granularity.BLOCKWISE_128X128, *wanted, *settings)
             operands = _with_float8(operands, wanted, results[::2], results[1::2])
-    # 3. E8M0 scales of 32, which no kernel finds: torch's operations, for one operand after the other.
+    # 3. Blocks of 32 along K with E8M0 scales: a reading for each side.
     for i, kind in enumerate(plan.by_blocks):
-        if kind is Granularity.BLOCKWISE_1X32:
-            codes, scale, _ = cast_by_own(x.t() if i else x, format, kind, plan.rule)
+        if kind is Granularity.BLOCKWISE_1X32 and plan.rule.e8m0 is not None:
+            codes, scale = cast_microscaled(x.t() if i else x, format.name, plan.rule.e8m0.value)
             operands = _with_float8(operands, (i == 0, i == 1), (codes, codes), (scale, scale))
     # 4. One scale, or one of each row: a cast by the amaxes of a reading before.
     by_row = None if plan.by_amax[0] is None else source.rows

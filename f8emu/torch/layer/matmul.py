@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from f8emu.spec.recipe import Gemm
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import MX_BLOCK, Granularity
 from f8emu.split_k.gemm import unsplit_rows
 from f8emu.torch.casts.operand import Delayed, DelayedStates, Operand, rounded
 from f8emu.torch.casts.sharded import sum_products
@@ -36,6 +36,10 @@ from f8emu.torch.library import differentiable_once, fake, is_known, operator
 from f8emu.torch.torch_internals import Function, compiles_backward
 
 
+# Each row has scales of its own.
+_OF_ROWS = (Granularity.ROWWISE, Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X32)
+
+
 def gemm(
     a: Operand,
     b: Operand,
@@ -49,7 +53,8 @@ def gemm(
     """`a @ b^T` as one GEMM of the recipe, of any sizes.
 
     K and N are zero-padded to the multiples that the tensor core takes; results are bit-identical, since a zero product
-    takes no part in the accumulation [ACC-1], [ACC-2]. `split_k` as for `scaled_mm`.
+    takes no part in the accumulation [ACC-1], [ACC-2], and where it does [MX-3], a short step has such zeros by itself.
+    `split_k` as for `scaled_mm`.
 
     Shapes:
         a.codes [M, K], b.codes [N, K] -> [M, N] of dtype.
@@ -60,7 +65,8 @@ def gemm(
         return torch.zeros((m, n), dtype=dtype, device=a.codes.device)
     # 1. Pad K and N, and M where scales of rows of 128 are read as vectors [EPI-5].
     granularity_a, granularity_b = spec.scaled_gemm_granularities
-    pad_k, pad_n = _to_multiple(k, CHIP.size_multiple), _to_multiple(n, CHIP.size_multiple)
+    multiple_of_k = MX_BLOCK if granularity_a is Granularity.BLOCKWISE_1X32 else CHIP.size_multiple
+    pad_k, pad_n = _to_multiple(k, multiple_of_k), _to_multiple(n, CHIP.size_multiple)
     pad_m, fewest = 0, 1 if spec.split_k else unsplit_rows(1, n + pad_n, k)
     if fewest > 1 and a.codes.is_cuda:  # rows of zeros, with which the library does not split K
         pad_m = max(fewest - m, 0)
@@ -94,8 +100,11 @@ def _padded_scale(operand: Operand, granularity: Granularity, rows: int) -> Tens
     assert scale is not None, "a float8 operand has one"
     if granularity is Granularity.ROWWISE and scale.shape[0] != codes.shape[0]:  # a tensorwise one
         scale = scale.expand(codes.shape[0], 1).contiguous()
-    has_own = granularity in (Granularity.ROWWISE, Granularity.BLOCKWISE_1X128)  # every row has one
-    return pad(scale, (0, 0, 0, rows)) if has_own and not is_known(rows == 0) else scale
+    if granularity not in _OF_ROWS or is_known(rows == 0):
+        return scale
+    if granularity is Granularity.BLOCKWISE_1X32:
+        return operators.padded(scale, rows, 0)
+    return pad(scale, (0, 0, 0, rows))
 
 
 def _first_of(product: Tensor, m: int, n: int) -> Tensor:
