@@ -55,7 +55,8 @@ def gathers_activations(recipe: Recipe) -> bool:
 
 def has_experts(recipe: Recipe) -> bool:
     """Whether a module of experts is converted."""
-    return not any(cast.granularity.is_blockwise for _, _, cast in recipe.casts())
+    kinds = [cast.granularity for _, _, cast in recipe.casts()]
+    return not any(kind.is_blockwise and not kind.is_microscaled for kind in kinds)
 
 
 def _bytes_of_weights(recipe: Recipe) -> str:

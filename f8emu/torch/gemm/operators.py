@@ -25,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from f8emu.native import gemm as native
 from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.gemm_call import GemmCall
+from f8emu.spec.scaling import MX_BLOCK, Granularity
 from f8emu.torch.cast import dequantize
 from f8emu.torch.fused.availability import kernels_for
 from f8emu.torch.gemm import emulation, hardware
@@ -139,7 +140,7 @@ def multiply_groups(
 
     Two E4M3 operands with a bfloat16 product, and two bfloat16 ones, are multiplied in one launch and never split along
     K. In other formats each group is a GEMM of its own, for which the host waits for `offs`. Scales are [M] and [G, N],
-    or [G * M] and [G * N], or one a group, [G, 1]. Rows behind the last group are zeros.
+    or [G * M] and [G * N], or one a group, [G, 1]; E8M0 ones as `scaled_grouped_mm` takes them. Rows behind the last group are zeros.
     """
     out_dtype, use_fast_accum, engine, chip = options
     groups, is_of_rows = offs.shape[0], b.ndim == 3
@@ -152,7 +153,9 @@ def multiply_groups(
             if resolve_engine("multiply_groups", a.device, engine, CHIPS[chip]) is Engine.HARDWARE:
                 return hardware.grouped_mm(a, b, offs)
         else:
-            if scale_a.shape == (groups, 1):  # [EPI-1] as [EPI-6]: the product of both scales, after that with one
+            if (
+                scale_a.shape == (groups, 1) and scale_a.dtype is torch.float32
+            ):  # [EPI-1] as [EPI-6]: the product of both scales, after that with one
                 rows = a.shape[0] if is_of_rows else groups * a.shape[0]
                 scale_a, scale_b = _as_vectors(scale_a, scale_b, rows, shape[-1])
                 scale_b = scale_b if is_of_rows else scale_b.flatten()
@@ -193,7 +196,11 @@ def _of_one_group(
         pad_k = -a.shape[1] % CHIPS[chip].size_multiple
         a, b = padded(a, 0, pad_k), padded(b, pad_k, 0)
         return run_mm.function(a, b, out_dtype, engine, 1 if out_dtype is torch.bfloat16 else None, chip)
-    if scale_a.shape == (groups, 1):
+    if scale_a.dtype is torch.float8_e8m0fnu:
+        blocks = slice(run.start // MX_BLOCK, run.stop // MX_BLOCK)
+        names = (Granularity.BLOCKWISE_1X32.value,) * 2
+        scales = (scale_a[run], scale_b[group]) if scale_b.ndim == 3 else (scale_a[:, blocks], scale_b[blocks])
+    elif scale_a.shape == (groups, 1):
         names, scales = ("tensorwise",) * 2, (scale_a[group].view(1, 1), scale_b[group].view(1, 1))
     else:
         names = ("rowwise",) * 2

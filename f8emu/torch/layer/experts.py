@@ -88,7 +88,7 @@ def float8_experts(
 
     Shapes:
         input [T, D], sorted by group; gate_up [G, 2H, D], or a pair of [G, H, D]; down [G, D, H]; offs int32 [G], the
-        end of each group -> [T, D]. D and H are multiples of 16.
+        end of each group -> [T, D]. D and H are multiples of 16, of 32 under mxfp8.
 
     Exactness: the outputs and gradients of `grouped_linear` and of `torch.nn.functional.silu` in eager torch. On a GPU
     the kernels repeat aten's arithmetic (see `fused.silu`). Autograd adds the two gradients of the input.
@@ -127,7 +127,7 @@ def experts_of(
     """`float8_experts` under a recipe that groups have; `kept` are operands that were cast before."""
     call = "float8_experts"
     for weight in ups:
-        check_grouped(call, input, weight, offs)
+        check_grouped(call, input, weight, offs, recipe)
     height = sum(weight.shape[1] for weight in ups)
     if len(ups) > 2 or down.ndim != 3 or 2 * down.shape[2] != height or down.shape[1] != input.shape[1]:
         raise OperandError(
@@ -169,7 +169,8 @@ def can_fuse(input: Tensor, recipe: Recipe) -> bool:
     if input.dtype is not torch.bfloat16:
         return False
     kinds = [kind for plans in recipe.cast_plans for kind in plans.both.granularities]
-    return kinds[0] is not None and all([kind is kinds[0] for kind in kinds])
+    is_plain = kinds[0] is Granularity.TENSORWISE or kinds[0] is Granularity.ROWWISE
+    return is_plain and all([kind is kinds[0] for kind in kinds])
 
 
 class FusedExperts(Function):

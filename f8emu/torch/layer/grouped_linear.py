@@ -17,13 +17,14 @@ from f8emu.spec.cast_plan import CastPlan
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.names import EngineName
 from f8emu.spec.recipe import ROWWISE, Gemm, Recipe, recipe_by_name
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import MX_BLOCK, Granularity
 from f8emu.torch.casts.operand import Both, Delayed, Operand, weight_to_cast
 from f8emu.torch.chip import CHIP, require_values
 from f8emu.torch.fused import grouped
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.gemm import operators
 from f8emu.torch.gemm.engine import check_engine
+from f8emu.torch.layer import microscaled_groups
 from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.layer.traced import recipe_text, stateless
 from f8emu.torch.library import differentiable_once, fake, is_exporting, operator
@@ -85,7 +86,7 @@ def grouped_linear(
 
     Shapes:
         input [T, K], sorted by group; weight [G, N, K] in its own dtype; offs int32 [G], the end of each group
-        -> [T, N] in the dtype of input. K and N are multiples of 16.
+        -> [T, N] in the dtype of input. K and N are multiples of 16, of 32 under mxfp8.
 
     Exactness: group by group the bits of a `Float8Linear` with the group's weight on its rows, so that scales of whole
     tensors are those of a group: `f8ref.numpy.grouped_linear`. GEMMs of E4M3 with a bfloat16 product are never
@@ -95,7 +96,7 @@ def grouped_linear(
         input: the tokens.
         weight: the experts' matrices.
         offs: their ends, `sizes.cumsum(0).to(torch.int32)`.
-        recipe: rowwise, rowwise_with_gw_hp or tensorwise, or one like them.
+        recipe: rowwise, rowwise_with_gw_hp, tensorwise or mxfp8, or one like them.
         engine: as for `scaled_mm`.
 
     Raises:
@@ -108,7 +109,7 @@ def grouped_linear(
         raise UnsupportedError(
             f"{call}: delayed scaling has a state, which belongs to a module; use Float8Experts, or another recipe"
         )
-    check_grouped(call, input, weight, offs)
+    check_grouped(call, input, weight, offs, chosen)
     if is_exporting():
         return traced_groups.overload(input, weight, offs, recipe_text(chosen), engine)
     return _of_groups(input, weight, offs, chosen, engine)
@@ -139,7 +140,7 @@ def grouped_recipe(call: str, recipe: RecipeLike, engine: str) -> Recipe:
 def require_groups(call: str, recipe: Recipe) -> None:
     """Raise UnsupportedError for a recipe that grouped GEMMs do not have."""
     for name, _, cast in recipe.casts():
-        if cast.format is not None and cast.granularity.is_blockwise:
+        if cast.format is not None and cast.granularity.is_blockwise and not cast.granularity.is_microscaled:
             raise UnsupportedError(
                 f"{call}: {name} of recipe {recipe.label!r} has {cast.granularity.value} scales, which torch's grouped "
                 "GEMMs do not take; choose rowwise"
@@ -164,7 +165,7 @@ def require_groups(call: str, recipe: Recipe) -> None:
             )
 
 
-def check_grouped(call: str, input: Tensor, weight: Tensor, offs: Tensor) -> None:
+def check_grouped(call: str, input: Tensor, weight: Tensor, offs: Tensor, recipe: Recipe) -> None:
     """Raise OperandError for operands that do not fit."""
     require_values(call, input, ndim=2, name="input")
     require_values(call, weight, ndim=3, name="weight")
@@ -178,10 +179,10 @@ def check_grouped(call: str, input: Tensor, weight: Tensor, offs: Tensor) -> Non
             f"{call}: all must be on one device; got input on {input.device}, weight on {weight.device} and offs on "
             f"{offs.device}; move one of them"
         )
-    if any(size % CHIP.size_multiple for size in weight.shape[1:]):
+    multiple = CHIP.size_multiple if recipe.scale_rule.e8m0 is None else MX_BLOCK
+    if any(size % multiple for size in weight.shape[1:]):
         raise OperandError(
-            f"{call}: N and K of weight must be multiples of {CHIP.size_multiple}; got {list(weight.shape)}; pad them "
-            "with zeros"
+            f"{call}: N and K of weight must be multiples of {multiple}; got {list(weight.shape)}; pad them with zeros"
         )
 
 
@@ -290,6 +291,8 @@ def _cast(x: Tensor, tiles: Tensor | None, number: int, plan: CastPlan, state: D
     high = tuple([Operand(x.to(torch.bfloat16), None) if is_high else None for is_high in plan.in_bfloat16])
     if plan.format is None:
         return high[0], high[1]
+    if plan.rule.e8m0 is not None:
+        return microscaled_groups.cast_groups(x, None if tiles is None else tiles[:number], number, plan)
     if plan.is_one_pass:
         codes, scale, _ = fused.cast_rows(x, plan.format.name, plan.rule.power_of_two, plan.rule.amax_floor)
         return Operand(codes, scale), high[1]
@@ -347,16 +350,20 @@ def multiply_over_rows(
     if spec.a.format is None:
         return operators.multiply_groups(a.codes.t(), b.codes, None, None, groups.ends, *options)
     scale_a, scale_b = _scales(a, b, spec, groups.number, (groups.number * b.codes.shape[0],))
-    return operators.multiply_groups(a.codes, b.codes.t(), scale_a, scale_b, groups.padded_ends, *options)
+    is_microscaled = spec.a.granularity is Granularity.BLOCKWISE_1X32
+    ends = microscaled_groups.padded_ends(groups.ends) if is_microscaled else groups.padded_ends
+    return operators.multiply_groups(a.codes, b.codes.t(), scale_a, scale_b, ends, *options)
 
 
 def _scales(
     a: Operand, b: Operand, spec: Gemm, number: int, shape: tuple[int, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    # As the operator takes them: one a group, or one a row of each operand.
+    # As the operator takes them: one a group, one a row of each operand, or one for each 32 of a row.
     if a.scale is None or b.scale is None:
         return None, None
     kinds = spec.a.granularity, spec.b.granularity
+    if kinds[0] is Granularity.BLOCKWISE_1X32:
+        return a.scale, b.scale.view(*shape, -1).mT if len(shape) == 2 else b.scale.t()
     if Granularity.ROWWISE not in kinds:
         return a.scale, b.scale
     of_b = b.scale if kinds[1] is Granularity.ROWWISE else b.scale.expand(number, shape[-1])

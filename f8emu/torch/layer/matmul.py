@@ -35,7 +35,6 @@ from f8emu.torch.layer.split_backward import part_of_backward
 from f8emu.torch.library import differentiable_once, fake, is_known, operator
 from f8emu.torch.torch_internals import Function, compiles_backward
 
-
 # Each row has scales of its own.
 _OF_ROWS = (Granularity.ROWWISE, Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X32)
 
