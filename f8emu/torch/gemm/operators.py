@@ -140,7 +140,8 @@ def multiply_groups(
 
     Two E4M3 operands with a bfloat16 product, and two bfloat16 ones, are multiplied in one launch and never split along
     K. In other formats each group is a GEMM of its own, for which the host waits for `offs`. Scales are [M] and [G, N],
-    or [G * M] and [G * N], or one a group, [G, 1]; E8M0 ones as `scaled_grouped_mm` takes them. Rows behind the last group are zeros.
+    or [G * M] and [G * N], or one a group, [G, 1]; E8M0 ones are as `scaled_grouped_mm` takes them. Rows behind the
+    last group are zeros.
     """
     out_dtype, use_fast_accum, engine, chip = options
     groups, is_of_rows = offs.shape[0], b.ndim == 3
@@ -153,9 +154,8 @@ def multiply_groups(
             if resolve_engine("multiply_groups", a.device, engine, CHIPS[chip]) is Engine.HARDWARE:
                 return hardware.grouped_mm(a, b, offs)
         else:
-            if (
-                scale_a.shape == (groups, 1) and scale_a.dtype is torch.float32
-            ):  # [EPI-1] as [EPI-6]: the product of both scales, after that with one
+            # [EPI-1] as [EPI-6]: the product of both scales, after that with one.
+            if scale_a.shape == (groups, 1) and scale_a.dtype is torch.float32:
                 rows = a.shape[0] if is_of_rows else groups * a.shape[0]
                 scale_a, scale_b = _as_vectors(scale_a, scale_b, rows, shape[-1])
                 scale_b = scale_b if is_of_rows else scale_b.flatten()
@@ -218,6 +218,17 @@ def padded(x: Tensor, rows: int, columns: int) -> Tensor:
     if x.dtype is torch.bfloat16:
         return pad(x, (0, columns, 0, rows))
     return pad(x.view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)
+
+
+@operator()
+def padded_scales(scale: Tensor, rows: int) -> Tensor:
+    """E8M0 scales with so many more rows; an operator, since Inductor has no such dtype on a CPU."""
+    return padded(scale, rows, 0)
+
+
+@fake(padded_scales)
+def _(scale: Tensor, rows: int) -> Tensor:
+    return scale.new_empty((scale.shape[0] + rows, scale.shape[1]))
 
 
 def _of_groups(a: Tensor, b: Tensor, offs: Tensor) -> tuple[int, ...]:

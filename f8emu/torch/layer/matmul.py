@@ -102,7 +102,7 @@ def _padded_scale(operand: Operand, granularity: Granularity, rows: int) -> Tens
     if granularity not in _OF_ROWS or is_known(rows == 0):
         return scale
     if granularity is Granularity.BLOCKWISE_1X32:
-        return operators.padded(scale, rows, 0)
+        return operators.padded_scales(scale, rows)
     return pad(scale, (0, 0, 0, rows))
 
 
