@@ -13,7 +13,7 @@ from typing import Any
 from f8emu.conformance.layers.layer import LayerCase, LayerMode
 from f8emu.spec.formats import BFLOAT16, E4M3FN, FLOAT32, HIGH_PRECISION
 from f8emu.spec.gemm import Cast, Gemm
-from f8emu.spec.recipe import BLOCKWISE, DELAYED, RECIPES, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
+from f8emu.spec.recipe import BLOCKWISE, DELAYED, MXFP8, RECIPES, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
 from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, Granularity
 
 REGULAR = (144, 160, 176)  # M, N, K: multiples of 16; tails of 32 and of 128 in all three sums
@@ -62,7 +62,8 @@ MIXED = (
     _mixed("mixed delayed high", "--", "tt", "--", delayed=DelayedScaling(tensors=("weight",))),
 )
 
-ALL_RECIPES = (*RECIPES.values(), DELAYED_MOST_RECENT)
+# No hardware at hand multiplies under MXFP8: it is emulated everywhere.
+ALL_RECIPES = (*RECIPES.values(), DELAYED_MOST_RECENT, MXFP8)
 
 # Fields that differ from a bfloat16 layer with a bias, of shape ODD
 SITUATIONS: dict[str, dict[str, Any]] = {
@@ -91,7 +92,7 @@ def layer_cases(*, full_size: bool = False) -> tuple[LayerCase, ...]:
     cases += [_case(recipe, eager, **fields) for recipe, fields in product(ALL_RECIPES, situations)]
     cases += [_case(recipe, eager, **SHARED) for recipe in (TENSORWISE, ROWWISE_WITH_GW_HP, DELAYED)]
     cases += [_case(recipe, eager, shape=ONE_ROW) for recipe in (TENSORWISE, ROWWISE, DELAYED, BLOCKWISE)]
-    cases += [_case(recipe, compiled, **fields) for recipe, fields in product(RECIPES.values(), COMPILED)]
+    cases += [_case(recipe, compiled, **fields) for recipe, fields in product((*RECIPES.values(), MXFP8), COMPILED)]
     cases += [_case(TENSORWISE, compiled, **SHARED)]
     return (*cases, *_full_size()) if full_size else tuple(cases)
 
