@@ -32,7 +32,7 @@ from benchmarks.train import FIGURES, HEAD, WARMUP, Batches, Model, followed, ju
 from f8emu import interop
 from f8emu.interop import DEFAULT_RULES, ParameterRule
 from f8emu.jax.hosts.flax_linen import Float8DotGeneral
-from f8emu.spec import RECIPES, RecipeName
+from f8emu.spec import NAMED_RECIPES, RECIPES, RecipeName
 
 SIZE: dict[str, Any] = {"layers": 2, "dim": 128, "hidden": 256, "heads": 2, "length": 64}
 BATCHES = Batches(rows=4, length=SIZE["length"], held_out=8)
@@ -197,7 +197,7 @@ def _array(tokens: torch.Tensor) -> jax.Array:
 BENCH = Bench(
     "benchmarks.jax_train",
     __doc__,
-    option("recipes", tuple(RECIPES), choices=tuple(RECIPES), nargs="*"),
+    option("recipes", tuple(RECIPES), choices=tuple(NAMED_RECIPES), nargs="*"),
     option("steps", 200),
     option("seeds", 3, "of bfloat16 and of every recipe in JAX"),
     option("torch-seeds", 1, "those of them that torch trains too"),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.models import Corpus, Llama, read_corpus
 from benchmarks.runner import BASELINE, DEVICE, Bench, draw, option, say
 from benchmarks.subjects import converted
-from f8emu.spec import RECIPES
+from f8emu.spec import NAMED_RECIPES, RECIPES
 
 LAST = 20  # steps whose mean is the final training loss
 FIGURES = ("training", "held_out")
@@ -147,7 +147,7 @@ def rows_of(verdict: dict[str, Any]) -> dict[str, list[str]]:
 BENCH = Bench(
     "benchmarks.train",
     __doc__,
-    option("recipes", tuple(RECIPES), choices=tuple(RECIPES)),
+    option("recipes", tuple(RECIPES), choices=tuple(NAMED_RECIPES)),
     option("steps", 300),
     option("seeds", 3, "of bfloat16 and of every recipe"),
     option("lr", 1e-3),

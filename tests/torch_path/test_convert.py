@@ -292,8 +292,8 @@ def test_configurations() -> None:
     with pytest.warns(DeprecationWarning, match="recipe 'all_axiswise' is an older name; write 'rowwise'"):
         old = f8.plan_conversion(nn.Linear(32, 32), config="all_axiswise")  # pyright: ignore[reportArgumentType]
     assert old.recipe is ROWWISE
-    with pytest.raises(SpecError, match="unknown recipe 'mxfp8'"):
-        f8.convert_to_float8_training(nn.Linear(32, 32), config="mxfp8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SpecError, match="unknown recipe 'nvfp4'"):
+        f8.convert_to_float8_training(nn.Linear(32, 32), config="nvfp4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(SpecError, match="must be a Recipe or the name of one; got dict"):
         f8.convert_to_float8_training(nn.Linear(32, 32), config={})  # type: ignore[arg-type]
     with pytest.raises(OperandError, match="engine must be one of"):

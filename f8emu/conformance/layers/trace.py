@@ -14,7 +14,7 @@ from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Verbs
 from f8emu.conformance.layers.layer import LayerCase, Parts, Place
 from f8emu.conformance.layers.training import Executed, Training
-from f8emu.spec.chips import HOPPER, chip_by_name
+from f8emu.spec.chips import CHIPS, chip_by_name
 from f8emu.spec.formats import Format
 from f8emu.spec.gemm import GEMM_NAMES, LAYER_LAYOUTS, OPERANDS, Cast, GemmTrace, LinearTrace, OperandTrace
 from f8emu.spec.gemm_call import layer_call
@@ -30,7 +30,7 @@ def planned_slices(case: LayerCase, layer: int, *, asks_library: bool = False) -
     """
     slices: dict[str, int] = {}
     for name, sizes in case.gemm_sizes(layer).items():
-        call = layer_call(case.recipe.gemms[name], sizes, case.dtype, HOPPER)
+        call = layer_call(case.recipe.gemms[name], sizes, case.dtype, CHIPS[case.recipe.chip])
         split_k = split_of(None, call, LAYER_LAYOUTS[name], at_hand=asks_library).split_k
         if split_k > 1:
             slices[name] = split_k
