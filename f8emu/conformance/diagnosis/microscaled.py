@@ -10,8 +10,9 @@ import numpy as np
 
 from f8emu.conformance.cases.distributions import codes_of
 from f8emu.conformance.diagnosis.rules import Adder, Grid, Misreading, Rounding, Rules, ScaleOrder
-from f8emu.conformance.kernels.kernel import swizzled
+from f8emu.numpy import swizzle_scales
 from f8emu.spec.scaling import MX_BLOCK
+from f8emu.spec.swizzle import TILE_BLOCKS, TILE_ROWS
 from f8ref.numpy.accumulate import Decoded, chain
 
 if TYPE_CHECKING:
@@ -25,7 +26,11 @@ _Chained = Callable[[Decoded, Decoded, Rules], np.ndarray]
 
 def _up(shape: tuple[int, ...]) -> tuple[int, int]:
     rows, blocks = shape
-    return -(-rows // 128) * 128, -(-blocks // 4) * 4
+    return -(-rows // TILE_ROWS) * TILE_ROWS, -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
+
+
+def _swizzled(scale: np.ndarray) -> np.ndarray:
+    return swizzle_scales(scale, padding=_NAN)
 
 
 def _elsewhere(lying: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -48,19 +53,19 @@ def _as_swizzled(scale: np.ndarray) -> np.ndarray:
 
 def _as_rows(scale: np.ndarray) -> np.ndarray:
     (rows, blocks), up = scale.shape, _up(scale.shape)
-    return swizzled(scale).reshape(up)[:rows, :blocks]
+    return _swizzled(scale).reshape(up)[:rows, :blocks]
 
 
 def _as_packed(scale: np.ndarray) -> np.ndarray:
-    return _elsewhere(swizzled(scale), np.arange(scale.size).reshape(scale.shape))
+    return _elsewhere(_swizzled(scale), np.arange(scale.size).reshape(scale.shape))
 
 
 def _tiles_by_column(scale: np.ndarray) -> np.ndarray:
-    return _elsewhere(swizzled(scale), _places(scale.shape, 512, _up(scale.shape)[0] * 4))
+    return _elsewhere(_swizzled(scale), _places(scale.shape, 512, _up(scale.shape)[0] * 4))
 
 
 def _unfolded(scale: np.ndarray) -> np.ndarray:
-    return _elsewhere(swizzled(scale), _places(scale.shape, _up(scale.shape)[1] * 128, 512, (4, 128)))
+    return _elsewhere(_swizzled(scale), _places(scale.shape, _up(scale.shape)[1] * 128, 512, (4, 128)))
 
 
 TILES: dict[Grid, Callable[[np.ndarray], np.ndarray]] = {

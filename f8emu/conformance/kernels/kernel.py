@@ -21,11 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from f8emu.conformance.cases.distributions import codes_of
+from f8emu.numpy import swizzle_scales
 from f8emu.spec import BFLOAT16, HOPPER, Chip, Format, Granularity, SpecError
 from f8emu.spec.chips import chip_by_name
 from f8emu.spec.gemm_call import GroupKind
 from f8emu.spec.members import member_by_name
 from f8emu.spec.names import ArraysName
+from f8emu.spec.swizzle import TILE_BLOCKS, TILE_ROWS
 
 
 class Arg(Enum):
@@ -309,18 +311,6 @@ def laid_scale(
 
 
 _ONE, _NAN = 127, 255
-_TILE = 128, 4
-
-
-def swizzled(scale: np.ndarray) -> np.ndarray:
-    """E8M0 scales [rows, blocks] in tiles of 128 rows and 4 blocks, one row of tiles after the other, flat.
-
-    In a tile, a scale is at `row % 32 * 16 + row // 32 * 4 + block`. What is beyond the scales is NaN.
-    """
-    rows, blocks = (-size % tile for size, tile in zip(scale.shape, _TILE, strict=True))
-    codes = np.pad(codes_of(scale), ((0, rows), (0, blocks)), constant_values=_NAN)
-    tiles = codes.reshape(len(codes) // 128, 4, 32, codes.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4)
-    return tiles.ravel().view(scale.dtype)
 
 
 def laid_blocks(scale: np.ndarray, shape: tuple[int, int], groups: Sequence[Any], layout: ScaleLayout) -> Laid:
@@ -332,10 +322,10 @@ def laid_blocks(scale: np.ndarray, shape: tuple[int, int], groups: Sequence[Any]
     wider = [*[(0, 0)] * (scale.ndim - 2), *((0, size - n) for size, n in zip(shape, scale.shape[-2:], strict=True))]
     scale = np.pad(codes_of(scale), wider, constant_values=_ONE).view(scale.dtype)
     if layout.is_swizzled:
-        tiles = [swizzled(scale[group]) for group in groups]
+        tiles = [swizzle_scales(scale[group], padding=_NAN) for group in groups]
         flat = np.stack(tiles) if scale.ndim > 2 else np.concatenate(tiles)
-        rows = -(-shape[0] // _TILE[0]) * _TILE[0]
-        matrix = (rows, -1) if scale[groups[0]].shape[-2] == shape[0] else (-1, -(-shape[1] // _TILE[1]) * _TILE[1])
+        rows, blocks = (-(-n // tile) * tile for n, tile in zip(shape, (TILE_ROWS, TILE_BLOCKS), strict=True))
+        matrix = (rows, -1) if scale[groups[0]].shape[-2] == shape[0] else (-1, blocks)
         return Laid(flat if layout.ndim < 2 else flat.reshape(*scale.shape[:-2], *matrix))
     wider = [*[(0, 0)] * (scale.ndim - 1), (0, -scale.shape[-1] % layout.k_multiple)]
     scale = np.pad(codes_of(scale), wider, constant_values=_NAN).view(scale.dtype)

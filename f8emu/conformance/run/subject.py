@@ -31,7 +31,7 @@ from f8emu.conformance.layers.training import train
 from f8emu.conformance.run.extra_gemms import engine_cases, kernel_cases
 from f8emu.native import library
 from f8emu.shown import screen
-from f8emu.spec import HOPPER, MissingExtraError, SpecError, UnsupportedError
+from f8emu.spec import HOPPER, Chip, MissingExtraError, SpecError, UnsupportedError
 from f8emu.spec.gemm_call import GroupKind
 from f8emu.spec.names import ArraysName
 
@@ -215,6 +215,10 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
     engine = [f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"]
     if is_interpreted(kernel.function):  # known once its module is imported
         engine[0] += f", {INTERPRETED}"
+    if isinstance(kernel.chip, Chip) and kernel.is_microscaled:
+        engine.append(
+            f"bits of {kernel.chip.name}, {kernel.chip.evidence.value}; order of K and bias assumed [MX-4] [MX-5]"
+        )
     engine += [f"{name}: {text}" for name, text in (("predicted", kernel.predicted), ("seen", kernel.seen)) if text]
     return Subject(
         name=kernel.name,
