@@ -69,8 +69,8 @@ def test_scaled_grouped_mm(ends: tuple[int, ...]) -> None:
 
 
 def bytes_of_scales(*shape: int, seed: int) -> np.ndarray:
-    found = np.random.default_rng(seed).integers(117, 138, shape, dtype=np.uint8)
-    return found.view(np.dtype(jnp.float8_e8m0fnu))
+    patterns = np.random.default_rng(seed).integers(117, 138, shape, dtype=np.uint8)
+    return patterns.view(np.dtype(jnp.float8_e8m0fnu))
 
 
 @pytest.mark.parametrize("split_k", [1, 2])

@@ -10,7 +10,7 @@ import pytest
 from f8emu.native import library
 
 
-def said(**variables: str) -> str:
+def report_of(**variables: str) -> str:
     """What a fresh process says of its engine."""
     code = "from f8emu.native import library as x; print(x.unavailable(), x.widths(), x.library() is None)"
     process = subprocess.run(
@@ -47,7 +47,7 @@ def test_the_variable_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     file = str(tmp_path / "engine.so")
-    assert said(**{library.VARIABLE: file}) == (
+    assert report_of(**{library.VARIABLE: file}) == (
         f"{library.VARIABLE} names {file}, which is not there; unset it, or build the engine there () True\n"
     )
 
@@ -55,7 +55,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_damaged_file(tmp_path: Path) -> None:
     file = tmp_path / "engine.so"
     file.write_bytes(b"\x7fELF")
-    message = said(**{library.VARIABLE: str(file)})
+    message = report_of(**{library.VARIABLE: str(file)})
     assert message.startswith("the engine does not load on ") and message.endswith(" () True\n")
     assert "damaged or of another machine" in message and "gcc or clang" in message
 
@@ -68,7 +68,7 @@ def test_another_version(abi: str, tmp_path: Path) -> None:
     source, engine = tmp_path / "engine.c", tmp_path / "engine.so"
     source.write_text(f'const char *f8_width_name(int i) {{ return i ? 0 : "AVX"; }} {abi}')
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", engine], check=True)
-    message = said(**{library.VARIABLE: str(engine)})
+    message = report_of(**{library.VARIABLE: str(engine)})
     assert message.endswith(" () True\n") and f"is number {99 if abi else 1}, not {library.ABI}" in message
 
 
@@ -80,4 +80,4 @@ def test_another_library(tmp_path: Path) -> None:
     if source is None:
         pytest.skip("no library to take for the engine")
     copy.write_bytes(source.read_bytes())
-    assert "f8_width_name" in said(**{library.VARIABLE: str(copy)})
+    assert "f8_width_name" in report_of(**{library.VARIABLE: str(copy)})

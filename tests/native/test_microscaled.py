@@ -36,12 +36,12 @@ MICROSCALED: Any = dict.fromkeys(("granularity_a", "granularity_b"), Granularity
 
 
 def codes(rng: np.random.Generator, shape: tuple[int, int], format: Format, kind: str) -> Any:
-    found = rng.integers(0, 256, shape, dtype=np.uint8)
+    patterns = rng.integers(0, 256, shape, dtype=np.uint8)
     if kind != "every code":  # in which most sums of some length are NaN
-        found = np.where((found & 0x7F) > format.max_code, found & 0x83, found)
+        patterns = np.where((patterns & 0x7F) > format.max_code, patterns & 0x83, patterns)
     if kind == "sparse":
-        found = np.where(rng.integers(0, 40, shape) > 0, found & 0x80, found)
-    return found.view(np.dtype(getattr(ml_dtypes, format.name)))
+        patterns = np.where(rng.integers(0, 40, shape) > 0, patterns & 0x80, patterns)
+    return patterns.view(np.dtype(getattr(ml_dtypes, format.name)))
 
 
 def scales(rng: np.random.Generator, rows: int, k: int, kind: str) -> Any:

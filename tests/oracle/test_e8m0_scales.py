@@ -114,10 +114,10 @@ def test_by_element(shape: tuple[int, int], dtype: type, format: Format, rule: E
     blocks = columns // 32
     expected = np.zeros((shape[0], -(-shape[1] // 32)), np.float32)
     np.maximum.at(expected, (rows, blocks), np.abs(x.astype(np.float32)))
-    found = verbs["amax"](x, MX)
-    assert_same_bits(found, f8.amax(x, MX))
-    assert np.array_equal(found, expected, equal_nan=True)
-    inv_scale, scale = verbs["scale_from_amax"](found, format, ScaleRule(e8m0=rule))
+    amax = verbs["amax"](x, MX)
+    assert_same_bits(amax, f8.amax(x, MX))
+    assert np.array_equal(amax, expected, equal_nan=True)
+    inv_scale, scale = verbs["scale_from_amax"](amax, format, ScaleRule(e8m0=rule))
     codes = verbs["quantize"](x, inv_scale, format, MX)
     with np.errstate(all="ignore"):
         scaled = x.astype(np.float32) * inv_scale[rows, blocks]
@@ -132,12 +132,12 @@ def test_by_element(shape: tuple[int, int], dtype: type, format: Format, rule: E
 @BACKEND
 def test_refusals(backend: str) -> None:
     verbs, rule = BACKENDS[backend](), ScaleRule(e8m0=E8M0Rule.RCEIL)
-    one = np.ones((1, 1), np.float32)
+    ones = np.ones((1, 1), np.float32)
     with pytest.raises(SpecError, match=r"E8M0 scales .* margin 1"):
-        verbs["scale_from_amax"](one, E4M3FN, rule, margin=1)
+        verbs["scale_from_amax"](ones, E4M3FN, rule, margin=1)
     delayed = DelayedScaling(history_length=2)
     with pytest.raises(SpecError, match=r"E8M0 scales .* delayed scaling"):
-        verbs["update_delayed_state"](verbs["initial_delayed_state"](delayed), one, E4M3FN, rule, delayed)
+        verbs["update_delayed_state"](verbs["initial_delayed_state"](delayed), ones, E4M3FN, rule, delayed)
 
 
 def test_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

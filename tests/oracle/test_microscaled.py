@@ -90,20 +90,20 @@ def of_terms(terms: Terms, scales: tuple[list[int], list[int]], k: int) -> tuple
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}: {row[1]}")
 def test_rule(row: Any, chip: Any) -> None:
     """By the GEMM, or where there is a c by the instruction."""
-    _, _, terms, scales, wanted, given = row
-    k = given.get("k", max(terms, default=-1) + 1)
+    _, _, terms, scales, wanted, extras = row
+    k = extras.get("k", max(terms, default=-1) + 1)
     a, b, scale_a, scale_b = of_terms(terms, scales, k)
-    out = given.get("out", FLOAT32)
+    out = extras.get("out", FLOAT32)
     expected = typed([0x7FFFFFFF], FLOAT32) if wanted != wanted else np.array([wanted]).astype(dtype_of(out))
-    if "c" in given:
-        c = np.array([given["c"]], np.float32)
+    if "c" in extras:
+        c = np.array([extras["c"]], np.float32)
         assert_same_bits(ref.mma(a, b, c, scale_a, scale_b, chip=chip), expected)
         assert_same_bits(mma(a, b, c, scale_a, scale_b, chip=chip), expected)
         return
-    options = {**GEMM, "out_dtype": out, "split_k": given.get("split_k", 1), "chip": chip}
-    if "bias" in given:
-        options["bias"] = np.array([given["bias"]], np.float32)
-    for name in given.get("backends", ("exact", "numpy")):
+    options = {**GEMM, "out_dtype": out, "split_k": extras.get("split_k", 1), "chip": chip}
+    if "bias" in extras:
+        options["bias"] = np.array([extras["bias"]], np.float32)
+    for name in extras.get("backends", ("exact", "numpy")):
         f8 = exactly.implementation(name)
         assert_same_bits(f8.scaled_mm(a, b.T, scale_a, scale_b.T, **options)[0], expected)
 
