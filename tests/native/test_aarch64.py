@@ -60,7 +60,8 @@ class Recorder:
         ]
         of_x = _extent(SIZES[call.format], (call.lines, call.line_stride), (call.positions, 1))
         of_codes = _extent(1, (call.lines, call.code_line_stride), (call.positions, call.code_position_stride))
-        sizes = {"x": of_x, "codes": of_codes, **dict.fromkeys(("amax", "inv_scale", "scale"), _extent(4, *blocks))}
+        sizes = {"x": of_x, "codes": of_codes, **dict.fromkeys(("amax", "inv_scale"), _extent(4, *blocks))}
+        sizes["scale"] = _extent(1 if call.rule.is_e8m0 else 4, *blocks)
         regions = [(getattr(type(call), name).offset, getattr(call, name), size) for name, size in sizes.items()]
         return self._record(1, call, regions, lambda: self.engine.f8_run_cast(cast, width))
 
