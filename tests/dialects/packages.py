@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tables import DTYPES, tables
+from tables import DTYPES, GROUP_ENDS, GROUPED, SWIZZLED, scales_to_swizzle, tables
 
 from tests.audit import written
 
@@ -76,6 +76,26 @@ def torchao() -> dict[str, Case]:
         "torchao_inference": inference,
         **modes,
     }
+
+
+def torchao_mx() -> Iterator[tuple[str, np.ndarray]]:
+    """What no dialect has: E5M2, and the swizzled layout of cuBLASLt, also of groups along the rows and along K."""
+    from torchao.prototype.moe_training.kernels.mxfp8 import quant
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    for dtype in ("float32", "bfloat16"):
+        for table, x in tables(dtype).items():
+            for mode in ScaleCalculationMode:
+                scale, codes = to_mx(tensor_of(x), torch.float8_e5m2, 32, mode)
+                yield f"{table}/{dtype}/torchao_mx_{mode.name.lower()}/e5m2/codes", raw(codes)
+                yield f"{table}/{dtype}/torchao_mx_{mode.name.lower()}/e5m2/scale", raw(scale)
+    for shape in SWIZZLED:
+        yield f"swizzled/{shape}", raw(to_blocked(torch.from_numpy(scales_to_swizzle(shape))))
+    scales = torch.from_numpy(scales_to_swizzle(GROUPED))
+    yield "swizzled/rows", raw(quant.torch_to_blocked_2d_M_groups(scales, torch.tensor(GROUP_ENDS[0]))[0])
+    yield "swizzled/K", raw(quant.torch_to_blocked_2d_K_groups(scales, torch.tensor(GROUP_ENDS[1]))[0])
 
 
 def compressed_tensors() -> dict[str, Case]:
@@ -217,6 +237,6 @@ def results(blocks_of: dict[str, list[list[Any]]]) -> Iterator[tuple[str, np.nda
 
 
 if __name__ == "__main__":
-    found: dict[str, Any] = dict(results(json.loads(sys.argv[2])))
+    found: dict[str, Any] = dict(results(json.loads(sys.argv[2]))) | dict(torchao_mx())
     np.savez(sys.argv[1], **found)
     written.main(Path(sys.argv[3]))

@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 SHAPE = (256, 512)
+SWIZZLED = ((1, 1), (128, 4), (129, 5), (300, 3), (31, 9))
+"""Shapes of scales, odd ones too, that are brought into the swizzled layout."""
+GROUPED, GROUP_ENDS = (300, 12), ((130, 130, 300), (3, 8, 12))
+"""A shape, and the ends of groups of its rows, and of its blocks."""
 
 
 def tables(dtype: str) -> dict[str, NDArray[Any]]:
@@ -20,6 +24,10 @@ def tables(dtype: str) -> dict[str, NDArray[Any]]:
         matrices = {name: x.clip(-65000, 65000) for name, x in matrices.items()}
     with np.errstate(over="ignore"):
         return {name: x.astype(DTYPES[dtype]) for name, x in (matrices | {"special": _special()}).items()}
+
+
+def scales_to_swizzle(shape: tuple[int, int]) -> NDArray[np.uint8]:
+    return np.random.default_rng(43).integers(1, 255, shape, np.uint8)
 
 
 def _nasty(random: np.random.Generator) -> NDArray[np.float32]:

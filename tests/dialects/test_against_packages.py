@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import f8emu.numpy as f8
 from f8emu.dialects import DIALECTS, Dialect, dequantize, quantize
 from f8emu.dialects.arithmetic import block_amax
 from f8emu.dialects.rules import COLUMN, Arithmetic, Block, CodeRule, Division, PowerOfTwo
+from f8emu.spec import E4M3FN, E5M2, E8M0Rule, Granularity, ScaleRule
 from tests.audit.written import assert_clean
 
 HERE = Path(__file__).parent
@@ -107,6 +109,73 @@ def differences(dialect: Dialect, packages: dict[str, Array]) -> tuple[int, int,
     return codes_apart, scales_apart, in_corner
 
 
+def just_above_a_power(x: Array) -> Array:
+    """Whose float32 logarithm may be that of the power of two below."""
+    with np.errstate(all="ignore"):
+        above = x / np.exp2(np.round(np.log2(x))) - 1
+    return (above > 0) & (above < 2.0**-16)
+
+
+MX_RULES: dict[str, tuple[E8M0Rule, Callable[[Array, Array, float], tuple[Array, Array]]]] = {
+    # Where scales differ, and where codes do, of (amax in float64, byte, largest value).
+    **{
+        f"torchao_mx_{rule.value}": (rule, lambda amax, byte, _: (byte < 0, (byte == 0) | (byte == 255)))
+        for rule in (E8M0Rule.FLOOR, E8M0Rule.CEIL, E8M0Rule.EVEN)
+    },
+    "torchao_mx_rceil": (
+        E8M0Rule.RCEIL,  # log2; a factor of 1 where the byte is 0
+        lambda amax, byte, most: (just_above_a_power(amax / most), (byte == 0) | just_above_a_power(amax / most)),
+    ),
+    "modelopt_mxfp8": (
+        E8M0Rule.RCEIL,  # log2; a NaN block has the byte 0
+        lambda amax, byte, most: (np.isnan(amax) | just_above_a_power(amax / most),) * 2,
+    ),
+    "compressed_tensors_mxfp8": (
+        E8M0Rule.RCEIL,  # from 1.75 * 2^k on, where it is above that here; no NaN, and none but byte 255 at the end
+        lambda amax, byte, _: (~(amax < 1.75 * 2.0**127) | (np.frexp(amax)[0] == 0.875),) * 2,
+    ),
+}
+"""Rule of f8emu's own casts -> where the package is known to differ."""
+
+
+def mx_differences(packages: dict[str, Array]) -> tuple[dict[str, tuple[int, int]], set[str]]:
+    """(scales, codes) of f8emu's own MX casts that differ beyond what is known, and who has known differences."""
+    apart, with_known = dict[str, tuple[int, int]](), set[str]()
+    for key, codes in packages.items():
+        table, dtype, name, kind, *what = key.split("/") if key.count("/") == 4 else ("", "", "", "")
+        if name not in MX_RULES or what != ["codes"] or dtype == "float16":
+            continue
+        (rule, known), x = MX_RULES[name], TABLES[dtype, table]
+        target = E5M2 if kind == "e5m2" else E4M3FN
+        amax = f8.amax(x, Granularity.BLOCKWISE_1X32)
+        inv_scale, scale = f8.scale_from_amax(amax, target, ScaleRule(e8m0=rule))
+        mine = f8.quantize(x, inv_scale, target, Granularity.BLOCKWISE_1X32)
+        byte = scale.view(np.uint8).astype(int)
+        with np.errstate(all="ignore"):
+            of_scales, of_codes = known(amax.astype(np.float64), byte, target.max)
+        scales_apart = byte != packages[key.removesuffix("codes") + "scale"].reshape(byte.shape)
+        codes_apart = differing(mine, codes)
+        beyond = int(scales_apart[~of_scales].sum()), int(codes_apart[~of_elements(of_codes, x.shape, (1, 32))].sum())
+        if any(beyond):
+            apart[key] = beyond
+        if scales_apart.any() or codes_apart.any():
+            with_known.add(name)
+    return apart, with_known
+
+
+def swizzles_differ(packages: dict[str, Array]) -> list[str]:
+    """The shapes whose swizzled bytes are not torchao's; it ends groups with zeros that nobody reads."""
+    tables, apart = load("tables"), list[str]()
+    groups = [("rows", tables.GROUPED, 0), ("K", tables.GROUPED, 1)]
+    for key, shape, axis in [*((str(shape), shape, None) for shape in tables.SWIZZLED), *groups]:
+        ends = None if axis is None else tables.GROUP_ENDS[axis]
+        mine = f8.swizzle_scales(tables.scales_to_swizzle(shape), ends=ends, axis=axis or 0)
+        theirs = packages[f"swizzled/{key}"].ravel()
+        if not (np.array_equal(mine, theirs[: mine.size]) and not theirs[mine.size :].any()):
+            apart.append(key)
+    return apart
+
+
 def planted(name: str, *, of_codes: dict[str, Any] | None = None, **of_scale: Any) -> Dialect:
     """A dialect with other fields in its two forms."""
     dialect = COMPARED[name]
@@ -139,6 +208,7 @@ PLANTED = (
 def test_every_byte_and_no_finding(tmp_path: Path) -> None:
     """One test, so that one process alone imports the packages."""
     packages = bytes_of_packages(tmp_path)
+    of_mx = {key: packages.pop(key) for key in list(packages) if "/e5m2/" in key or key.startswith("swizzled/")}
     apart, with_corners = dict[str, tuple[int, int]](), set[str]()
     for name, dialect in COMPARED.items():
         assert any(f"/{name}/" in key for key in packages), f"{name} says it is compared; packages.py does not"
@@ -156,6 +226,10 @@ def test_every_byte_and_no_finding(tmp_path: Path) -> None:
     assert apart == {}, "(codes, scales) that differ"
     assert with_corners == CORNERS.keys(), "a corner is what the tables show, and no more"
     assert [dialect for dialect in PLANTED if sum(differences(dialect, packages)[:2]) == 0] == []
+    mx_apart, with_known = mx_differences(packages | of_mx)
+    assert mx_apart == {}, "(scales, codes) of f8emu's own casts that differ where none is known to"
+    assert with_known == MX_RULES.keys(), "what is known is what the tables show, and no more"
+    assert swizzles_differ(of_mx) == []
     assert_clean(tmp_path)
 
 
