@@ -10,7 +10,7 @@ from enum import Enum
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, Format
-from f8emu.spec.scaling import BLOCK, MIN_AMAX_FLOOR, ScaleRule
+from f8emu.spec.scaling import BLOCK, MIN_AMAX_FLOOR, MX_BLOCK, E8M0Rule, ScaleRule
 
 Block = tuple[int | None, int | None]
 """(rows, K) that share a scale; None is the whole extent."""
@@ -19,8 +19,8 @@ ROW: Block = (1, None)
 GROUP: Block = (1, BLOCK)
 SQUARE: Block = (BLOCK, BLOCK)
 COLUMN: Block = (BLOCK, 1)
-MX_GROUP: Block = (1, 32)
-MX_COLUMN: Block = (32, 1)
+MX_GROUP: Block = (1, MX_BLOCK)
+MX_COLUMN: Block = (MX_BLOCK, 1)
 
 
 class Division(Enum):
@@ -254,12 +254,15 @@ class Dialect:
         """The `ScaleRule` with which f8emu's own casts give the bytes of this dialect, for finite inputs; see `caveat`.
 
         They multiply by an inverse scale that is correctly rounded from `448 / max(amax, floor)`, so a dialect has one
-        if it does the same, or if its scales are powers of two, which leave nothing to round.
+        if it does the same, or if its scales are powers of two, which leave nothing to round. An E8M0 rule gives the
+        scales of any amax, and the codes of blocks whose byte is 1 to 254.
 
         Raises:
             UnsupportedError: there is none; the message says why.
         """
         form = self.scale
+        if form is not None and MX_GROUP in self.blocks and (rule := self._e8m0_rule(form)) is not None:
+            return ScaleRule(e8m0=rule)
         if form is None:
             why = "its scales are given"
         elif form.division is Division.EXPONENT or form.power_of_two not in (None, PowerOfTwo.UP, PowerOfTwo.DOWN):
@@ -277,3 +280,9 @@ class Dialect:
             f"Dialect.scale_rule: no ScaleRule gives the bytes of {self.name}, {self.formula}: {why}; quantize with "
             "f8emu.dialects.quantize"
         )
+
+    def _e8m0_rule(self, form: ScaleForm) -> E8M0Rule | None:
+        if form.power_of_two is PowerOfTwo.UP and not form.is_multiplier:
+            return E8M0Rule.RCEIL
+        carries = {rule.carry(self.code.format): rule for rule in E8M0Rule}
+        return carries.get(form.carry) if form.division is Division.EXPONENT else None

@@ -6,7 +6,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+import f8emu.numpy as f8
 from f8emu.dialects import quantize
+from f8emu.spec import E8M0Rule, ScaleRule
 
 E4M3, E5M2, FNUZ = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz
 F32, BF16, F16 = np.float32, ml_dtypes.bfloat16, np.float16
@@ -210,3 +212,23 @@ def vllm_unsigned(x: Array) -> Pair:
 
 def te_current(x: Array) -> Pair:
     return tuple(quantize(x, "transformer_engine_current"))
+
+
+def mx(rule: E8M0Rule, format: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    with np.errstate(all="ignore"):
+        inv_scale, scale = f8.scale_from_amax(f8.amax(x, "blockwise_1x32"), format, ScaleRule(e8m0=rule))
+        return f8.quantize(x, inv_scale, format, "blockwise_1x32"), scale
+
+
+def mx_rceil(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return mx(E8M0Rule.RCEIL, "float8_e4m3fn", x)
+
+
+def mx_floor_5(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return mx(E8M0Rule.FLOOR, "float8_e5m2", x)
+
+
+def mx_reciprocal(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    codes, scale = mx_rceil(x)
+    with np.errstate(all="ignore"):
+        return codes, np.float32(1) / scale.astype(np.float32)

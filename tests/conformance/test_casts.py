@@ -40,6 +40,7 @@ WRONG_QUANTIZERS = {
     "reciprocal": "it returns the reciprocal of the scale, which is multiplied, instead of the scale that decodes",
     "quotient": "it computes codes as x / s, rounded to float32",
     "half_codes": "it rounds twice, through float16",
+    "mx_reciprocal": "it returns the reciprocal of the scale, which is multiplied, instead of the scale that decodes",
     "vllm_unsigned": "as dialect vllm_token, but it loses the sign of negative zero",
 }
 RIGHT = {
@@ -53,6 +54,8 @@ QUANTIZERS = {
     "own_5": "f8emu's rule, blockwise_1x128 to float8_e5m2",
     "vllm_token": "as dialect vllm_token, vllm_weight_channel, rowwise to float8_e4m3fn",
     "deepseek_ue8m0": "as dialect sglang_weight_block_ue8m0, deep_gemm_block_ue8m0, blockwise_128x128 to float8_e4m3fn",
+    "mx_rceil": "f8emu's rule, blockwise_1x32 to float8_e4m3fn",
+    "mx_floor_5": "as dialect f8emu, floor, blockwise_1x32 to float8_e5m2",
     "te_current": "as dialect transformer_engine_delayed, transformer_engine_current, tensorwise to float8_e4m3fn",
 }
 

@@ -17,7 +17,7 @@ from f8emu.conformance.kernels.child import Ask
 from f8emu.conformance.run.check import Parts
 from f8emu.dialects import DIALECTS
 from f8emu.dialects.matching import fitting
-from f8emu.spec import FLOAT8, Format, Granularity, Overflow, SpecError
+from f8emu.spec import FLOAT8, E8M0Rule, Format, Granularity, Overflow, ScaleRule, SpecError
 
 
 class Wanted(NamedTuple):
@@ -168,9 +168,10 @@ class QuantizerContract(Contract):
         with np.errstate(all="ignore"):
             if self._judge is not None:
                 return self._judge.parts(q.x, self._block)
-            scales = oracle.scale_from_amax(oracle.amax(q.x, self._granularity), self._target)
+            rule = ScaleRule(e8m0=E8M0Rule.RCEIL) if self._granularity.is_microscaled else ScaleRule()
+            scales = oracle.scale_from_amax(oracle.amax(q.x, self._granularity), self._target, rule)
             codes = oracle.quantize(q.x, scales.inv_scale, self._target, self._granularity)
-        return {"scales": scales.scale, "codes": codes}
+            return {"scales": scales.scale.astype(np.float32), "codes": codes}
 
     def diagnosis(self) -> CastDiagnosis | None:
         """The fewest changes of the rule that give its answers; None if it gave none."""

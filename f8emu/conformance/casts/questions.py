@@ -106,11 +106,11 @@ _SHAPES_OF_BLOCKS = ((1, 1), (1, 128), (2, 129), (130, 131), (3, 5001), (2, 8192
 
 def quantize_questions(granularity: Granularity, target: Format) -> Iterator[Question]:
     """Blocks of many magnitudes: random, zero, huge, tiny, at powers of two, with NaN and infinity; shapes; memory."""
-    height = 128 if granularity is Granularity.BLOCKWISE_128X128 else 16
+    height, width = 128 if granularity is Granularity.BLOCKWISE_128X128 else 16, granularity.block[1] or 128
     for source in HIGH_PRECISION:
         r = rng("quantizers", source.name)
         normal = r.standard_normal((height, 256)).astype(np.float32)
-        matrices = [*_blocks(normal, r, source, target)]
+        matrices = [*_blocks(normal, r, source, target, width)]
         if source != FLOAT16:
             matrices += [("shapes", f"shape {list(shape)}", r.standard_normal(shape)) for shape in _SHAPES_OF_BLOCKS]
             wide = np.resize(normal, (height, 512))
@@ -128,7 +128,7 @@ def quantize_questions(granularity: Granularity, target: Format) -> Iterator[Que
 
 
 def _blocks(
-    normal: np.ndarray, r: np.random.Generator, source: Format, target: Format
+    normal: np.ndarray, r: np.random.Generator, source: Format, target: Format, width: int
 ) -> Iterator[tuple[str, str, np.ndarray]]:
     # (family, name, float32 matrix) of the values of blocks.
     height = len(normal)
@@ -143,7 +143,7 @@ def _blocks(
     largest = {FLOAT32: float(np.finfo(np.float32).max), BFLOAT16: 3.3e38, FLOAT16: 65504.0}[source]
     yield "magnitudes", "near the largest number", unit * np.float32(largest)
     # 2. Largest magnitudes where a logarithm rounds: 448 * 2^k and its neighbours.
-    unit[:, ::128] = 1.0
+    unit[:, ::width] = 1.0
     powers = np.exp2(np.arange(height, dtype=np.float32) * 3 % 40 - 20)[:, None]
     for by in (-1, 0, 1):
         top = (np.float32(target.max).view(np.int32) + np.int32(by)).view(np.float32)
@@ -151,7 +151,7 @@ def _blocks(
     # 3. What a product and a quotient give another code.
     points = float32_boundaries(target)
     x = r.choice(points[np.abs(points) < target.max], normal.shape)
-    x[:, ::128] = target.max
+    x[:, ::width] = target.max
     yield "midpoints", "midpoints of codes and their neighbours, scaled", x * r.uniform(1, 2, (height, 1))
     # 4. Zeros, special numbers, values that become zero.
     yield "zeros", "all zero", np.zeros_like(normal)

@@ -11,8 +11,8 @@ from f8emu.conformance.diagnosis.arguments import SCALE_VALUES
 from f8emu.conformance.diagnosis.rules import ScaleValue
 from f8emu.dialects import CodeForm, Dialect, ScaleForm
 from f8emu.dialects.arithmetic import Factors, block_amax, encode, factors_from_amax, nan_code
-from f8emu.dialects.rules import Arithmetic, Block, CodeRule, Division, PowerOfTwo
-from f8emu.spec import Format, Overflow, ScaleRule
+from f8emu.dialects.rules import MX_GROUP, Arithmetic, Block, CodeRule, Division, PowerOfTwo
+from f8emu.spec import E8M0Rule, Format, Overflow, ScaleRule
 
 
 class Scaling(Enum):
@@ -190,8 +190,10 @@ def amaxes_of(x: np.ndarray, block: Block) -> tuple[np.ndarray, np.ndarray]:
     return block_amax(x, block), block_amax(x, block, ignores_nan=True)
 
 
-def own_dialects(target: Format, block: Block) -> tuple[Dialect, Dialect]:
-    """f8emu's rule to a format, and the same with powers of two."""
+def own_dialects(target: Format, block: Block) -> tuple[Dialect, ...]:
+    """f8emu's rule to a format, and the same with powers of two; for blocks of 32 its E8M0 rules, RCEIL first."""
+    if block == MX_GROUP:
+        return tuple(_e8m0_dialect(target, rule) for rule in reversed(E8M0Rule))
     form = ScaleForm(
         division=Division.MULTIPLIER,
         arithmetic=Arithmetic.FLOAT64,
@@ -201,3 +203,12 @@ def own_dialects(target: Format, block: Block) -> tuple[Dialect, Dialect]:
     code = CodeForm(rule=CodeRule.MULTIPLIER, format=target)
     dialect = Dialect(name="f8emu", stack="f8emu", source="", version="", scale=form, code=code, blocks=(block,))
     return dialect, replace(dialect, name="f8emu, power_of_two", scale=replace(form, power_of_two=PowerOfTwo.DOWN))
+
+
+def _e8m0_dialect(target: Format, rule: E8M0Rule) -> Dialect:
+    form = ScaleForm(division=Division.EXPONENT, largest=target.max, carry=rule.carry(target))
+    if rule is E8M0Rule.RCEIL:  # whose infinity has the byte 254
+        form = ScaleForm(division=Division.QUOTIENT, largest=target.max, power_of_two=PowerOfTwo.UP)
+    code = CodeForm(rule=CodeRule.INVERSE, format=target)
+    name = f"f8emu, {rule.value}"
+    return Dialect(name=name, stack="f8emu", source="", version="", scale=form, code=code, blocks=(MX_GROUP,))

@@ -57,14 +57,15 @@ function(x) -> codes, scales
 x         [M, K] of float32, bfloat16 or float16, of any value, in any layout
 codes     [M, K] of a float8 dtype, or uint8 with --format
 scales    the factors that decode, value = code * scale, in any float dtype or
-          as the bytes of float8_e8m0fnu: one number; [M, 1]; [M, K / 128]; or
-          [M / 128, K / 128], rounded up. --granularity names it where a shape
-          fits several.
+          as the bytes of float8_e8m0fnu: one number; [M, 1]; [M, K / 128];
+          [M / 128, K / 128]; or [M, K / 32], rounded up. --granularity names it
+          where a shape fits several.
 
 Expected is f8emu's rule, or every byte of one of f8emu.dialects, which the
 report names. f8emu's: t = 448 / max(amax, 1e-12) in float64, rounded to
 float32, where 448 is the format's largest number; scale = 1 / t, rounded;
-codes = saturating cast of float32(x) * t. Zeros keep their sign.
+codes = saturating cast of float32(x) * t. Zeros keep their sign. For blocks of
+32: scale is the smallest power of two with 448 * scale >= amax, t = 1 / scale.
 
 {_ARRAYS.format(refused="partial blocks and for no rows")}""",
 }
