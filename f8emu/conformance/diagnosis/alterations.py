@@ -244,15 +244,18 @@ def _scale_orders() -> Iterator[Alteration]:
         )
 
 
-def _of_one_or_both(
-    field: str, choices: Sequence[ScaleValue | ScaleSign | Grid], detail: str = ""
-) -> Iterator[Alteration]:
+def _of_one_or_both(field: str, choices: Sequence[ScaleValue | ScaleSign | Grid]) -> Iterator[Alteration]:
     """For each the alteration of both scales, and those of one."""
     for choice, sides in product(choices, ("ab", "a", "b")):
         scales = "scales" if sides == "ab" else f"scale_{sides}"
         pair = tuple(choice if side in sides else type(choice).OWN for side in "ab")
         changed: dict[str, Any] = {field: pair}
-        yield _row(choice.alteration.format(scales), choice.value.format(scales), detail, **changed)
+        yield _row(
+            choice.alteration.format(scales),
+            choice.value.format(scales),
+            choice.of_mxfp8 and f"[{choice.of_mxfp8}]",
+            **changed,
+        )
 
 
 # All of them
@@ -313,10 +316,10 @@ ALTERATIONS: tuple[Alteration, ...] = (
     *(_row(equal.alteration, equal.value, equal_scales=equal) for equal in EqualScales if equal.alteration),
     *_of_one_or_both("scale_values", [choice for choice in ScaleValue if choice.alteration]),
     *_of_one_or_both("scale_signs", [choice for choice in ScaleSign if choice.alteration]),
-    *_of_one_or_both("grids", [choice for choice in Grid if choice.alteration and not choice.is_of_tiles]),
+    *_of_one_or_both("grids", [choice for choice in Grid if choice.alteration and not choice.of_mxfp8]),
     *_of_mxfp8(
-        *_of_one_or_both("grids", [choice for choice in Grid if choice.is_of_tiles], "[MX-2]"),
-        *(_row(x.alteration, x.value, f"[{x.rule}]", misreads=frozenset((x,))) for x in Misreading if x.rule),
+        *_of_one_or_both("grids", [choice for choice in Grid if choice.of_mxfp8]),
+        *(_row(x.alteration, x.value, f"[{x.of_mxfp8}]", misreads=frozenset((x,))) for x in Misreading if x.of_mxfp8),
         _row("zeros without an exponent", "leaves zeros out of the largest exponent", "[MX-3]", zero_exponent=None),
     ),
     _row("-0 kept", "keeps -0", "the tensorwise epilogue adds 0 to it [EPI-1]", adds_zero=False),
@@ -330,7 +333,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
     _row("subnormal operands flushed", "takes subnormal float8 codes for zero", flushes_operands=True),
     _row("subnormal results flushed", "flushes subnormal float32 results to zero", flushes_results=True),
     # 3. Arguments.
-    *(_row(wrong.alteration, wrong.value, misreads=frozenset((wrong,))) for wrong in Misreading if not wrong.rule),
+    *(_row(wrong.alteration, wrong.value, misreads=frozenset((wrong,))) for wrong in Misreading if not wrong.of_mxfp8),
     *(_reading(side, reading) for reading in Reading if reading.alteration for side in ("a", "b", "a and b")),
     *_rows("tail of K beyond a multiple of {} dropped", "drops K beyond a multiple of {}", k_multiple=_MULTIPLES),
     *_rows("last {} of K dropped", "drops the last {} of K", k_less=[32, 64, 128]),

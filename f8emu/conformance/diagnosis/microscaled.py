@@ -12,7 +12,7 @@ from f8emu.conformance.cases.distributions import codes_of
 from f8emu.conformance.diagnosis.rules import Adder, Grid, Misreading, Rounding, Rules, ScaleOrder
 from f8emu.numpy import swizzle_scales
 from f8emu.spec.scaling import MX_BLOCK
-from f8emu.spec.swizzle import TILE_BLOCKS, TILE_ROWS
+from f8emu.spec.swizzle import TILE_BLOCKS, swizzled_groups
 from f8ref.numpy.accumulate import Decoded, chain
 
 if TYPE_CHECKING:
@@ -24,58 +24,22 @@ _ABSENT = -440
 _Chained = Callable[[Decoded, Decoded, Rules], np.ndarray]
 
 
-def _up(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, blocks = shape
-    return -(-rows // TILE_ROWS) * TILE_ROWS, -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
-
-
-def _swizzled(scale: np.ndarray) -> np.ndarray:
-    return swizzle_scales(scale, padding=_NAN)
-
-
-def _elsewhere(lying: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """What a kernel finds at these places of flat bytes: NaN behind them, where a guard zone or a padding is."""
-    codes = np.append(codes_of(lying).ravel(), np.uint8(_NAN))
-    return codes[np.minimum(places, codes.size - 1)].view(lying.dtype)
-
-
-def _places(
-    shape: tuple[int, ...], row_of_tiles: int, column_of_tiles: int, fold: tuple[int, int] = (16, 4)
-) -> np.ndarray:
-    r, b = np.indices(shape)
-    within = r % 32 * fold[0] + r // 32 % 4 * fold[1] + b % 4
-    return r // 128 * row_of_tiles + b // 4 * column_of_tiles + within
-
-
 def _as_swizzled(scale: np.ndarray) -> np.ndarray:
-    return _elsewhere(scale, _places(scale.shape, _up(scale.shape)[1] * 128, 512))
+    """Rows read at the addresses of tiles; behind them NaN, as in a guard zone."""
+    (whole,), _ = swizzled_groups("", scale.shape, None, 0)
+    r, b = np.indices(scale.shape)
+    codes = np.append(codes_of(scale), np.uint8(_NAN))
+    return codes[np.minimum(whole.offsets(r, b), scale.size)].view(scale.dtype)
 
 
 def _as_rows(scale: np.ndarray) -> np.ndarray:
-    (rows, blocks), up = scale.shape, _up(scale.shape)
-    return _swizzled(scale).reshape(up)[:rows, :blocks]
+    """Tiles read row by row, as wide as the padded scales."""
+    (rows, blocks), padded = scale.shape, -(-scale.shape[1] // TILE_BLOCKS) * TILE_BLOCKS
+    return swizzle_scales(scale, padding=_NAN).reshape(-1, padded)[:rows, :blocks]
 
 
-def _as_packed(scale: np.ndarray) -> np.ndarray:
-    return _elsewhere(_swizzled(scale), np.arange(scale.size).reshape(scale.shape))
-
-
-def _tiles_by_column(scale: np.ndarray) -> np.ndarray:
-    return _elsewhere(_swizzled(scale), _places(scale.shape, 512, _up(scale.shape)[0] * 4))
-
-
-def _unfolded(scale: np.ndarray) -> np.ndarray:
-    return _elsewhere(_swizzled(scale), _places(scale.shape, _up(scale.shape)[1] * 128, 512, (4, 128)))
-
-
-TILES: dict[Grid, Callable[[np.ndarray], np.ndarray]] = {
-    Grid.SWIZZLED: _as_swizzled,
-    Grid.PLAIN: _as_rows,
-    Grid.PACKED: _as_packed,
-    Grid.TILES_BY_COLUMN: _tiles_by_column,
-    Grid.UNFOLDED: _unfolded,
-}
-"""What the scales are that a kernel reads at its wrong address."""
+TILES: dict[Grid, Callable[[np.ndarray], np.ndarray]] = {Grid.SWIZZLED: _as_swizzled, Grid.PLAIN: _as_rows}
+"""What the scales are that a kernel reads at its wrong addresses."""
 
 
 def decoded_scales(scale: np.ndarray, rules: Rules) -> np.ndarray:

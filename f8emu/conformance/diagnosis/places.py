@@ -8,14 +8,15 @@ import numpy as np
 
 
 class Choice(Enum):
-    """One value of a rule, in words, and the name of the alteration that makes a rule so."""
+    """One value of a rule, in words, the name of the alteration that makes a rule so, and the id of a rule of MXFP8."""
 
     _value_: str
     alteration: str
+    of_mxfp8: str
 
-    def __new__(cls, words: str, alteration: str = "") -> "Choice":
+    def __new__(cls, words: str, alteration: str = "", of_mxfp8: str = "") -> "Choice":
         choice = object.__new__(cls)
-        choice._value_, choice.alteration = words, alteration
+        choice._value_, choice.alteration, choice.of_mxfp8 = words, alteration, of_mxfp8
         return choice
 
     # Rules are hashed often, and Enum's own hash is a Python function.

@@ -97,16 +97,8 @@ class Grid(Choice):
     OWN = "reads the grid of {} as it lies"
     AS_COLUMNS = "reads the grid of {} as column-major, and it is row-major", "grid of {} read as column-major"
     AS_ROWS = "reads the grid of {} as row-major, and it is column-major", "grid of {} read as row-major"
-    SWIZZLED = "reads {} in tiles of 128 x 4, and they lie row by row", "{} read as swizzled"
-    PLAIN = "reads {} row by row, and they lie in tiles of 128 x 4", "swizzled {} read as rows"
-    PACKED = "reads {} row by row without padding, and they lie in tiles", "swizzled {} read as rows without padding"
-    TILES_BY_COLUMN = "reads the tiles of {} one column of tiles after the other", "tiles of {} by column"
-    UNFOLDED = "reads row r of a tile of {} at 4 * r, without the fold of 32 rows", "tiles of {} unfolded"
-
-    @property
-    def is_of_tiles(self) -> bool:
-        """Whether it is about E8M0 scales, which alone are swizzled."""
-        return self in (Grid.SWIZZLED, Grid.PLAIN, Grid.PACKED, Grid.TILES_BY_COLUMN, Grid.UNFOLDED)
+    SWIZZLED = "reads {} in tiles of 128 x 4, and they lie row by row", "{} read as swizzled", "MX-2"
+    PLAIN = "reads {} row by row, and they lie in tiles of 128 x 4", "swizzled {} read as rows", "MX-2"
 
 
 class EqualScales(Choice):
@@ -125,27 +117,12 @@ class Misreading(Choice):
     OPERANDS_SWAPPED = "takes a for b and b for a, with the scales in place", "operands swapped"
     OUTPUT_TRANSPOSED = "writes the output transposed", "output transposed"
     NAN_AS_NUMBER = "takes NaN codes of float8_e4m3fn for 480", "NaN codes as numbers"
-    SCALE_255 = "takes byte 255 of a scale for 2^128, and it is NaN", "byte 255 as 2^128"
-    SCALE_0 = "takes byte 0 of a scale for zero, and it is 2^-127", "byte 0 as zero"
-    SCALE_PRODUCT = "saturates the product of two scales to a byte, 2^-127 to 2^127", "product of scales saturated"
-    SCALE_PADDING = "multiplies by scales beyond the operand, which are NaN", "padding of scales read"
-    K_BACKWARDS = "adds the steps of K from the last to the first", "K backwards"
-    FLOAT32_STEPS = "adds the exact sum of each step in float32, without a cut", "steps in float32"
-
-    @property
-    def rule(self) -> str:
-        """The id of the rule of MXFP8 that it breaks; empty of one that means something for every GEMM."""
-        return _MX_RULES.get(self.name, "")
-
-
-_MX_RULES = {
-    "SCALE_255": "MX-1",
-    "SCALE_0": "MX-1",
-    "SCALE_PRODUCT": "MX-2",
-    "SCALE_PADDING": "MX-2",
-    "K_BACKWARDS": "MX-4",
-    "FLOAT32_STEPS": "MX-4",
-}
+    SCALE_255 = "takes byte 255 of a scale for 2^128, and it is NaN", "byte 255 as 2^128", "MX-1"
+    SCALE_0 = "takes byte 0 of a scale for zero, and it is 2^-127", "byte 0 as zero", "MX-1"
+    SCALE_PRODUCT = "saturates products of scales to a byte, 2^-127 to 2^127", "product of scales saturated", "MX-2"
+    SCALE_PADDING = "multiplies by scales beyond the operand, which are NaN", "padding of scales read", "MX-2"
+    K_BACKWARDS = "adds the steps of K from the last to the first", "K backwards", "MX-4"
+    FLOAT32_STEPS = "adds the exact sum of each step in float32, without a cut", "steps in float32", "MX-4"
 
 
 class Reading(Choice):
