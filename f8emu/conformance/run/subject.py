@@ -216,9 +216,7 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
     if is_interpreted(kernel.function):  # known once its module is imported
         engine[0] += f", {INTERPRETED}"
     if isinstance(kernel.chip, Chip) and kernel.is_microscaled:
-        engine.append(
-            f"bits of {kernel.chip.name}, {kernel.chip.evidence.value}; order of K and bias assumed [MX-4] [MX-5]"
-        )
+        engine.append(f"bits of {kernel.chip.name}: {kernel.chip.evidence.value} [MX-4] [MX-5]")
     engine += [f"{name}: {text}" for name, text in (("predicted", kernel.predicted), ("seen", kernel.seen)) if text]
     return Subject(
         name=kernel.name,
