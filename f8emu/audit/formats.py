@@ -59,7 +59,7 @@ class Format:
     @property
     def is_complete(self) -> bool:
         """Whether the configuration gives the precision of every layer."""
-        return self.method in ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt") and "MIXED" not in self.name
+        return self.method in ("fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt") and "MIXED" not in self.name
 
     def quantizes(self, module: str) -> bool:
         """Whether a module is among those that are quantized."""
@@ -104,6 +104,9 @@ def format_of(checkpoint: Checkpoint) -> Format:
             algorithm = str(quantization.get("quant_algo", "")).upper()
             name = f"Model-Optimizer {algorithm}".strip()
             return of(name=name, scales=("{w}_scale",), **_ALGORITHMS.get(algorithm, {}))
+        case "mxfp8":
+            scales = ("{w}_scale_inv", "{w}_scale")
+            return of(name="MXFP8", scales=scales, dtypes=_BYTES, blocks=(MX_GROUP,), is_power_of_two=True)
         case "fbgemm_fp8":
             return of(name="FBGEMM float8", scales=("{w}_scale",), dtypes=("F32",), blocks=(TURNED_ROW, ROW))
     if method == "torchao" or any(name.endswith("._weight_qdata") for name in names):
@@ -130,6 +133,8 @@ def _fp8(quantization: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             is_power_of_two = quantization.get("scale_fmt") == "ue8m0"
             fields |= {"scales": ("{w}_scale_inv", "{m}.scale"), "is_power_of_two": is_power_of_two}
+            if (rows, columns) == MX_GROUP:
+                fields["dtypes"] = (*FLOATS, *_BYTES)
             return {**fields, "name": f"float8 in blocks of {rows} x {columns}", "blocks": ((rows, columns),)}
     raise SpecError(f"audit: expected weight_block_size [rows, columns]; found {size!r:.60}; mend config.json")
 

@@ -13,6 +13,7 @@ from f8emu.conformance.compare import counted
 from f8emu.dialects.arithmetic import block_amax, codes_of_other, factors_from_stored
 from f8emu.dialects.matching import Candidate, candidates, count_codes, numbers_differ, relation
 from f8emu.dialects.rules import TENSOR, PowerOfTwo
+from f8emu.spec.swizzle import swizzled_groups
 
 
 def compare(weight: Weight, blocks: Blocks, source: Tensor | Joined, siblings: Sequence[Tensor], form: Format) -> None:
@@ -188,4 +189,7 @@ def _moved(a: np.ndarray, b: np.ndarray) -> str:
         for by, old, new in ((1, early, late), (-1, late, early)):
             if np.array_equal(x[old], y[new]) and not np.array_equal(x[new], y[new]):
                 return f"the grid shifted by {by} block {name}"
+    (group,), size = swizzled_groups("audit", a.shape, None, 0)
+    if size == b.size and np.array_equal(b.reshape(-1)[group.offsets(*np.ogrid[: a.shape[0], : a.shape[1]])], a):
+        return "the grid in cuBLASLt's swizzled layout"
     return "the same scales in another order" if np.array_equal(np.sort(a, None), np.sort(b, None)) else ""
