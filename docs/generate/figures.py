@@ -18,6 +18,7 @@ import numpy as np
 
 from f8emu.report.svg import ALONE
 from f8emu.spec import CHIPS, E4M3FN, E5M2, FLOAT8, FLOAT32, H100, HOPPER, Chip, Granularity
+from f8emu.spec.swizzle import TILE_BLOCKS, TILE_ROWS, SwizzledGroup
 from f8emu.split_k.plan import planned_gemm, split_k
 from f8ref import exact
 from f8ref import numpy as f8
@@ -209,7 +210,7 @@ def spacing() -> Drawing:
 
 
 def scales() -> Drawing:
-    """What shares a scale: the four granularities on one operand."""
+    """What shares a scale: the granularities on one operand."""
     rows, k = 256, 512
     drawing = Drawing(f"An operand of {rows} rows by {k} of K: which elements share a scale at each granularity")
     width, height = 180, 90
@@ -227,6 +228,37 @@ def scales() -> Drawing:
         shape = granularity.scale_shape(rows, k)
         count = shape[0] * shape[1]
         drawing.text(x, y + height + 14, f"scales [{shape[0]}, {shape[1]}]: {count:,}", size=10)
+    return drawing
+
+
+def swizzled() -> Drawing:
+    """A tile of scales, 128 rows by 4 blocks, and its bytes: 32 lines of 16."""
+    drawing = Drawing("Scales of 128 rows by 4 blocks, and the same as 512 bytes: row 1 of each 32 rows in one line")
+    rows, size, top, left, right = 32, 11, 30, 66, 214
+    drawing.text(left, 12, "scales [128, 4]", bold=True, size=10.5)
+    drawing.text(right, 12, "512 bytes, 16 a line", bold=True, size=10.5)
+    shown = (0, 1, 2, 31)
+    places = [(row, top + size * (i + (row == 31))) for i, row in enumerate(shown)]
+    for quarter in range(TILE_ROWS // rows):
+        for row, y in places:
+            y += quarter * 6 * size
+            number, opacity = quarter * rows + row, 0.15 + 0.2 * quarter
+            drawing.text(left - 6, y + 9, f"row {number}", anchor="end", size=9.5, faint=row != 1)
+            for block in range(TILE_BLOCKS):
+                drawing.rect(left + block * size, y, size, size, fill=opacity if row == 1 else 0.04, color=ACCENT)
+    for row, y in places:
+        drawing.text(right - 6, y + 9, f"byte {row * 16}", anchor="end", size=9.5, faint=row != 1)
+        for at in range(16):
+            group = SwizzledGroup(slice(0, TILE_ROWS), slice(0, TILE_BLOCKS), 0)
+            number, block = next(
+                (r, b) for r in range(TILE_ROWS) for b in range(TILE_BLOCKS) if group.offsets(r, b) == row * 16 + at
+            )
+            assert number % rows == row and block == at % 4
+            opacity = 0.15 + 0.2 * (number // rows)
+            drawing.rect(right + at * size, y, size, size, fill=opacity if row == 1 else 0.04, color=ACCENT)
+    for quarter in range(TILE_ROWS // rows):
+        x = right + (quarter * 4 + 2) * size
+        drawing.text(x, top - 5, f"row {1 + rows * quarter}", anchor="middle", size=9.5, color=ACCENT)
     return drawing
 
 
@@ -431,6 +463,7 @@ DRAWN: dict[str, Callable[[], Drawing]] = {
     "formats": formats,
     "spacing": spacing,
     "scales": scales,
+    "swizzled": swizzled,
     "accumulation-step": accumulation_step,
     "accumulation-chain": accumulation_chain,
     "split-k": split_k_slices,

@@ -59,7 +59,9 @@ class Format:
     @property
     def is_complete(self) -> bool:
         """Whether the configuration gives the precision of every layer."""
-        return self.method in ("fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt") and "MIXED" not in self.name
+        return (
+            self.method in ("fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt") and "MIXED" not in self.name
+        )
 
     def quantizes(self, module: str) -> bool:
         """Whether a module is among those that are quantized."""

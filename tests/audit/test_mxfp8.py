@@ -54,12 +54,12 @@ def swizzled(scale: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "place"),
     [(swizzled, "cuBLASLt's swizzled layout"), (lambda s: np.roll(s, 1, 1), "shifted by 1 block across")],
     ids=["swizzled", "shifted"],
 )
-def test_scales_in_wrong_places_are_named(change: Any, found: str, tmp_path: Path) -> None:
+def test_scales_in_wrong_places_are_named(change: Any, place: str, tmp_path: Path) -> None:
     codes, scale = quantize(W, "modelopt_mxfp8")
     result = audited(tmp_path, MODELOPT, codes, change(scale.view(np.uint8)))
     assert [finding.check for finding in result.findings] == ["grid-moved"]
-    assert found in result.findings[0].found
+    assert place in result.findings[0].found

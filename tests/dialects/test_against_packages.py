@@ -116,6 +116,10 @@ def just_above_a_power(x: Array) -> Array:
     return (above > 0) & (above < 2.0**-16)
 
 
+def twice(mask: Array) -> tuple[Array, Array]:
+    return mask, mask
+
+
 MX_RULES: dict[str, tuple[E8M0Rule, Callable[[Array, Array, float], tuple[Array, Array]]]] = {
     # Where scales differ, and where codes do, of (amax in float64, byte, largest value).
     **{
@@ -128,11 +132,11 @@ MX_RULES: dict[str, tuple[E8M0Rule, Callable[[Array, Array, float], tuple[Array,
     ),
     "modelopt_mxfp8": (
         E8M0Rule.RCEIL,  # log2; a NaN block has the byte 0
-        lambda amax, byte, most: (np.isnan(amax) | just_above_a_power(amax / most),) * 2,
+        lambda amax, byte, most: twice(np.isnan(amax) | just_above_a_power(amax / most)),
     ),
     "compressed_tensors_mxfp8": (
         E8M0Rule.RCEIL,  # from 1.75 * 2^k on, where it is above that here; no NaN, and none but byte 255 at the end
-        lambda amax, byte, _: (~(amax < 1.75 * 2.0**127) | (np.frexp(amax)[0] == 0.875),) * 2,
+        lambda amax, byte, _: twice(~(amax < 1.75 * 2.0**127) | (np.frexp(amax)[0] == 0.875)),
     ),
 }
 """Rule of f8emu's own casts -> where the package is known to differ."""
