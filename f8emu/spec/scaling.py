@@ -127,7 +127,11 @@ class E8M0Rule(Enum):
     EVEN = "even"
     """`floor(log2(r)) - emax` of r, amax rounded to the fraction bits of the format, ties up."""
     RCEIL = "rceil"
-    """`ceil(log2(amax / max))`, the smallest `e` at which nothing saturates: NVIDIA's and TransformerEngine's rule."""
+    """`ceil(log2(amax / max))`, the smallest `e` at which nothing saturates: NVIDIA's and TransformerEngine's rule.
+
+    They round `amax * fl(1/max)` first, which gives byte 0 for one amax more, the first above `max * 2^-127`, and else
+    the same byte for every float32 (`benchmarks.proofs.exhaustive`).
+    """
 
     def carry(self, format: Format) -> int:
         """What an amax's float32 bits lack, at most, for the exponent to grow: `byte = ((bits + carry) >> 23) - emax`.
