@@ -62,6 +62,7 @@ HELD = {
     "torchtitan-all-gather-h200x2": "torchtitan, 16 layers of Llama-3 8B on two GPUs, float8 all-gather",
     "torchtitan-all-gather-h200x4": "torchtitan, Llama-3 8B on four GPUs, float8 all-gather, with a step's kernels",
     "torchtitan-h200x4": "torchtitan, Llama-3 8B on four GPUs, bfloat16 all-gather",
+    "torchtitan-step-delayed-h200x2": "The same under delayed scaling",
     "torchtitan-step-h200x2": "torchtitan, 16 layers of Llama-3 8B on two GPUs, with a step's kernels",
     "train-h200": "300 steps of a small Llama under every recipe, three seeds each",
     "verify-h100": "`f8emu verify torch` on an H100, all stages",

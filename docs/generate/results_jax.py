@@ -118,7 +118,7 @@ def titan_two() -> str:
     return _titan("torchtitan-all-gather-h200x2", 16)
 
 
-_STEP = "torchtitan-step-h200x2"
+_STEP, _DELAYED_STEP = "torchtitan-step-h200x2", "torchtitan-step-delayed-h200x2"
 _OF_STEP = [*(kind for kind in KINDS if kind != "collectives"), "other"]
 
 
@@ -139,14 +139,15 @@ def titan_at_rest() -> str:
 def titan_two_step() -> str:
     """Where the milliseconds of a step on two GPUs go."""
     rows = []
-    for found in record(_STEP)["variants"]:
+    others = [v for v in record(_DELAYED_STEP)["variants"] if v["variant"] == "f8emu/delayed+all-gather"]
+    for found in record(_STEP)["variants"] + others:
         if "kernels" not in found:
             continue
         of_kinds, waits = kinds(found["kernels"]), found["exposure"]
         row = [waits["step_us"], *(of_kinds[kind] for kind in _OF_STEP), waits["exposed_us"], waits["idle_us"]]
-        rows.append([shown_as(found["variant"]), *(f"{us / 1e3:.0f}" for us in row)])
-    columns = ["ms", "step", *_OF_STEP, "collectives alone", "nothing"]
-    return f"{table(columns, rows)}\n\n{source(_STEP, _TITAN)}"
+        rows.append([shown_as(found["variant"]), f"{found['speed']:.3f}", *(f"{us / 1e3:.0f}" for us in row)])
+    columns = ["ms", "speed", "step", *_OF_STEP, "collectives alone", "nothing"]
+    return f"{table(columns, rows)}\n\n{lines(_STEP, _DELAYED_STEP, packages=_TITAN)}"
 
 
 def titan_plot() -> str:
