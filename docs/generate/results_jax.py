@@ -72,8 +72,16 @@ def jax_machines() -> str:
 
 def jax_training() -> str:
     """Losses of a small flax model."""
-    held = record("jax_train-cpu")
-    return f"{losses(held['verdicts'])}\n\n{source('jax_train-cpu', ('jax', 'torch'))}"
+    return _losses_of("jax_train-cpu")
+
+
+def jax_training_mxfp8() -> str:
+    """The same for 50 steps under MXFP8."""
+    return _losses_of("jax_train-mxfp8-cpu")
+
+
+def _losses_of(name: str) -> str:
+    return f"{losses(record(name)['verdicts'])}\n\n{source(name, ('jax', 'torch'))}"
 
 
 def jax_sharding() -> str:
@@ -258,6 +266,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "jax-plot": jax_plot,
     "jax-machines": jax_machines,
     "jax-training": jax_training,
+    "jax-training-mxfp8": jax_training_mxfp8,
     "jax-sharding": jax_sharding,
     "titan-four": titan_four,
     "titan-two": titan_two,

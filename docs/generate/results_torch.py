@@ -259,6 +259,12 @@ def training() -> str:
     return f"{losses(held['verdicts'])}\n\n{source('train-h200')}"
 
 
+def training_mxfp8() -> str:
+    """A smaller Llama on a CPU under MXFP8."""
+    name = "train-mxfp8-cpu"
+    return f"{losses(record(name)['verdicts'])}\n\n{source(name)}"
+
+
 def losses(verdicts: Sequence[Entry]) -> str:
     """The loss of each recipe within the range of the bfloat16 seeds."""
     rows = []
@@ -315,6 +321,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "casts": casts,
     "inspection": inspection,
     "training": training,
+    "training-mxfp8": training_mxfp8,
     "training-plot": training_plot,
     "equal-to-torchao": equal_to_torchao,
 }
