@@ -12,6 +12,8 @@ from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.library import is_watched
 
+_E8M0 = torch.float8_e8m0fnu
+
 
 def takes(x: Tensor) -> bool:
     """Whether the engine casts `x`: a CPU tensor with memory, and nothing watches torch's operations on it."""
@@ -37,7 +39,7 @@ def amax(x: Tensor, granularity: Granularity) -> Tensor:
 def scales(amax: Tensor, format: Format, rule: ScaleRule, margin: int) -> tuple[Tensor, Tensor]:
     """inv_scale and scale for each amax, of its shape."""
     amax = amax.contiguous()
-    inv_scale, scale = torch.empty_like(amax), torch.empty_like(amax, dtype=getattr(torch, rule.scale_format.name))
+    inv_scale, scale = torch.empty_like(amax), torch.empty_like(amax, dtype=_E8M0 if rule.e8m0 else torch.float32)
     native.scales(amax.data_ptr(), inv_scale.data_ptr(), scale.data_ptr(), amax.numel(), format, rule, margin=margin)
     return inv_scale, scale
 
@@ -61,7 +63,7 @@ def cast(
     values, _keep = _values(x)
     shape = Granularity.scale_shape(granularity, *x.shape)
     inv_scale = _new_floats(x, shape, granularity)
-    scale = torch.empty_like(inv_scale, dtype=getattr(torch, rule.scale_format.name))  # of the same strides
+    scale = torch.empty_like(inv_scale, dtype=_E8M0 if rule.e8m0 else torch.float32)  # of the same strides
     found = _new_floats(x, shape, granularity) if amax is None else amax
     codes = x.new_empty(x.shape, dtype=getattr(torch, format.name))
     grid = native.Grid(found.data_ptr(), inv_scale.data_ptr(), scale.data_ptr(), *scale.stride())

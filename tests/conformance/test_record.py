@@ -68,7 +68,7 @@ def few(planned: tuple[PlannedCase, ...]) -> list[PlannedCase]:
 def test_the_plan_covers_what_it_should(planned: tuple[PlannedCase, ...]) -> None:
     assert [case.gemm.id for case in planned] == [f"{i:03d}" for i in range(len(planned))]
     gemms = [case.gemm for case in planned]
-    assert {gemm.mode for gemm in gemms} == set(Mode)
+    assert {gemm.mode for gemm in gemms} == set(Mode) - {Mode.MX, Mode.GROUPED_MX}  # no GPU at hand has them
     tensorwise = {
         (g.a.dtype.name, g.b.dtype.name, g.use_fast_accum, g.out_dtype.name) for g in gemms if g.mode is Mode.TENSORWISE
     }

@@ -141,8 +141,8 @@ def test_torchaos_configurations_are_accepted(torchao: Any) -> None:
             assert f8.plan_conversion(nn.Linear(32, 32), config=config).recipe is RECIPES[name]
     layer = f8.convert_to_float8_training(nn.Linear(32, 32), config=config_of(torchao, "rowwise"))
     assert isinstance(layer, f8.Float8Linear) and layer.recipe is ROWWISE
-    others: Any = Enum("Float8LinearRecipeName", {"OTHER": "mxfp8"})
-    with pytest.raises(SpecError, match="unknown recipe 'mxfp8'"):
+    others: Any = Enum("Float8LinearRecipeName", {"OTHER": "nvfp4"})
+    with pytest.raises(SpecError, match="unknown recipe 'nvfp4'"):
         f8.plan_conversion(layer, config=others.OTHER)
     # Options beside a recipe count as the arguments do.
     config = config_of(torchao, enable_fsdp_float8_all_gather=True, pad_inner_dim=True, emulate=True)

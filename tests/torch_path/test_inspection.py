@@ -487,7 +487,7 @@ def test_the_configuration_refuses_what_it_does_not_know(tmp_path: Path) -> None
         ({"gemms": "output"}, "list of names"),
         ({"layers": "("}, "regular expression"),
         ({"every": 0}, "at least 1"),
-        ({"what_if": ["mxfp8"]}, "mxfp8"),
+        ({"what_if": ["nvfp4"]}, "nvfp4"),
         ({"end": -1}, "not before start"),
     ):
         with pytest.raises(SpecError, match=message):

@@ -78,7 +78,7 @@ class Matrix:
         if delayed is not None:
             source, is_amax = self._delayed(delayed, cast.format, rule), False
         # 3. The codes, and what they lose.
-        launch = launches_for(x, cast.format)
+        launch = launches_for(x, cast.format) if rule.e8m0 is None else None
         if launch is not None:
             read = launch.cast(x, source, is_amax, cast.granularity, cast.format, rule)
             return [*statistics, Reading(read, CAST, wanted, x.numel())]
@@ -115,7 +115,7 @@ def operand_statistics(operand: Operand, cast: Cast, wanted: Collection[str]) ->
         return []
     statistics: Statistics = []
     if "scale_min" in wanted or "scale_max" in wanted:
-        smallest, largest = torch.aminmax(scale)
+        smallest, largest = torch.aminmax(scale.float())
         statistics = [Reading(smallest, ("scale_min",), wanted), Reading(largest, ("scale_max",), wanted)]
     return statistics + stacked(code_numbers(codes, cast.format, wanted), wanted)
 
