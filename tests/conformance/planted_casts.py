@@ -8,7 +8,7 @@ import numpy as np
 
 import f8emu.numpy as f8
 from f8emu.dialects import quantize
-from f8emu.spec import E8M0Rule, ScaleRule
+from f8emu.spec import E8M0Rule, Float8Name, ScaleRule
 
 E4M3, E5M2, FNUZ = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz
 F32, BF16, F16 = np.float32, ml_dtypes.bfloat16, np.float16
@@ -214,7 +214,7 @@ def te_current(x: Array) -> Pair:
     return tuple(quantize(x, "transformer_engine_current"))
 
 
-def mx(rule: E8M0Rule, format: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def mx(rule: E8M0Rule, format: Float8Name, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     with np.errstate(all="ignore"):
         inv_scale, scale = f8.scale_from_amax(f8.amax(x, "blockwise_1x32"), format, ScaleRule(e8m0=rule))
         return f8.quantize(x, inv_scale, format, "blockwise_1x32"), scale

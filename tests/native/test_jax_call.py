@@ -82,7 +82,7 @@ def test_microscaled(split_k: int) -> None:
     scale_b, bias = bytes_of_scales(blocks, N, seed=3), codes(N, seed=4, dtype="bfloat16")
 
     def call(*operands: Any) -> Any:
-        return f8.scaled_mm(*operands, bias=bias, split_k=split_k, chip="B200")
+        return f8.scaled_mm(*operands, bias=jnp.asarray(bias), split_k=split_k, chip="B200")
 
     options: dict[str, Any] = dict.fromkeys(("granularity_a", "granularity_b"), Granularity.BLOCKWISE_1X32)
     options |= {"bias": bias, "split_k": split_k, "chip": BLACKWELL_TCGEN05}

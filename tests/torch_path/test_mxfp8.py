@@ -3,23 +3,24 @@
 Layers are cases of the suite (`f8emu.conformance.layers`).
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+import f8emu.torch as f8
 import f8ref.numpy as ref
 from f8emu.interop import to_numpy
 from f8emu.spec import MXFP8, MXFP8_FLOOR, OperandError, Recipe
-
-torch = pytest.importorskip("torch")
-
-import f8emu.torch as f8  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:f8emu.torch. there is no split-K plan")
 SIZES = ([33, 0, 64, 7], [0, 0, 0, 0], [32, 32, 0, 0], [5, 1, 1, 1])
 K, N = 64, 96
 
 
-def drawn(sizes: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def drawn(sizes: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Tokens of very different sizes with two behind the last group, weights, ends and a gradient."""
     torch.manual_seed(0)
     tokens = sum(sizes) + 2
@@ -28,11 +29,19 @@ def drawn(sizes: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return *(t.to(dtype) for t in (x, weight, grad)), torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
-def trained(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, offs: torch.Tensor, recipe: Recipe, call=None):
+def trained(
+    x: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    offs: Tensor,
+    recipe: Recipe,
+    call: Callable[..., Tensor] = f8.grouped_linear,
+) -> tuple[Tensor | None, ...]:
     """Output and both gradients."""
     x, weight = (t.clone().requires_grad_() for t in (x, weight))
-    y = (call or f8.grouped_linear)(x, weight, offs, recipe=recipe)
+    y = call(x, weight, offs, recipe=recipe)
     y.backward(grad)
+    assert x.grad is not None and weight.grad is not None
     return y.detach(), x.grad, weight.grad
 
 
