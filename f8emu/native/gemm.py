@@ -82,7 +82,7 @@ class GemmStruct(ctypes.Structure):
 def fits(model: AccumulationModel) -> bool:
     """Whether the engine has a model: all of `f8emu.spec.CHIPS`, and most of those that a user makes."""
     # Its panels hold steps of 8, 16 or 32. A slice of K begins with a whole order and a whole block of E8M0 scales, a
-    # promotion with a whole step and a group of 16. [MX-3] The exponent of zero is below those of float32's numbers.
+    # promotion with a whole step and a group of 16. [MX-3] The exponent of zero is above none of float32's.
     order, promote_k = len(model.order) or 1, model.promote_k or 32
     return (
         model.accumulator == FLOAT32

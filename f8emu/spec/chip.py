@@ -78,7 +78,8 @@ class AccumulationModel:
     floored: FlooredSum | None = None
     """[CHIP-6] A floored sum in place of the one sum of [ACC-2] to [ACC-4]; None is one sum."""
     zero_exponent: int | None = None
-    """[MX-3] The exponent that a term of zero has in [ACC-2]; None: it takes no part."""
+    """[BF16-1], [MX-3] The exponent that a term of zero has in [ACC-2]; None: it takes no part. Only that of an
+    accumulator of zero matters: any other has a larger one."""
 
     def __repr__(self) -> str:
         return changed_fields(self)

@@ -40,7 +40,12 @@ _HOPPER_CHAIN = AccumulationModel(
     step_k=32, aligned_fraction_bits=13, result_fraction_bits=13, promote_k=None, split_k_multiple=128
 )
 _BFLOAT16_CHAIN = AccumulationModel(
-    step_k=16, aligned_fraction_bits=25, result_fraction_bits=23, promote_k=None, split_k_multiple=64
+    step_k=16,
+    aligned_fraction_bits=25,
+    result_fraction_bits=23,
+    promote_k=None,
+    split_k_multiple=64,
+    zero_exponent=-133,  # [BF16-1]
 )
 _CONVERTED = AccumulationModel(
     step_k=16,
@@ -91,7 +96,7 @@ def _other(name: str, chain: AccumulationModel, **fields: Any) -> Chip:
 
 
 _ADA_CHAIN = replace(_HOPPER_CHAIN, step_k=16)
-_ADA_BFLOAT16 = replace(_BFLOAT16_CHAIN, step_k=8, aligned_fraction_bits=24)  # [CHIP-5]
+_ADA_BFLOAT16 = replace(_BFLOAT16_CHAIN, step_k=8, aligned_fraction_bits=24, zero_exponent=-132)  # [CHIP-5]
 
 ADA = _other(
     "Ada",
@@ -153,6 +158,7 @@ _CDNA3_BFLOAT16 = replace(
     step_k=8,
     split_k_multiple=64,
     floored=FlooredSum(interleaved=1, fraction_bits=31, accumulator_fraction_bits=24, accumulator_reach=None),
+    zero_exponent=-126,
 )
 
 CDNA3 = _other(

@@ -43,7 +43,7 @@ typedef struct {
     int32_t interleaved;      /* [CHIP-6] 0: one sum */
     int32_t fraction_bits, accumulator_fraction_bits;
     int32_t accumulator_reach; /* below 0: the accumulator is never dropped */
-    int32_t zero_exponent;     /* [MX-3] -126 or less, so that an accumulator of zero alone is below it */
+    int32_t zero_exponent;     /* [BF16-1], [MX-3] of an accumulator of zero; -126 or less */
 } f8_model;
 
 /* A matrix [rows, K] of codes; strides in elements. */

@@ -363,8 +363,8 @@ static int is_beyond_wide(int32_t e, float accumulator) {
    `is_scaled` are constants where this is inlined.
 
    [MX-2] E8M0 scales are one power of two for all products of an output's step, 2^shift. The products are therefore
-   cut without it, to units that are 2^shift smaller, and the integers are the same. [MX-3] Among the outputs that the
-   vectors compute, an exponent of zero is never the largest. */
+   cut without it, to units that are 2^shift smaller, and the integers are the same. [BF16-1], [MX-3] Among the
+   outputs that the vectors compute, the exponent of zero is never the largest. */
 static inline __attribute__((always_inline)) void wide_step(const f8_model *model, const f8_group *a, int from,
                                                             f8_columns b, float *accumulators, int count,
                                                             int is_scaled) {

@@ -108,15 +108,18 @@ float f8_step(const f8_model *model, float accumulator, const float *a, const fl
     /* [OP-2] The products are exact and not normalised. */
     double scale = power_of_two(shift);
     for (int k = 0; k < count; k++) product[k] = (double)a[k] * b[k] * scale;
-    int e_start = accumulator == 0 || isinf(accumulator) ? F8_ABSENT : exponent_of(accumulator);
-    if (e_start != F8_ABSENT && e_start < -126) e_start = -126;
+    /* [BF16-1], [MX-3] The exponent of zero is that of an accumulator: any other has a larger one. */
+    int e_start = accumulator == 0 && model->zero_exponent ? model->zero_exponent : F8_ABSENT;
+    if (accumulator != 0 && !isinf(accumulator)) {
+        int exponent_of_start = exponent_of(accumulator);
+        e_start = exponent_of_start < -126 ? -126 : exponent_of_start;
+    }
     if (model->interleaved) {
         int e_dot;
         double dot = floored_dot(model, product, exponent, count, &e_dot);
         total = floored_total(model, dot, e_dot, accumulator, e_start);
     } else {
-        /* [ACC-2] The largest exponent. [MX-3] Any other accumulator's is above that of zeros. */
-        int e_max = accumulator == 0 && model->zero_exponent ? model->zero_exponent : e_start;
+        int e_max = e_start; /* [ACC-2] */
         for (int k = 0; k < count; k++) e_max = exponent[k] > e_max ? exponent[k] : e_max;
         /* [ACC-3] Every term is cut toward zero to a multiple of one unit. [ACC-4] The cut terms are added exactly.
            [SPEC-1] What is not finite is added as IEEE 754 adds it. */

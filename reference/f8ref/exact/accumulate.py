@@ -115,7 +115,7 @@ def tensor_core_step(accumulator: Number, products: Sequence[Product], model: Ac
     terms = [(p.number, p.exponent) for p in products if not p.number.is_zero]
     if not accumulator.is_zero:
         terms.append((accumulator, _own_exponent(accumulator, model)))
-    # [MX-3] Or a zero takes part, with an exponent of its own: accumulator, product, or what pads a short tail.
+    # [BF16-1], [MX-3] Or a zero takes part, with an exponent of its own: accumulator, product, padding of a short tail.
     if model.zero_exponent is not None and len(terms) < 1 + model.step_k:
         terms.append((ZERO, model.zero_exponent))
     return _rounded(_aligned_sum(terms, model)[0], model)
@@ -145,6 +145,8 @@ def _floored_sum(
         total = sum(part // unit for part, _ in sums) * unit
     if not accumulator.is_zero:
         exponents.append(_own_exponent(accumulator, model))
+    elif model.zero_exponent is not None:
+        exponents.append(model.zero_exponent)
     if not exponents:
         return Fraction(0)
     # 3. That sum is floored again, beside the accumulator, whose unit is its own.

@@ -120,11 +120,13 @@ def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Unpacked,
     Shapes: a [TM, step_k], b [step_k, TN].
     """
     aligned, fraction = model.aligned_fraction_bits, FLOAT32.fraction_bits
-    # 1. [ACC-2] The accumulator's exponent is that of float32, so -126 for a subnormal accumulator.
+    # 1. [ACC-2] The accumulator's exponent is that of float32, so -126 for a subnormal accumulator, and less for zero,
+    #    beside which products of zero do not matter.
     magnitude = accumulator & 0x7FFFFFFF
     exponent = _raw_exponent(accumulator, FLOAT32)
     sig = (accumulator & FLOAT32.fraction_mask) | _hidden_bit(accumulator, FLOAT32)
-    e_acc = jnp.where(magnitude == 0, 2 * ZERO_EXPONENT, exponent)
+    e_zero = 2 * ZERO_EXPONENT if model.zero_exponent is None else model.zero_exponent
+    e_acc = jnp.where(magnitude == 0, e_zero, exponent)
     e_max = jnp.maximum(_largest_exponent(a, b).astype(jnp.int32), e_acc)
     # 2. [ACC-3] A product of integer significands weighs 2^(e - 14). Its factor to units of 2^(e_max - 25) is at most
     #    2^11; where the factor would be subnormal, 0 gives the same term.

@@ -71,7 +71,7 @@ def general_step(
     )
     # [ACC-2] float32 holds a subnormal of float16 normalised; its exponent is float16's smallest.
     limited = jnp.maximum(exponents, model.accumulator.min_exponent)
-    # [MX-3] A product of zero needs no exponent: that of an accumulator, zero or not, is never below -133.
+    # [MX-3], [CHIP-6] A product of zero needs no exponent: that of an accumulator, zero or not, is never below e_zero.
     e_zero = 2 * ZERO_EXPONENT if model.zero_exponent is None else model.zero_exponent
     e_acc = jnp.where(magnitude == 0, e_zero, limited)
     is_negative = accumulator >> 31 != 0

@@ -114,13 +114,13 @@ def tensor_core_step(accumulator: Float64, a: Decoded, b: Decoded, model: Accumu
     """
     product, exponent = products(a, b)
     start_exponent = exponents_of(accumulator, model.accumulator)
+    # [BF16-1], [MX-3] That of zero. Any other accumulator has a larger one, so zero products do not matter.
+    if model.zero_exponent is not None:
+        start_exponent = np.maximum(start_exponent, model.zero_exponent)
 
     if model.floored is None:
         # [ACC-2] The largest exponent.
         e_max = np.maximum(exponent.max(axis=0), start_exponent)
-        # [MX-3] An accumulator of zero takes part too. Any other has a larger exponent, so zero products do not matter.
-        if model.zero_exponent is not None:
-            e_max = np.maximum(e_max, model.zero_exponent)
         to_units = power_of_two(model.aligned_fraction_bits - e_max)
         # [ACC-3] Every term is cut toward zero to a multiple of one unit.
         product *= to_units if product.dtype == np.float64 else _in_float32(to_units)
