@@ -35,6 +35,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "f8emu.interop": ("f8emu.interop",),
     "f8emu.dialects": ("f8emu.dialects",),
     "f8emu.audit": ("f8emu.audit",),
+    "f8emu.rollout": ("f8emu.rollout",),
     "f8emu.conformance": ("f8emu.conformance",),
     "f8emu.report": ("f8emu.report",),
     "f8emu.testing": ("f8emu.testing",),

@@ -53,6 +53,7 @@ NEVER = {
     "f8emu.conformance": FRAMEWORKS,
     "f8emu.doctor": FRAMEWORKS,
     "f8emu.audit": FRAMEWORKS,
+    "f8emu.rollout": FRAMEWORKS,
     "f8emu.testing": FRAMEWORKS,
     "f8emu.cli": FRAMEWORKS,
 }

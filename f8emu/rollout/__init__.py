@@ -1,0 +1,17 @@
+"""Trainer and server, certified: the exact bytes that a server must hold, and one verdict for a rollout.
+
+from f8emu.rollout import expected_checksums
+
+expected = expected_checksums("trained/", engine="vllm", dialect="vllm_weight_block", tensor_parallel=2)
+for one in expected.compare(server_json):
+    print(one.text)
+"""
+
+from f8emu.rollout.checksums import Checksums as Checksums
+from f8emu.rollout.checksums import Mismatch as Mismatch
+from f8emu.rollout.checksums import Outcome as Outcome
+from f8emu.rollout.checksums import Source as Source
+from f8emu.rollout.checksums import TensorChecksum as TensorChecksum
+from f8emu.spec.exports import public as _public
+
+__all__, __dir__ = _public(__name__)
