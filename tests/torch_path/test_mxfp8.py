@@ -36,7 +36,7 @@ def trained(
     offs: Tensor,
     recipe: Recipe,
     call: Callable[..., Tensor] = f8.grouped_linear,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, ...]:
     """Output and both gradients."""
     x, weight = (t.clone().requires_grad_() for t in (x, weight))
     y = call(x, weight, offs, recipe=recipe)
