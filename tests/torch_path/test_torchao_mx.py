@@ -2,6 +2,7 @@
 
 # pyright: reportMissingImports=false
 
+import copy
 from typing import Any
 
 import pytest
@@ -42,12 +43,14 @@ def without_gpu(torchao: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("mode", ["rceil", "floor"])
 def test_layers_train(mode: str) -> None:
+    """Without a bias, which torchao adds in the GEMM [MX-5] and f8emu's layers to the rounded output."""
     from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.quantization import quantize_
 
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 160, bias=False)).bfloat16()
+    model: Any = nn.Sequential(nn.Linear(64, 96, bias=False), nn.ReLU(), nn.Linear(96, 160, bias=False)).bfloat16()
+    ours = f8.convert_to_float8_training(copy.deepcopy(model), config="mxfp8" if mode == "rceil" else "mxfp8_floor")
     config = MXFP8TrainingOpConfig(scale_calculation_mode=ScaleCalculationMode(mode))
     quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Linear))
     x, grad = draw(2, 48, 64, dtype=BF16).requires_grad_(), draw(2, 48, 160, dtype=BF16)
@@ -67,6 +70,13 @@ def test_layers_train(mode: str) -> None:
     assert_same_bits(model[2].weight.grad, product(outer.t(), hidden.t(), mode=mode))
     assert_same_bits(x.grad.flatten(0, 1), product(inner, first.t(), mode=mode))  # pyright: ignore
     assert_same_bits(model[0].weight.grad, product(inner.t(), rows.t(), mode=mode))
+    # The recipe with torchao's rule has the same bits.
+    of_ours = x.detach().clone().requires_grad_()
+    assert_same_bits(ours(of_ours), y)
+    ours(of_ours).backward(grad)
+    assert_same_bits(of_ours.grad, x.grad)  # pyright: ignore
+    for parameter, other in zip(ours.parameters(), model.parameters(), strict=True):
+        assert_same_bits(parameter.grad, other.grad)  # pyright: ignore
 
 
 @pytest.mark.usefixtures("without_gpu")
