@@ -70,6 +70,7 @@ if _typing.TYPE_CHECKING:
     from f8emu.torch.parallel.tensor_parallel import PrepareFloat8ModuleInput as PrepareFloat8ModuleInput
     from f8emu.torch.serving.checkpoint import verify_export as verify_export
     from f8emu.torch.serving.export import export_float8 as export_float8
+    from f8emu.torch.serving.stream import stream_float8 as stream_float8
 
 _LATE = {
     "ExpertParallel": "parallel.expert_parallel",
@@ -77,6 +78,7 @@ _LATE = {
     "Float8RowwiseParallel": "parallel.tensor_parallel",
     "PrepareFloat8ModuleInput": "parallel.tensor_parallel",
     "export_float8": "serving.export",
+    "stream_float8": "serving.stream",
     "verify_export": "serving.checkpoint",
 }
 """Loaded on first use, each from its file: they need classes of torch that take half a second to load."""

@@ -35,6 +35,7 @@ from tests.torch_path.bits import assert_same_bits
 from tests.torch_path.layers import both_passes, draw
 from tests.torch_path.ranks import RESTS, Cases, add_at_rest, at_rest, mesh_of_all, optimizer_of, ranks_test
 from tests.torch_path.states import assert_same_state, local
+from tests.torch_path.streams import streamed_of_shards
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 GATHERED = ("tensorwise", "rowwise", "delayed")
@@ -572,6 +573,7 @@ CASES: Cases = {
     },
     4: {
         "empty parts": empty_parts,
+        "streamed": streamed_of_shards,
         **{f"with FSDP2, {r}, gathers {on}": case(with_fsdp2, r, on) for r in GATHERED for on in (True, False)},
         "with FSDP2, compiled": case(with_fsdp2, "tensorwise", False, "aot_eager"),
     },

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -20,12 +20,10 @@ from f8emu import __version__
 from f8emu.environment import require_new, whole_directory
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import Recipe
-from f8emu.spec.scaling import BLOCK, Granularity
 from f8emu.strict import CHECK_PATH, open_regular, read_regular
-from f8emu.torch.casts.operand import cast_matrix, weight_to_cast
 from f8emu.torch.layer.float8_layer import shortened
 from f8emu.torch.parallel.checkpoints import require_safetensors
-from f8emu.torch.serving.formats import quantization_config, scale_name
+from f8emu.torch.serving.formats import quantization_config
 
 _log = logging.getLogger("f8emu")
 CONFIG, INDEX, MANIFEST = "config.json", "model.safetensors.index.json", "f8emu_manifest.json"
@@ -36,7 +34,7 @@ SCHEMA = 1
 class Export:
     """A checkpoint that is written one tensor at a time, under another name until it is complete.
 
-    `shapes` are those of the weights that become codes. Every rank has one, and one of them `writes`.
+    Every rank has one, and one of them `writes`.
     """
 
     def __init__(
@@ -45,22 +43,12 @@ class Export:
         path: str | os.PathLike[str],
         format: str,
         recipe: Recipe,
-        shapes: Mapping[str, Sequence[int]],
         *,
         max_shard_bytes: int,
-        remedy: str,
         writes: bool = True,
     ) -> None:
-        self.path, self.format, self.recipe, self.coded = Path(path), format, recipe, shapes
+        self.path, self.format, self.recipe = Path(path), format, recipe
         self.most, self.writes, self.save = max_shard_bytes, writes, require_safetensors(call).torch.save_file
-        self.scale_name, self.cast = scale_name(call, format, recipe), recipe.output.b
-        is_block = self.cast.granularity is Granularity.BLOCKWISE_128X128
-        uneven = [f"{name} {list(s)}" for name, s in shapes.items() if is_block and any(size % BLOCK for size in s)]
-        if uneven:
-            raise OperandError(
-                f"{call}: with 128x128 scales N and K must be multiples of 128, since readers cut a matrix into equal "
-                f"blocks; got {', '.join(uneven)}; leave them in high precision: {remedy}"
-            )
         require_new(call, self.path)
         self.directory, self.whole = self.path, whole_directory(self.path) if writes else nullcontext(self.path)
         self.shards: list[list[str]] = []
@@ -76,20 +64,9 @@ class Export:
         self.whole.__exit__(*error)
 
     def add(self, name: str, value: Tensor) -> None:
-        """A tensor as it is, or its codes and scales, as the layers cast it."""
+        """A tensor, as it is."""
         if not self.writes:
             return
-        if name not in self.coded:
-            return self._store(name, value)
-        value = weight_to_cast(value.contiguous(), self.recipe)
-        operand, _ = cast_matrix(value, self.recipe.cast_plans.weight.rows)
-        assert operand is not None and operand.scale is not None, "a float8 operand was requested"
-        self._store(name, operand.codes)
-        scale = operand.scale
-        scale = scale.reshape(1) if self.cast.granularity is Granularity.TENSORWISE else scale
-        self._store(f"{name.removesuffix('weight')}{self.scale_name}", scale)
-
-    def _store(self, name: str, value: Tensor) -> None:
         value = value.detach().cpu().contiguous()
         if self.waiting and self.bytes - self.flushed + value.nbytes > self.most:
             self._flush()

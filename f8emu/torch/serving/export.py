@@ -10,21 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.errors import OperandError
 from f8emu.spec.exports import public
 from f8emu.spec.names import CastFromName
 from f8emu.spec.recipe import CastFrom
 from f8emu.torch.chip import CHIP, name_of
-from f8emu.torch.conversion.experts import ConvertedExperts
 from f8emu.torch.conversion.filters import HEADS
-from f8emu.torch.conversion.report import linear_layers
-from f8emu.torch.layer.experts import Float8Experts
-from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.parallel.checkpoints import names_of_parameters, whole_tensors
 from f8emu.torch.recipes import RecipeLike, resolve_recipe
 from f8emu.torch.serving.checkpoint import CONFIG, INDEX, Export, json_of, read
+from f8emu.torch.serving.coding import WeightCoder
 from f8emu.torch.serving.formats import CheckpointFormat
-from f8emu.torch.torch_internals import named_modules, rank_of_process
+from f8emu.torch.serving.stream import ModelStream
+from f8emu.torch.torch_internals import rank_of_process
 
 SKIPPED = (*HEADS, "*embed*", "*.wte", "*.wpe", "*.gate", "*_gate", "*router*")
 """Modules of a checkpoint that stay in high precision unless `skip` says otherwise: heads, embeddings and routers."""
@@ -75,30 +72,13 @@ def export_float8(
         UnsupportedError: a recipe that the format cannot hold; experts; a weight with several names.
         MissingExtraError: safetensors is not installed.
     """
-    # 1. The layers, which have one recipe.
-    call, advice = "export_float8", "leave it out of the conversion with module_filter_fn"
-    layers = {fqn: layer for fqn, layer in linear_layers(model) if isinstance(layer, Float8Linear)}
-    recipes = list(dict.fromkeys(layer.recipe for layer in layers.values()))
-    if len(recipes) != 1:
-        labels = ", ".join(recipe.label for recipe in recipes) or "no float8 layer"
-        raise OperandError(f"{call}: model must be converted, under one recipe; got {labels}")
-    # 2. Their weights: a server has one tensor of a name.
-    for fqn, part in named_modules(model):
-        if isinstance(part, ConvertedExperts | Float8Experts):
-            raise UnsupportedError(f"{call}: no format here has the scales of experts; got {fqn or 'one'}; {advice}")
-    readers = names_of_parameters(model)
-    for layer in layers.values():
-        if len(names := readers[id(layer.weight)]) > 1:
-            raise UnsupportedError(f"{call}: a float8 weight must have one name; got {', '.join(names)}; {advice}")
-    shapes = {f"{fqn}.weight": layer.weight.shape for fqn, layer in layers.items()}
-    left = [fqn for fqn, _ in linear_layers(model) if fqn not in layers]
-    # 3. One tensor at a time.
+    stream = ModelStream("export_float8", model, format, dtype=dtype)
     is_first = rank_of_process()[0] == 0
-    how: Any = {"max_shard_bytes": max_shard_bytes, "remedy": "module_filter_fn leaves them out of the conversion"}
-    with Export(call, path, format, recipes[0], shapes, **how, writes=is_first) as export:
-        for name, value in whole_tensors(model, dtype, keep=shapes):
+    how: Any = {"max_shard_bytes": max_shard_bytes, "writes": is_first}
+    with Export(stream.call, path, format, stream.recipe, **how) as export:
+        for name, value in stream.tensors():
             export.add(name, value)
-        export.finish(_config_of(model, dtype), left)
+        export.finish(_config_of(model, dtype), stream.left)
     return export.path
 
 
@@ -141,10 +121,11 @@ def export_checkpoint(
     coded = {name: shape for name, shape in matrices.items() if name.removesuffix(".weight") not in left}
     # 2. One tensor at a time, and what else lies there.
     recipe = resolve_recipe(call, config, cast_weight_from)
-    how: Any = {"max_shard_bytes": max_shard_bytes, "remedy": _SKIP}
-    with Export(call, path, format, recipe, coded, **how) as export:
+    coder = WeightCoder(call, format, recipe, coded, _SKIP)
+    with Export(call, path, format, recipe, max_shard_bytes=max_shard_bytes) as export:
         for done, (_, name, content) in enumerate(read(call, source), 1):
-            export.add(name, content.get_tensor(name))
+            for one, value in coder.of(name, content.get_tensor(name)):
+                export.add(one, value)
             progress(done, len(shapes))
         for file in source.iterdir():
             if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX):
