@@ -20,7 +20,7 @@ def format_or_dialect(call: str, name: str) -> str | dialects.Dialect:
         return name
     if name in dialects.DIALECTS:
         return dialects.dialect_by_name(name)
-    known = ", ".join((*CHECKPOINT_FORMATS, *(one for one in dialects.DIALECTS if "_weight_" in one)))
+    known = ", ".join((*CHECKPOINT_FORMATS, *(dialect for dialect in dialects.DIALECTS if "_weight_" in dialect)))
     raise SpecError(f"{call}: to must be a format or a dialect that casts weights, such as {known}; got {name!r}")
 
 

@@ -124,8 +124,8 @@ def export_checkpoint(
     coder = WeightCoder(call, format, recipe, coded, _SKIP)
     with Export(call, path, format, recipe, max_shard_bytes=max_shard_bytes) as export:
         for done, (_, name, content) in enumerate(read(call, source), 1):
-            for one, value in coder.of(name, content.get_tensor(name)):
-                export.add(one, value)
+            for stored_as, value in coder.of(name, content.get_tensor(name)):
+                export.add(stored_as, value)
             progress(done, len(shapes))
         for file in source.iterdir():
             if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX):

@@ -81,7 +81,7 @@ class ModelStream:
         experts = {f: m for f, m in named_modules(model) if isinstance(m, ConvertedExperts | Float8Experts)}
         self._stacks = {name for fqn, module in experts.items() for name in self._stacks_of(fqn, module, to)}
         converted: list[Any] = [*layers.values(), *(module.settings for module in experts.values())]
-        recipes = list(dict.fromkeys(one.recipe for one in converted))
+        recipes = list(dict.fromkeys(part.recipe for part in converted))
         if len(recipes) != 1:
             labels = ", ".join(recipe.label for recipe in recipes) or "no float8 layer"
             raise OperandError(f"{call}: model must be converted, under one recipe; got {labels}")
@@ -129,17 +129,17 @@ class ModelStream:
         for name, value in whole_tensors(self._model, self._dtype, keep=self.coder.coded):
             part, is_stack = self._parts.get(name), name in self._stacks
             every = self._of_experts(name, value) if is_stack else self._of(name, value)
-            for one, tensor in every:
-                yield one, tensor if part is None else part.of(tensor)
+            for saved_as, tensor in every:
+                yield saved_as, tensor if part is None else part.of(tensor)
 
     def _of(self, name: str, value: Tensor) -> Named:
         if name not in self.coder.coded:
             yield from _in_checkpoint(self._model, name, value).items()
             return
         codes, scale = self.coder.cast(value)
-        (there,) = _in_checkpoint(self._model, name, codes)
-        yield there, codes
-        yield self.coder.of_scale(there), scale
+        (saved_as,) = _in_checkpoint(self._model, name, codes)
+        yield saved_as, codes
+        yield self.coder.of_scale(saved_as), scale
 
     def _of_experts(self, name: str, value: Tensor) -> Named:
         # Gate and up are one operand: they share the scale of a tensor.
@@ -149,10 +149,10 @@ class ModelStream:
         if scales.ndim == 2:
             scales = scales.unsqueeze(1).repeat(1, 2, 1)
         of_scales = _in_checkpoint(self._model, name, scales)
-        for one, part in _in_checkpoint(self._model, name, codes).items():
-            scale = of_scales[one]
-            yield one, part.view(pairs[0][0].dtype)
-            yield self.coder.of_scale(one), scale[:1, 0] if pairs[0][1].ndim == 1 else scale
+        for saved_as, matrix in _in_checkpoint(self._model, name, codes).items():
+            scale = of_scales[saved_as]
+            yield saved_as, matrix.view(pairs[0][0].dtype)
+            yield self.coder.of_scale(saved_as), scale[:1, 0] if pairs[0][1].ndim == 1 else scale
 
 
 class _Part(NamedTuple):
@@ -185,7 +185,7 @@ def _in_checkpoint(model: Any, name: str, value: Tensor) -> dict[str, Tensor]:
         return {name: value}
     saved: dict[str, Tensor] = loading.revert_weight_conversion(model, {name: value})
     # One of several tensors that are saved as one is left as the model has it.
-    return saved if sum(one.numel() for one in saved.values()) == value.numel() else {name: value}
+    return saved if sum(x.numel() for x in saved.values()) == value.numel() else {name: value}
 
 
 __all__, __dir__ = public(__name__)
