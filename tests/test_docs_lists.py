@@ -17,6 +17,7 @@ from f8emu.audit import CHECKS
 from f8emu.cli import build_app
 from f8emu.conformance import shipped_golden, write_golden
 from f8emu.conformance.cases.container import read_container
+from f8emu.rollout import Certificate
 from f8emu.spec import NAMED_RECIPES, F8Error, Recipe
 from f8emu.split_k.gemm import planned_gemm
 from f8emu.split_k.plan import plan_to_json, shipped_plan
@@ -49,7 +50,7 @@ def model() -> torch.nn.Module:
 
 def errors(_: Path) -> set[str]:
     """Every class of error in the modules that raise them, at any depth."""
-    for module in ("audit", "capture", "conformance", "jax", "torch"):
+    for module in ("audit", "capture", "conformance", "jax", "rollout", "torch"):
         import_module(f"f8emu.{module}")
 
     def below(kind: type[F8Error]) -> Iterable[str]:
@@ -122,6 +123,7 @@ LISTS: dict[tuple[Any, ...], Callable[[Path], set[str]]] = {
     (FORMATS, "Split-K plans"): plan_keys,
     (FORMATS, "Captures"): capture_keys,
     (FORMATS, "Manifests of exports"): manifest_keys,
+    (FORMATS, "Certificates"): lambda _: set(Certificate(files=(), setting={}).to_json()),
     **{(FORMATS, "Inspection logs", 1, kind): partial(log_keys, kind=kind) for kind in ("header", "event", "record")},
     **{
         (FORMATS, "Reports", 1, part): partial(report_keys, part=part)

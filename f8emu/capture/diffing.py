@@ -25,6 +25,8 @@ from f8emu.report.page import Page
 from f8emu.spec import OPERANDS, SpecError
 from f8emu.verdict import Verdict
 
+FORWARD_ALONE = "the other capture is of another stack's layers, which show forward passes alone"
+"""Why records of one side were not compared."""
 _REST = "Only the first divergence is shown; --json has all."
 _TO_COMPARE = "To compare recipes on one run: f8emu.torch.inspect with what_if, or examples/compare_recipes.py."
 _OTHER_WEIGHTS = "The weights differ already, so what follows drifts: capture step 1 of both runs, from one checkpoint."
@@ -146,8 +148,7 @@ def diff(
                 shown = [x for x in rest if not there.never_shows(x.record)]
                 lone += [f"{half.step.name}: {x.record.place}" for x in shown]
                 if more := len(rest) - len(shown):
-                    why = "the other capture is of another stack's layers, which show forward passes alone"
-                    missing = f"{counted(more, 'record')} not compared: {why}"
+                    missing = f"{counted(more, 'record')} not compared: {FORWARD_ALONE}"
                     result.missing.append(f"{half.name}: {half.step.name}: {missing}")
 
     result.examine("diff", tasks(), progress)

@@ -24,7 +24,7 @@ from f8emu.strict import read_regular
 
 _READ_BY_NAME = ("*.safetensors", "*.index.json", "index.json", "*config.json", "params.json", "f8emu_manifest.json")
 """Files that readers of a directory look for: a new one would change what is read."""
-_DONE = {"verify": "verified", "fit": "fitted", "diff": "compared", "plan": "planned"}
+_DONE = {"verify": "verified", "fit": "fitted", "diff": "compared", "plan": "planned", "certify": "certified"}
 
 
 class Use(Enum):

@@ -7,6 +7,14 @@ for one in expected.compare(server_json):
     print(one.text)
 """
 
+from f8emu.rollout.certificate import Certificate as Certificate
+from f8emu.rollout.certificate import CertificateError as CertificateError
+from f8emu.rollout.certificate import Checked as Checked
+from f8emu.rollout.certificate import Difference as Difference
+from f8emu.rollout.certificate import Named as Named
+from f8emu.rollout.certificate import Unseen as Unseen
+from f8emu.rollout.certificate import check as check
+from f8emu.rollout.certify import certify as certify
 from f8emu.rollout.checksums import Checksums as Checksums
 from f8emu.rollout.checksums import Mismatch as Mismatch
 from f8emu.rollout.checksums import Outcome as Outcome

@@ -17,6 +17,7 @@ from f8emu.spec.gemm_call import layer_call
 from f8emu.spec.recipe import Recipe
 from f8emu.split_k.gemm import PlannedGemm, Source, planned
 from f8emu.split_k.plan import shipped_plan
+from f8emu.split_k.trees import SplitPlan
 
 ROWS = 8192
 """The largest M of the range, unless the caller names another."""
@@ -59,14 +60,16 @@ class Invariance:
         return self.verdict in (Dependence.BY_RULE, Dependence.BY_PLAN)
 
 
-def invariance(recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: int = ROWS) -> Invariance:
+def invariance(
+    recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: int = ROWS, plan: SplitPlan | None = None
+) -> Invariance:
     """Whether a row of a `gemm` of a layer with a weight [n, k] depends on the other rows, of up to `rows`.
 
     1. A scale over rows: a tensorwise scale of the tensor at hand follows from the amax of all rows. A delayed one is
        known before the call.
     2. S: a recipe may rule that K is whole (`Gemm.split_k`). The library never splits a rowwise GEMM [CHAIN-3], nor one
-       whose K is short [PLAN-2]. For the others the plan of the recipe's chip gives S for every M; the outputs are
-       bfloat16.
+       whose K is short [PLAN-2]. For the others `plan`, or that of the recipe's chip, gives S for every M; the
+       outputs are bfloat16.
 
     Exactness: as good as the plan is, by `reference/EVIDENCE.md`. `f8emu fit KERNEL --m 1 --m 64` measures a kernel.
     """
@@ -85,10 +88,10 @@ def invariance(recipe: Recipe, n: int, k: int, *, gemm: str = "output", rows: in
     # 2. S.
     if not spec.split_k:
         return answer(verdict=Dependence.BY_RULE, because=f"{scale}, and the recipe never splits K")
-    if not chip.plan:
+    if plan is None and not chip.plan:
         because = f"{scale}, but there is no split-K plan for {chip.with_evidence}"
         return answer(verdict=Dependence.UNKNOWN, because=because)
-    plan, sizes = shipped_plan(chip.plan), (n, k) if gemm == "output" else (k, n)
+    plan, sizes = plan or shipped_plan(chip.plan), (n, k) if gemm == "output" else (k, n)
 
     def of_rows(m: int) -> PlannedGemm:
         return planned(layer_call(spec, (m, *sizes), BFLOAT16, chip), "tn")

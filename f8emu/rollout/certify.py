@@ -1,0 +1,214 @@
+"""One verdict on a rollout: the weights of trainer and server, batch invariance, captures of one batch, and decode."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from f8emu import __version__
+from f8emu.audit.blocks import CODES
+from f8emu.audit.checkpoint import FLOATS, MANIFEST, Checkpoint, read_checkpoint
+from f8emu.capture.read import CapturedStep, read_capture
+from f8emu.capture.record import INDEX, TensorRecord
+from f8emu.conformance.run.result import Progress, Silent
+from f8emu.rollout.batch import UNKNOWN, invariances, shapes_of
+from f8emu.rollout.certificate import Certificate, CertificateError, Named, content_hash
+from f8emu.rollout.checksums import SGLANG, VLLM, Checksums
+from f8emu.rollout.passes import Seen, seen
+from f8emu.rollout.weights import by_bytes, by_digest
+from f8emu.spec import Recipe, SpecError
+from f8emu.spec.chips import CHIPS, chip_by_name
+from f8emu.spec.serialize import recipe_from_dict
+from f8emu.split_k.plan import plan_from_json, plans_of, shipped_plan
+from f8emu.split_k.trees import SplitPlan
+from f8emu.strict import faults_as, parsed, read_regular, require
+
+_STORED = ("export", "checkpoint")
+_CAPTURED = "captured trainer", "captured server"
+
+
+def certify(
+    trainer: str | Path,
+    server: str | Path,
+    *,
+    checksums: str | Path | None = None,
+    captures: tuple[str | Path, str | Path] | None = None,
+    plan: str | Path | None = None,
+    batch: Sequence[int] = (),
+    dialect: str | None = None,
+    engine: str | None = None,
+    tensor_parallel: int = 1,
+    names: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Certificate:
+    """Compare everything that is given of a trainer and its server, and say what was not seen.
+
+    Args:
+        trainer: a directory of `export_float8`, a checkpoint in high precision with the `dialect` that casts it,
+            expected checksums as `f8emu checksums` writes them, or a capture.
+        server: the answer of its weight checker as JSON, a checkpoint, or a capture.
+        checksums: such an answer beside a `server` that is none.
+        captures: of the trainer and of the server, of the same tokens.
+        plan: shapes of `f8emu record --plans`, before those that f8emu has.
+        batch: numbers of rows that GEMMs of trainer and server have.
+        dialect: the quantizer that casts the weights of a trainer in high precision.
+        engine: vllm or sglang, if the answer does not tell by its form.
+        tensor_parallel: the server's ranks.
+        names: pairs `REGEX=REPLACEMENT` that make the trainer's names of layers the server's.
+        progress: receives the progress.
+
+    Exactness: bytes, digests and bits are compared; nothing has a tolerance. Invariance is as well known as its
+    evidence says: by rule and by plan of the GEMMs of the recipe's library, measured of the server's own.
+
+    Raises:
+        SpecError: a trainer in high precision without a dialect, checksums without an engine.
+        CertificateError, CheckpointError, CaptureError: a file that cannot be read.
+    """
+    bar = progress or Silent()
+    # 1. What is what.
+    kinds = _kind(Path(trainer)), _kind(Path(server))
+    paths = {"trainer": trainer, "server": server, "checksums": checksums, "plan": plan}
+    paths |= dict(zip(_CAPTURED, captures or (), strict=False))
+    if kinds == ("capture", "capture") and captures is None:
+        captures = trainer, server
+    sides = {role: Path(path) for role, path in paths.items() if path is not None}
+    bar.begin("certify", "hashes of files", len(sides))
+    files: list[Named] = []
+    for role, path in sides.items():
+        files.append(Named(role=role, path=str(path), kind=_kind(path), sha256=content_hash(path)))
+        bar.advance()
+    # 2. Weights: two checkpoints, and every answer of a checker.
+    bar.begin("certify", "weights, captures and invariance", 3)
+    result = Seen()
+    stored = {role: read_checkpoint(sides[role]) for role, kind in zip(sides, kinds, strict=False) if kind in _STORED}
+    compared = [by_bytes(stored["trainer"], stored["server"], dialect or "")] if len(stored) == 2 else []
+    expected = None
+    for answer in [_json(file.path) for file in files if file.role in ("server", "checksums") and file.kind == "JSON"]:
+        expected = expected or _expected(sides["trainer"], kinds[0], answer, engine, dialect, tensor_parallel)
+        compared.append(by_digest(expected, answer))
+    for weights in compared:
+        result.differences += weights.differences
+        for text in weights.lists["not_predicted"]:
+            result.lacks("weights", text)
+    if not compared and kinds != ("capture", "capture"):
+        result.lacks("weights", f"{kinds[0]} beside {kinds[1]}: these two are not compared")
+    bar.advance()
+    # 3. Captures, in which operands are weights too.
+    steps: tuple[Sequence[CapturedStep], ...] = tuple(read_capture(path) for path in captures or ())
+    if steps:
+        seen(steps[0], steps[1], names, result)
+    else:
+        result.lacks("captures", "captures of trainer and server (--captures)", was_asked=False)
+    bar.advance()
+    # 4. Batch invariance.
+    recipes = _recipes(sides["trainer"], kinds[0], steps[0] if steps else ())
+    shapes, over = shapes_of(stored.values(), [step for side in steps for step in side]), _plan(plan, recipes)
+    entries, differences = invariances(recipes, shapes, batch, result.measured, over)
+    result.differences += differences
+    lone = [str(entry["layer"]) for entry in entries if entry["evidence"] == UNKNOWN]
+    if lone or not entries:
+        result.lacks("invariance", f"of {len(lone)} layers ({', '.join(lone[:3])})", was_asked=bool(batch))
+    if not result.measured:
+        text = "that of the server's own kernels: capture decode and prefill of the same tokens"
+        result.lacks("invariance", text, was_asked=False)
+    bar.advance()
+    headers = [step.header for side in steps for step in side[:1]]
+    setting = {
+        "recipe": recipes[0].to_dict() if len(recipes) == 1 else None,
+        "recipe_hash": recipes[0].content_hash if len(recipes) == 1 else None,
+        "source_dtype": _source_dtype(stored.get("trainer"), steps[0] if steps else (), expected),
+        "dialects": _dialects(recipes, dialect or (expected.dialect if expected else "")),
+        "versions": {"f8emu": __version__, "captures": [dict(header.versions) for header in headers]},
+        "engine": {"name": expected.engine, "versions": expected.engine_versions} if expected else None,
+        "plans": over.library + " on " + over.chip if over else plans_of(CHIPS[recipe.chip] for recipe in recipes),
+        "chips": {"recipe": [recipe.chip for recipe in recipes], "captures": [header.device for header in headers]},
+        "batch": list(batch),
+        "layout": {"tensor_parallel": tensor_parallel, "captured_ranks": [header.world_size for header in headers]},
+    }
+    return Certificate(
+        files=tuple(files),
+        setting=setting,
+        weights=tuple(weights.to_json() for weights in compared),
+        invariance=tuple(entries),
+        captures=result.captures,
+        decode=result.decode,
+        differences=tuple(result.differences),
+        not_seen=tuple(result.not_seen),
+    )
+
+
+def _kind(path: Path) -> str:
+    if path.suffix == ".json" and not path.is_dir():
+        return "JSON"
+    if (path / INDEX).exists() or any(path.glob(f"step-*/{INDEX}")):
+        return "capture"
+    return "export" if (path / MANIFEST).exists() else "checkpoint"
+
+
+def _json(path: str | Path) -> Any:
+    with faults_as(CertificateError, "certify", path, "give the JSON of the server's checker"):
+        return parsed(read_regular(Path(path)), "JSON")
+
+
+def _expected(
+    trainer: Path, kind: str, answer: object, engine: str | None, dialect: str | None, ranks: int
+) -> Checksums:
+    # Those of a file, or computed from the trainer's checkpoint for the engine that has answers of this form.
+    if kind == "JSON":
+        return Checksums.from_json(_json(trainer))
+    forms = {VLLM: isinstance(answer, list) or (isinstance(answer, dict) and "checksums" in answer)}
+    forms |= {SGLANG: isinstance(answer, dict) and "ranks" in answer}
+    engine = engine or next((name for name, fits in forms.items() if fits), None)
+    if engine is None or kind not in _STORED:
+        what = f"a {kind}" if engine else "an answer of no known form"
+        raise SpecError(f"certify: checksums need a trainer's checkpoint and an engine; got {what}; pass --engine")
+    try:
+        from f8emu.rollout.expected import expected_checksums  # pyright: ignore
+    except ImportError:
+        raise SpecError("certify: this f8emu computes no checksums; give expected ones as TRAINER") from None
+    options: Any = {"engine": engine, "tensor_parallel": ranks, **({"dialect": dialect} if dialect else {})}
+    return expected_checksums(trainer, **options)
+
+
+def _recipes(trainer: Path, kind: str, steps: Sequence[CapturedStep]) -> list[Recipe]:
+    if kind == "export":
+        with faults_as(CertificateError, "certify", trainer / MANIFEST, "export it again"):
+            manifest = _json(trainer / MANIFEST)
+            require(isinstance(manifest, dict) and "recipe" in manifest, "a recipe", "none")
+            return [recipe_from_dict(manifest["recipe"])]
+    return list(dict.fromkeys(recipe for step in steps for recipe in step.header.recipes.values()))
+
+
+def _plan(path: str | Path | None, recipes: Sequence[Recipe]) -> SplitPlan | None:
+    if path is None:
+        return None
+    with faults_as(CertificateError, "certify", path, "write it with f8emu record --plans"):
+        recorded = plan_from_json(read_regular(Path(path)).decode(), str(path))
+    chip = chip_by_name("certify", recipes[0].chip if recipes else recorded.chip).plan
+    return recorded.over(shipped_plan(chip)) if chip else recorded
+
+
+def _source_dtype(trainer: Checkpoint | None, steps: Sequence[CapturedStep], expected: Checksums | None) -> str:
+    # Of the weights before their casts, as far as a file shows them.
+    shown = {
+        captured.record.dtype
+        for step in steps
+        for captured in step.records
+        if isinstance(captured.record, TensorRecord) and captured.record.what == "weight"
+    }
+    if shown:
+        return ", ".join(sorted(shown))
+    if expected is not None:
+        return expected.source.dtype
+    dtypes = {tensor.dtype for tensor in trainer.tensors.values() if tensor.is_matrix} if trainer else set[str]()
+    return ", ".join(sorted(dtypes & {*CODES} or dtypes & {*FLOATS}))
+
+
+def _dialects(recipes: Sequence[Recipe], weights: str) -> Mapping[str, str]:
+    # The quantizer that was named, or the rule of the recipe.
+    if len(recipes) != 1:
+        return {"weights": weights, "activations": ""}
+    rules = {
+        name: str((cast.scale_rule or recipes[0].scale_rule).to_dict())
+        for name, cast in (("activations", recipes[0].output.a), ("weights", recipes[0].output.b))
+    }
+    return rules | ({"weights": weights} if weights else {})

@@ -1,0 +1,216 @@
+"""Captures of a trainer and a server: one pass of both, a replayed sample, and decode beside prefill.
+
+A pass is what the layers of a step show in one call of each. Decode is compared with prefill inside the server's
+capture: shorter passes are found in the longest one by the rows that enter its first GEMM. What enters a GEMM may
+differ although every product before it is equal: then it is no GEMM that parts them.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from f8emu.capture.diffing import FORWARD_ALONE, diff
+from f8emu.capture.read import CapturedRecord, CapturedStep
+from f8emu.capture.replaying import replay
+from f8emu.conformance.compare import counted
+from f8emu.rollout.certificate import Difference, Unseen
+
+SPLIT, DECODE = "a split that depends on the batch", "decode other than prefill"
+_BEFORE = {
+    "attention or the KV cache, not a GEMM": ("o_proj", "wo", "out_proj", "dense"),
+    "the activation function, not a GEMM": ("down_proj", "w2", "fc2", "dense_4h_to_h"),
+}
+"""What is in front of a linear layer -> the names of such layers."""
+_OTHERS = "a norm, a residual, an embedding or other weights, not a GEMM"
+_FORWARD = ("input", "weight", "output")
+_OUTPUTS = 4096
+"""Outputs of each product that are replayed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What captures show, as the parts of a certificate."""
+
+    captures: dict[str, Any] = field(default_factory=dict[str, Any])
+    decode: dict[str, Any] = field(default_factory=dict[str, Any])
+    measured: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Layer -> rows with equal operands in two passes, and how many of them have equal products."""
+    differences: list[Difference] = field(default_factory=list[Difference])
+    not_seen: list[Unseen] = field(default_factory=list[Unseen])
+
+    def lacks(self, part: str, what: str, *, was_asked: bool = True) -> None:
+        """Note what was not seen."""
+        self.not_seen.append(Unseen(part=part, what=what, was_asked=was_asked))
+
+
+@dataclass(slots=True)
+class _Pass:
+    # Records by layer and what they are of, in the order of execution.
+    step: CapturedStep
+    turn: int
+    records: dict[tuple[str, str], CapturedRecord] = field(default_factory=dict[tuple[str, str], CapturedRecord])
+
+    @property
+    def outputs(self) -> dict[str, CapturedRecord]:
+        return {layer: captured for (layer, what), captured in self.records.items() if what == "output"}
+
+    @property
+    def rows(self) -> int:
+        return max((getattr(captured.record, "m", 0) for captured in self.outputs.values()), default=0)
+
+    def operand(self, layer: str) -> list[bytes]:
+        """The bytes of each row that enter a GEMM: codes and scales or, where none are shown, the input; else none."""
+        arrays, shown = self.records[layer, "output"].load(), self.records.get((layer, "input"))
+        rows = len(arrays["product"])
+        if (codes := arrays.get("a.codes")) is not None and (scale := arrays.get("a.scale")) is not None:
+            scale = scale if len(scale) == rows else np.repeat(scale, -(-rows // len(scale)), axis=0)[:rows]
+            return [codes[i].tobytes() + scale[i].tobytes() for i in range(rows)]
+        value = shown.load()["value"] if shown is not None else np.empty((0, 0), np.uint8)
+        return [row.tobytes() for row in value]
+
+
+def seen(trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names: Sequence[str], result: Seen) -> None:
+    """Compare two captures, replay a sample of the trainer's, compare the server's passes; add to `result`."""
+    passes, of_server = _passes(trainer), _passes(server)
+    # 1. One pass of both; of several lengths the longest, which is the prefill.
+    has_lengths = len({shown.rows for shown in of_server if shown.outputs}) > 1
+    pair = [_longest(passes), _longest(of_server)] if has_lengths else [_forward(trainer), _forward(server)]
+    compared = diff(*pair, errors=4, names=names)
+    layers: dict[str, dict[str, int]] = defaultdict(lambda: {"stages": 0, "equal": 0, "elements_different": 0})
+    for place, _, is_equal in compared.course:
+        layer = layers[place.partition(": ")[2].partition(" ")[0]]
+        layer["stages"], layer["equal"] = layer["stages"] + 1, layer["equal"] + is_equal
+    for difference in compared.divergences:
+        layer = layers[difference.place.partition(" ")[0]]
+        layer["elements_different"] += difference.elements_different
+        layer["ulps_max"] = max(layer.get("ulps_max", 0), difference.ulps_max)
+    result.captures = {"stages": compared.stages, "stages_equal": compared.stages_equal, "context": compared.context}
+    result.captures |= {"layers": dict(layers), "first": compared.divergences[0].line() if compared.divergences else ""}
+    if compared.divergences:
+        first = compared.divergences[0]
+        result.differences.append(
+            Difference(part="captures", place=first.where, cause=first.cause, seen=f"{first.share}")
+        )
+    for text in (*compared.damaged, *compared.only_a, *compared.only_b):
+        result.differences.append(
+            Difference(part="captures", place=text, cause="on one side only", seen="damaged or lone")
+        )
+    for text in compared.missing:
+        result.lacks("captures", text, was_asked=FORWARD_ALONE not in text)
+    # 2. A sample of the trainer's products, computed again.
+    again = replay(pair[0], outputs=_OUTPUTS, errors=4)
+    products = again.counts["product"]
+    result.captures["replayed"] = {"outputs": products.elements, "equal": products.elements_equal}
+    result.captures["replayed"] |= {"of": again.outputs, "oracles": again.oracles}
+    for difference in again.findings[:4]:
+        result.differences.append(
+            Difference(part="replay", place=difference.where, cause=difference.cause, seen=difference.share)
+        )
+    if not products.elements:
+        result.lacks("replay", "no GEMM of the trainer's capture can be computed again")
+    # 3. Decode beside prefill.
+    if has_lengths:
+        for rank in sorted({shown.step.header.rank for shown in of_server}):
+            _decoded([shown for shown in of_server if shown.step.header.rank == rank], result)
+    else:
+        result.lacks("decode", "the server's capture has passes of one length only", was_asked=False)
+
+
+def _passes(steps: Sequence[CapturedStep]) -> list[_Pass]:
+    passes: dict[tuple[int, int, int], _Pass] = {}
+    for step in steps:
+        for captured in step.records:
+            if captured.record.what in _FORWARD:
+                key = step.header.rank, step.header.step, captured.record.turn
+                of = passes.setdefault(key, _Pass(step, captured.record.turn))
+                of.records[captured.record.layer, captured.record.what] = captured
+    return [passes[key] for key in sorted(passes)]
+
+
+def _forward(steps: Sequence[CapturedStep]) -> list[CapturedStep]:
+    # What a rollout has: no gradients.
+    return [
+        replace(s, records=tuple(captured for captured in s.records if captured.record.what in _FORWARD)) for s in steps
+    ]
+
+
+def _longest(passes: Sequence[_Pass]) -> list[CapturedStep]:
+    # The first of the longest passes of each rank, as a step of its own.
+    steps: list[CapturedStep] = []
+    for rank in sorted({shown.step.header.rank for shown in passes}):
+        best = max((shown for shown in passes if shown.step.header.rank == rank), key=lambda shown: shown.rows)
+        records = [replace(captured, record=replace(captured.record, turn=1)) for captured in best.records.values()]
+        weights = [captured for captured in best.step.records if captured.record.what == "weight" and best.turn > 1]
+        records += [captured for captured in weights if captured.record.turn == 1]
+        steps.append(replace(best.step, header=replace(best.step.header, step=1), records=tuple(records)))
+    return steps
+
+
+def _decoded(passes: Sequence[_Pass], result: Seen) -> None:
+    # 1. Where the rows of each shorter pass are in the longest one.
+    whole = max(passes, key=lambda shown: shown.rows)
+    first = next(iter(whole.outputs))
+    rows, end = whole.operand(first), 0
+    placed: list[tuple[_Pass, int]] = []
+    for short in [shown for shown in passes if shown.rows < whole.rows]:
+        part = short.operand(first) if first in short.outputs else []
+        starts = [i for i in range(len(rows) - len(part) + 1) if part and rows[i : i + len(part)] == part]
+        if end in starts or len(starts) == 1:
+            placed.append((short, end if end in starts else starts[0]))
+            end = placed[-1][1] + len(part)
+        else:
+            why = "several rows of the longest pass are its own" if starts else "its rows are not in the longest pass"
+            result.lacks("decode", f"a pass of {counted(short.rows, 'row')} of {short.step.name}: {why}")
+    # 2. Layer by layer, in the order of execution: what is first is the cause of what follows.
+    total = equal = 0
+    is_parted = False
+    for layer in whole.outputs:
+        same = right = 0
+        for short, at in placed:
+            if layer not in short.outputs:
+                result.lacks("decode", f"{layer} in a pass of {counted(short.rows, 'row')}")
+                continue
+            operands, products = _rows_equal(whole, short, layer, at)
+            total, equal = total + len(products), equal + sum(products)
+            both = [product for operand, product in zip(operands, products, strict=False) if operand]
+            same, right = same + len(both), right + sum(both)
+            if not is_parted and not (all(operands) and all(products)):
+                is_parted = True
+                result.differences.append(_parting(layer, operands, products, at, (short.rows, whole.rows)))
+        if same:
+            result.measured[layer] = same, right
+    result.decode = {"prefill_rows": whole.rows, "passes": len(placed), "rows": total, "rows_equal": equal}
+
+
+def _rows_equal(whole: _Pass, short: _Pass, layer: str, at: int) -> tuple[list[bool], list[bool]]:
+    # Of each row of a shorter pass whether its operands, weight included, and its product are those of the longest.
+    arrays, others = (shown.outputs[layer].load() for shown in (whole, short))
+    count = len(others["product"])
+    products = [arrays["product"][at + i].tobytes() == others["product"][i].tobytes() for i in range(count)]
+    weights = [name for name in ("b.codes", "b.scale") if name in arrays]
+    is_weight = all(name in others and arrays[name].tobytes() == others[name].tobytes() for name in weights)
+    pairs = zip(whole.operand(layer)[at:], short.operand(layer), strict=False)
+    return [is_weight and mine == theirs for mine, theirs in pairs], products
+
+
+def _parting(
+    layer: str, operands: Sequence[bool], products: Sequence[bool], at: int, sizes: tuple[int, int]
+) -> Difference:
+    # The first GEMM whose operands or products differ, all GEMMs before it being equal.
+    if not operands:
+        cause, place, seen = "", layer, "products differ; the operands are not shown"
+    elif not all(operands):
+        last = layer.rpartition(".")[2]
+        before = next((what for what, names in _BEFORE.items() if last in names), _OTHERS)
+        cause, place = before, f"before {layer}"
+        seen = (
+            f"the input of {layer} differs first in row {at + operands.index(False)}; every product before it is equal"
+        )
+    else:
+        cause, place = SPLIT, layer
+        row = at + products.index(False)
+        seen = f"of equal operands row {row} has other products with {sizes[0]} rows than with {sizes[1]}"
+    return Difference(part="decode", place=place, cause=": ".join(filter(None, (DECODE, cause))), seen=seen)

@@ -1,0 +1,298 @@
+"""`f8emu certify`: seven planted faults are named, a sound pair is certified, and what was not seen is not."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from f8emu.dialects import dialect_by_name, quantize
+from f8emu.dialects.rules import SQUARE
+from f8emu.rollout import Certificate, CertificateError, Checksums, Source, TensorChecksum, certify, check
+from f8emu.torch import capture, convert_to_float8_training, export_float8
+from f8emu.verdict import Exit
+from tests.audit.checkpoints import BF16, checkpoint, fp8, normal
+from tests.conformance.command import invoke
+
+DIALECT = "torchao_blockwise"
+NAMES = [f"model.layers.0.mlp.experts.{i}.up_proj.weight" for i in range(4)]
+SHARDS = {"model-1.safetensors": NAMES[:2], "model-2.safetensors": NAMES[2:]}
+Arrays = dict[str, np.ndarray]
+
+
+def source(seed: int = 0, dtype: Any = np.float32) -> Arrays:
+    """Experts in high precision, with blocks of several magnitudes."""
+    weights = {name: normal(256, 256, seed=seed + i).astype(np.float32) for i, name in enumerate(NAMES)}
+    generator = np.random.default_rng(7)
+    for weight in weights.values():
+        weight += generator.standard_normal(weight.shape).astype(np.float32) * 1e-5  # no bfloat16
+        weight[:128, 128:] *= 1e-4
+    return {name: weight.astype(dtype) for name, weight in weights.items()}
+
+
+def coded(weights: Mapping[str, np.ndarray], dialect: Any = DIALECT) -> Arrays:
+    tensors: Arrays = {}
+    for name, x in weights.items():
+        codes, scale = quantize(x, dialect, block=SQUARE)
+        tensors |= {
+            name: codes,
+            f"{name}_scale_inv": 1 / scale if dialect_by_name(DIALECT).stored.is_multiplier else scale,
+        }
+    return tensors
+
+
+def written(folder: Path, tensors: Arrays) -> Path:
+    """In two shards, if they are float8."""
+    if not any(name.endswith("_scale_inv") for name in tensors):
+        return checkpoint(folder, tensors)
+    shards = {file: [full for name in names for full in (name, f"{name}_scale_inv")] for file, names in SHARDS.items()}
+    return checkpoint(folder, tensors, fp8(), shards=shards)
+
+
+def one_ulp(tensors: Arrays) -> Arrays:
+    name = f"{NAMES[1]}_scale_inv"
+    scale = tensors[name].copy()
+    scale[1, 0] = np.nextafter(scale[1, 0], np.float32(1))
+    return tensors | {name: scale}
+
+
+def stale(tensors: Arrays) -> Arrays:
+    old = coded(source(seed=100))
+    return tensors | {name: old[name] for name in old if name.startswith(tuple(NAMES[2:]))}
+
+
+def swapped(tensors: Arrays) -> Arrays:
+    second, third = ({end: tensors[name + end] for end in ("", "_scale_inv")} for name in NAMES[1:3])
+    return tensors | {NAMES[1] + end: third[end] for end in third} | {NAMES[2] + end: second[end] for end in second}
+
+
+def floored(_: Arrays) -> Arrays:
+    known = dialect_by_name(DIALECT)
+    assert known.scale is not None
+    return coded(source(), replace(known, scale=replace(known.scale, amax_floor=1e-3)))
+
+
+PLANTED: dict[str, tuple[Callable[[Arrays], Arrays], str, str]] = {
+    "one ulp in a scale": (one_ulp, NAMES[1], "one ulp in 1 scale"),
+    "a stale shard": (stale, "model-2.safetensors", "a stale shard"),
+    "another floor": (floored, NAMES[0], "another floor of the scale rule"),
+    "swapped experts": (swapped, NAMES[1], f"swapped experts: the bytes of {NAMES[2]}"),
+}
+
+
+@pytest.mark.parametrize("of_source", [True, False], ids=["from the source", "from codes"])
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_of_weights_is_named(fault: str, of_source: bool, tmp_path: Path) -> None:
+    plant, place, cause = PLANTED[fault]
+    tensors = coded(source())
+    trainer = written(tmp_path / "trainer", source() if of_source else tensors)
+    server = written(tmp_path / "server", plant(tensors))
+    result = certify(trainer, server, dialect=DIALECT)
+    first = result.differences[0]
+    assert (result.verdict.status, first.part, first.place) == (Exit.DIFFERENT, "weights", place), result
+    assert first.cause.startswith(cause), first
+
+
+def test_a_wrong_source_dtype_is_named(tmp_path: Path) -> None:
+    trainer = written(tmp_path / "trainer", source())
+    server = written(tmp_path / "server", coded(source(dtype=BF16)))
+    first = certify(trainer, server, dialect=DIALECT).differences[0]
+    assert first.cause == "wrong source dtype: its bfloat16 copy, cast so; " + first.cause.rpartition("; ")[2]
+    # and the other way round
+    trainer = written(tmp_path / "trainer-bf16", source(dtype=BF16))
+    server = written(tmp_path / "server-f32", coded(source()))
+    first = certify(trainer, server, dialect=DIALECT).differences[0]
+    assert first.cause.startswith("wrong source dtype: a float32 master")
+
+
+def test_another_dialect_is_named(tmp_path: Path) -> None:
+    trainer, server = written(tmp_path / "a", source()), written(tmp_path / "b", coded(source(), "vllm_weight_block"))
+    result = certify(trainer, server, dialect=DIALECT)
+    assert "vllm_weight_block" in result.differences[0].cause and result.weights[0]["different"] == 4
+
+
+class Block(nn.Module):
+    """A block whose attention is other in short passes, as with a cache in float8."""
+
+    def __init__(self, k: int, cache: float = 1.0) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(256, k, bias=False)
+        self.o_proj = nn.Linear(k, 1024 if k > 1024 else 128, bias=False)
+        self.cache = cache
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(self.q_proj(x).relu() * (self.cache if len(x) < 16 else 1.0))
+
+
+def model(k: int = 256, cache: float = 1.0) -> nn.Module:
+    torch.manual_seed(0)
+    return convert_to_float8_training(Block(k, cache).bfloat16(), config="blockwise")
+
+
+def rollout(folder: Path, *, k: int = 256, rows: int = 16, cache: float = 1.0) -> dict[str, Any]:
+    """Exports and captures of both sides; the server's has a prefill of all, then of 12, then two decoded tokens."""
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for side, passes in (("trainer", [x]), ("server", [x, x[:12], x[12:13], x[13:14]])):
+        trained = model(k, cache)
+        export_float8(trained, folder / side, format="block")
+        with torch.no_grad(), capture(trained, folder / f"captured-{side}"):
+            for part in passes:
+                trained(part)
+    captures = folder / "captured-trainer", folder / "captured-server"
+    return {"trainer": folder / "trainer", "server": folder / "server", "captures": captures}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return rollout(tmp_path_factory.mktemp("sound"))
+
+
+def test_a_sound_pair_is_certified(sound: dict[str, Any]) -> None:
+    result = certify(**sound, batch=(1, 16))
+    assert result.verdict.status is Exit.EQUAL, result
+    assert result.verdict.line.startswith("CERTIFIED: 2 of 2 tensors, 2 of 2 layers invariant, 14 of 14 stages, 28")
+    assert {layer["verdict"] for layer in result.invariance} == {"invariant by rule"}
+    assert result.decode["rows"] == result.decode["rows_equal"] == 28
+    assert result.captures["replayed"]["equal"] == result.captures["replayed"]["outputs"] > 0
+    assert {part.what for part in result.not_seen if part.was_asked} == set()
+
+
+def test_two_captures_alone_are_certified_and_weights_are_not_seen_apart(sound: dict[str, Any]) -> None:
+    result = certify(*sound["captures"])
+    assert result.verdict.status is Exit.EQUAL and not result.weights
+
+
+def test_what_was_asked_for_and_not_seen_is_not_certified(sound: dict[str, Any], tmp_path: Path) -> None:
+    lacking = rollout(tmp_path / "short")
+    (record,) = (path for path in (lacking["captures"][1]).rglob("index.json"))
+    index = json.loads(record.read_text())
+    gone = next(record for record in index["records"] if record["layer"] == "o_proj" and record["turn"] == 4)
+    index["records"].remove(gone)
+    index["left_out"].append({"place": "o_proj output (call 4)", "size": 1, "reason": "the disk is full"})
+    record.write_text(json.dumps(index))
+    result = certify(**lacking)
+    assert result.verdict.status is Exit.INCOMPLETE, result
+    assert result.verdict.line.startswith("NOT CERTIFIED: not seen")
+    # a trainer's capture says nothing of a server's checkpoint
+    result = certify(sound["captures"][0], sound["server"])
+    assert result.verdict.status is Exit.UNVERIFIED
+
+
+def test_a_split_that_depends_on_the_batch_is_named(tmp_path: Path) -> None:
+    """Measured in captures, and by the plan."""
+    pair = rollout(tmp_path, k=8192, rows=128)
+    result = certify(**pair)
+    decode, measured = (
+        next(difference for difference in result.differences if difference.part == part)
+        for part in ("decode", "invariance")
+    )
+    assert decode.cause == "decode other than prefill: a split that depends on the batch"
+    assert (decode.place, measured.place) == ("o_proj", "o_proj")
+    by_plan = certify(pair["trainer"], pair["server"], batch=(1, 4096))
+    (difference,) = by_plan.differences
+    assert (difference.place, difference.cause) == (
+        "o_proj",
+        "a split that depends on the batch",
+    ) and difference.seen == "S = 3 at M = 1, 1 at M = 4096"
+    assert certify(pair["trainer"], pair["server"], batch=(4096,)).verdict.status is Exit.EQUAL
+
+
+def test_decode_other_than_prefill_is_no_gemm(tmp_path: Path) -> None:
+    result = certify(**rollout(tmp_path, cache=1.0625))
+    (first,) = result.differences
+    assert first.cause == "decode other than prefill: attention or the KV cache, not a GEMM"
+    assert first.place == "before o_proj" and "row 0" in first.seen and result.verdict.status is Exit.DIFFERENT
+
+
+def expected(**changed: Any) -> Checksums:
+    keys = [(rank, name) for rank in range(2) for name in ("experts.0.weight", "experts.1.weight")]
+    tensors = tuple(
+        TensorChecksum(
+            key=f"dp0:pp0:pcp0:tp{rank}:{name}",
+            rank=rank,
+            name=name,
+            shape=(2, 2),
+            dtype="float8_e4m3fn",
+            sha256=f"{i:064x}",
+            engine_digest=f"{i:064x}",
+        )
+        for i, (rank, name) in enumerate(keys)
+    )
+    facts: dict[str, Any] = {
+        "engine": "vllm",
+        "engine_versions": "0.33.0",
+        "dialect": DIALECT,
+        "kernel": "",
+        "digests": "SHA-256",
+    }
+    of = Source(path="a", dtype="BF16", sha256="0", hashed="headers")
+    return Checksums(**facts, tensor_parallel=2, source=of, tensors=tensors, **changed)
+
+
+def test_digests_alone(tmp_path: Path) -> None:
+    """A rank that was not updated, two experts in each other's place, a tensor that nobody predicted."""
+    body = expected().engine_json()["checksums"]
+    trainer, server = tmp_path / "expected.json", tmp_path / "served.json"
+    trainer.write_text(json.dumps(expected().to_json()))
+    keys = sorted(body)
+
+    def verdict(changed: Mapping[str, str]) -> Certificate:
+        server.write_text(json.dumps({"checksums": {**body, **changed}}))
+        return certify(trainer, server)
+
+    assert verdict({}).verdict.status is Exit.EQUAL
+    assert verdict({key: "f" * 64 for key in keys[2:]}).differences[0].cause == "a stale shard"
+    swap = verdict({keys[0]: body[keys[1]], keys[1]: body[keys[0]]}).differences[0]
+    assert swap.cause == f"swapped experts: the bytes of {keys[1]}"
+    lone = verdict({keys[0]: "f" * 64})
+    assert lone.differences[0].cause == "" and lone.verdict.status is Exit.DIFFERENT
+    trainer.write_text(json.dumps(expected(not_predicted=(("norm.weight", "DeepGEMM packs it"),)).to_json()))
+    assert verdict({}).verdict.status is Exit.INCOMPLETE
+
+
+def test_a_changed_certificate_is_told(sound: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "certificate.json"
+    content = certify(**sound).to_json()
+    path.write_text(json.dumps(content))
+    assert check(path).verdict.status is Exit.EQUAL and check(path).same == 4
+    for key in content["hashes"]:
+        part = content[key]
+        other = part | {"rows_equal": 27, "batch": [2], "stages": 15} if isinstance(part, dict) else [*part, *part[:1]]
+        path.write_text(json.dumps(content | {key: other}))
+        assert not part or key in check(path).changed
+    for key, value in (("verdict", "different"), ("sha256", "0" * 64)):
+        path.write_text(json.dumps(content | {key: value}))
+        assert key in check(path).changed
+    for key, value, match in (("schema", 2, "schema 1"), ("captures", {"a": 1}, "the parts of a certificate")):
+        path.write_text(json.dumps(content | {key: value}))
+        with pytest.raises(CertificateError, match=match):
+            check(path)
+
+
+def test_the_files_that_it_names(tmp_path: Path) -> None:
+    trainer, server = written(tmp_path / "trainer", source()), written(tmp_path / "server", coded(source()))
+    path = tmp_path / "certificate.json"
+    path.write_text(json.dumps(certify(trainer, server, dialect=DIALECT).to_json()))
+    checkpoint(server, one_ulp(coded(source())), fp8())
+    assert check(path).changed == (f"server {server}",)
+    trainer.rename(tmp_path / "elsewhere")
+    server.rename(tmp_path / "gone")
+    assert check(path).verdict.status is Exit.INCOMPLETE
+
+
+def test_the_command(sound: dict[str, Any], tmp_path: Path) -> None:
+    out, html = tmp_path / "certificate.json", tmp_path / "page.html"
+    words = ["certify", sound["trainer"], sound["server"], "--captures", *sound["captures"], "--batch", "1"]
+    status, text, _ = invoke(*words, "--json", out, "--html", html, COLUMNS="80")
+    assert status == 0 and max(map(len, text.splitlines())) <= 80, text
+    assert json.loads(out.read_text())["verdict"] == "certified" and "CERTIFIED" in html.read_text()
+    assert invoke(*words, "--quiet", COLUMNS="200")[1].count("\n") == 1
+    assert invoke("certify", "--check", out)[0] == 0
+    out.write_text(out.read_text().replace('"certified"', '"different"'))
+    assert invoke("certify", "--check", out)[0] == 1
+    assert invoke("certify", sound["trainer"])[0] == 2
