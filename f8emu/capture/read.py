@@ -36,7 +36,7 @@ from f8emu.capture.record import (
 from f8emu.conformance.cases.container import decode_container
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.shown import Shown
-from f8emu.spec import FLOAT32, Granularity, format_by_name
+from f8emu.spec import Granularity, format_by_name
 from f8emu.strict import Fault, faults_as, open_regular, parsed, part, require
 
 REMEDY = "copy the capture again, or make another with f8emu.torch.capture"
@@ -246,8 +246,9 @@ def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: Path) -> A
         ):
             expected[f"{side}.codes"] = (_dtype(name), (rows, record.k))
             if _dtype(name).itemsize == 1:
-                shape = Granularity(granularity).scale_shape(rows, record.k)
-                expected[f"{side}.scale"] = (dtype_of(FLOAT32), shape)
+                kind = Granularity(granularity)
+                shape = kind.scale_shape(rows, record.k)
+                expected[f"{side}.scale"] = (_dtype(kind.scale_format.name), shape)
     else:
         value = tensors.get("value")
         expected["value"] = (_dtype(record.dtype), value.shape if value is not None and value.ndim == 2 else (0, 0))

@@ -71,4 +71,5 @@ def _values(operand: OperandTrace, cast: Cast) -> NDArray[np.float64]:
     values = decode(operand.codes).astype(np.float64)
     if operand.scale is None:
         return values
-    return values * expand_scale(operand.scale, cast.granularity, values.shape, "linear_error").astype(np.float64)
+    scale = operand.scale.astype(np.float32)  # E8M0 scales too
+    return values * expand_scale(scale, cast.granularity, values.shape, "linear_error").astype(np.float64)

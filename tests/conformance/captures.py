@@ -11,7 +11,17 @@ from f8emu.capture import GemmRecord, LeftOut, StepHeader, StepWriter, Stored, T
 from f8emu.capture.handle import arrays_of, facts_of
 from f8emu.capture.record import Record
 from f8emu.conformance.cases.distributions import draw
-from f8emu.spec import BFLOAT16, GEMM_NAMES, OPERANDS, RECIPES, TENSORS, DelayedState, GemmTrace, Recipe, RecipeName
+from f8emu.spec import (
+    BFLOAT16,
+    GEMM_NAMES,
+    NAMED_RECIPES,
+    OPERANDS,
+    TENSORS,
+    DelayedState,
+    GemmTrace,
+    Recipe,
+    RecipeName,
+)
 
 M, N, K = 40, 144, 272
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -60,7 +70,7 @@ def gemm_record(
         turn=1,
         **facts_of(trace.a, trace.b, trace.product, recipe.gemms[gemm]),
         engine="hardware",
-        chip="Hopper",
+        chip=recipe.chip,
         split_k=split_k,
         split_k_source="recorded",
         recipe=recipe.content_hash,
@@ -73,7 +83,7 @@ def unfinished(
     root: Path, records: Records, recipe: RecipeName = "rowwise", room: int | None = None, **changes: Any
 ) -> Any:
     """The writer of a step whose process died; with `room`, on a disk that is full after so many records."""
-    made = StepWriter(root, header(RECIPES[recipe], **changes))
+    made = StepWriter(root, header(NAMED_RECIPES[recipe], **changes))
     for record, arrays in records[:room]:
         made.add(record, {name: stored(array) for name, array in arrays.items()})
     if room is not None:

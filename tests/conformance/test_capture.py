@@ -34,6 +34,7 @@ from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
     E5M2,
+    MXFP8,
     RECIPES,
     Format,
     RecipeName,
@@ -58,9 +59,12 @@ def flipped(records: Records, layer: str, gemm: str, part: str, index: tuple[int
     return [(record, changed(record, arrays)) for record, arrays in records]
 
 
+_OF_LAYERS = {**RECIPES, "mxfp8": MXFP8}
+
+
 @pytest.fixture(scope="module")
 def layers() -> dict[str, Records]:
-    return {name: layer(recipe) for name, recipe in RECIPES.items()}
+    return {name: layer(recipe) for name, recipe in _OF_LAYERS.items()}
 
 
 def again(path: Path) -> Replay:
@@ -79,7 +83,7 @@ def diffed(a: Path, b: Path, *options: object) -> tuple[int, str]:
 # Replay
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", _OF_LAYERS)
 def test_replay_is_equal_under_every_recipe(name: RecipeName, layers: dict[str, Records], tmp_path: Path) -> None:
     """Whole, and of a sample; tensors may come after their casts, as the callbacks of JAX do."""
     written(tmp_path / "run", layers[name], name)
@@ -88,7 +92,7 @@ def test_replay_is_equal_under_every_recipe(name: RecipeName, layers: dict[str, 
     assert not replayed.not_replayed and not replayed.missing and not replayed.damaged
     counts = replayed.counts
     assert counts["product"].elements == counts["product"].elements_equal == replayed.outputs == M * N + M * K + N * K
-    high = sum(gemm.is_high_precision for gemm in RECIPES[name].gemms.values())
+    high = sum(gemm.is_high_precision for gemm in _OF_LAYERS[name].gemms.values())
     assert (counts["product"].parts, counts["codes"].parts) == (3, 6)
     assert counts["scale"].parts == (0 if name == "delayed" else 6 - 2 * high)  # a delayed one follows from elsewhere
     assert ("scales are used as captured" in repr(replayed)) == (name == "delayed") and "0/0" not in repr(replayed)
@@ -106,6 +110,7 @@ PLACES = [
     ("rowwise_with_gw_hp", "grad_weight", "b.codes", (0, 0), "input"),
     ("delayed", "grad_input", "a.codes", (1, 2), "grad_output"),
     ("blockwise", "output", "product", (39, 143), ""),
+    ("mxfp8", "grad_weight", "b.scale", (5, 1), "input"),
 ]
 
 
@@ -120,7 +125,7 @@ def test_one_flipped_bit_is_named(
     tmp_path: Path,
 ) -> None:
     """The first stage, its element, and the tensor that the operand was made of."""
-    bit = 20 if part.endswith("scale") else 0
+    bit = 20 if part.endswith("scale") and name != "mxfp8" else 0
     written(tmp_path, flipped(layers[name], "layers.0.w1", gemm, part, index, bit), name)
     found = again(tmp_path)
     first = found.findings[0]
@@ -146,6 +151,17 @@ def test_the_scale_of_a_sharded_tensor_is_taken_as_captured(tmp_path: Path) -> N
         assert found.is_equal == is_sharded
         assert [one.part for one in found.findings] == ([] if is_sharded else ["a.scale"])
         assert found.counts["codes"].parts_equal == 2
+
+
+def test_wrong_products_all_over_have_no_split_to_blame_under_mxfp8(tmp_path: Path) -> None:
+    """K of a GEMM with E8M0 scales is never split [MX-4]: nothing else is tried, and the findings are said."""
+    records = [
+        (r, {**arrays, "product": -arrays["product"]} if isinstance(r, GemmRecord) else arrays)
+        for r, arrays in layer(MXFP8)
+    ]
+    written(tmp_path, records, "mxfp8")
+    found = again(tmp_path)
+    assert [one.part for one in found.findings] == ["product"] * 3 and not any(one.cause for one in found.findings)
 
 
 def test_without_tensors_the_pattern_names_the_operand_or_a_split_that_was_not_planned(tmp_path: Path) -> None:

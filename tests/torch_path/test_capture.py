@@ -121,6 +121,21 @@ def test_a_capture_ends_with_its_model(tmp_path: Path) -> None:
     assert len(_global_optimizer_post_hooks) == before
 
 
+@pytest.mark.filterwarnings("ignore:f8emu.torch. there is no split-K plan")
+def test_layers_under_mxfp8_are_captured_in_inductors_code_too(tmp_path: Path) -> None:
+    """Inductor has no operator that writes to a token and reads E8M0 scales: these go as bytes."""
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer: Any = convert_to_float8_training(nn.Sequential(nn.Linear(48, 80, dtype=torch.bfloat16)), config="mxfp8")
+        run = torch.compile(layer, fullgraph=True) if compiled else layer
+        with capture(layer, tmp_path / str(compiled)):
+            run(torch.randn(40, 48, generator=torch.Generator().manual_seed(1)).bfloat16()).square().mean().backward()
+    again = replay(tmp_path / "True")
+    assert again.is_equal and not again.not_replayed and again.gemms == 2
+    found = diff(read_capture(tmp_path / "False"), read_capture(tmp_path / "True"))
+    assert found.is_equal and found.stages == 13, [one.line() for one in found.divergences]
+
+
 def test_compiled_and_eager_training_are_captured_the_same(tmp_path: Path) -> None:
     for compiled in (False, True):
         run = Run("blockwise", compiled=compiled)

@@ -37,7 +37,7 @@ from tests.torch_path.ranks import RESTS, Cases, add_at_rest, at_rest, mesh_of_a
 from tests.torch_path.states import assert_same_state, local
 from tests.torch_path.streams import streamed_of_shards
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8")
 GATHERED = ("tensorwise", "rowwise", "delayed")
 BATCH, TOKENS, K, N = 2, 8, 32, 32
 
@@ -110,7 +110,7 @@ def partial(a: Tensor, b: Tensor, gemm_name: str, recipe_name: str, mesh: Device
             scale = part(scale, 1, mesh)
             scale = scale.t().contiguous().t() if x is a else scale.contiguous()
         operands.append(operand._replace(codes=codes, scale=scale))
-    return gemm(operands[0], operands[1], spec, torch.bfloat16, "auto")
+    return gemm(operands[0], operands[1], spec, torch.bfloat16, "auto", recipe.chip)
 
 
 def summed(product: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
@@ -131,7 +131,7 @@ def flat(x: Tensor) -> Tensor:
 
 def sizes_of(recipe: str) -> tuple[int, int, int]:
     """Tokens, K and N: whole blocks on each rank."""
-    return (TOKENS, 256, 256) if recipe == "blockwise" else (TOKENS, K, N)
+    return (TOKENS, 256, 256) if recipe == "blockwise" else (TOKENS, 64, 64) if recipe == "mxfp8" else (TOKENS, K, N)
 
 
 def updated(alone: nn.Module, ours: nn.Module) -> None:
@@ -388,6 +388,10 @@ def refusals() -> None:
         tokens = DTensor.from_local(draw(1, 4, 256, seed=1), mesh, [Shard(1)])
         gathers = rf"Float8Linear: recipe {recipe}.*gather in bfloat16"
         refused(gathers, {"0": ColwiseParallel()}, recipe, n=256, k=256, x=tokens)
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        said = r"32 neighbouring .* share a scale.*got 16 of 2 ranks"
+        x = draw(1, 4, 32 if isinstance(style, ColwiseParallel) else 16, seed=1)
+        refused(said, {"0": style}, "mxfp8", n=32, k=32, x=x)
     for style, k in ((ColwiseParallel(), 128), (RowwiseParallel(), 64)):
         said = r"128 neighbouring .* share a scale.*got 64 of 2 ranks"
         refused(said, {"0": style}, "blockwise", n=128, k=128, x=draw(1, 4, k, seed=1))

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.spec.scaling import BLOCK
 from f8emu.torch.casts.sharded import LayerShards, Shards, Tokens
 from f8emu.torch.torch_internals import is_dtensor
 
@@ -232,8 +231,10 @@ def require_gatherable(call: str, recipe: Recipe) -> None:
 
 def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, ways: Sequence[Way]) -> None:
     """Raise UnsupportedError if a block with one scale lies on several ranks."""
-    if not any([plans.both.has_blocks for plans in recipe.cast_plans]):
+    kinds = [kind for plans in recipe.cast_plans for kind in plans.both.by_blocks if kind is not None]
+    if not kinds:
         return
+    block = max([kind.block[1] for kind in kinds])
     for i, way in enumerate(ways):
         ranks = weight.device_mesh.size(i)
         if way == _TOKENS:
@@ -245,8 +246,8 @@ def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, wa
             name, run = "in_features", -(-weight.shape[1] // ranks)
         else:
             continue
-        if ranks > 1 and run % BLOCK:
+        if ranks > 1 and run % block:
             raise UnsupportedError(
-                f"{call}: under recipe {recipe.label} {BLOCK} neighbouring {name} share a scale, so each rank must "
-                f"have a multiple of {BLOCK}; got {run} of {ranks} ranks; choose such sizes, or another recipe"
+                f"{call}: under recipe {recipe.label} {block} neighbouring {name} share a scale, so each rank must "
+                f"have a multiple of {block}; got {run} of {ranks} ranks; choose such sizes, or another recipe"
             )

@@ -147,7 +147,7 @@ def exact_values(codes: Tensor, scale: Tensor | None, granularity: Granularity) 
     """The values that codes [rows, K] stand for, in float64: a product of float8 and float32 has 28 bits."""
     if scale is None:
         return codes.double()
-    return decode(codes).double() * spread_scale("inspect", "scale", scale, codes, granularity).double()
+    return decode(codes).double() * spread_scale("inspect", "scale", scale.float(), codes, granularity).double()
 
 
 def _range(magnitude: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def show_gemm(tap: Tap | None, gemm: str, a: Operand, b: Operand, product: Tenso
     if tap is not None:
         token = tap.forward if gemm == "output" else tap.backward
         of_a, of_b = _in_memory(gemm, a.codes, a.scale, b.codes, b.scale)
-        observe_gemm(token, gemm, of_a, a.scale, of_b, b.scale, product, tap.call)
+        observe_gemm(token, gemm, of_a, _as_bytes(a.scale), of_b, _as_bytes(b.scale), product, tap.call)
 
 
 def _in_memory(
@@ -187,6 +187,15 @@ def _in_memory(
     # otherwise: other roundings to bfloat16.
     is_a_transposed, is_b_transposed = TRANSPOSED[gemm]
     return a.t() if scale_a is None and is_a_transposed else a, b.t() if scale_b is None and is_b_transposed else b
+
+
+def _as_bytes(scale: Tensor | None) -> Tensor | None:
+    # Inductor compiles no operator that writes to an argument and reads E8M0.
+    return scale.view(torch.uint8) if scale is not None and scale.dtype is torch.float8_e8m0fnu else scale
+
+
+def _of_bytes(scale: Tensor | None) -> Tensor | None:
+    return scale.view(torch.float8_e8m0fnu) if scale is not None and scale.dtype is torch.uint8 else scale
 
 
 @operator()
@@ -223,6 +232,7 @@ def observe_gemm(
     if watched is None or layer is None:
         return
     a, b = _in_memory(gemm, a, scale_a, b, scale_b)
+    scale_a, scale_b = _of_bytes(scale_a), _of_bytes(scale_b)
     recipe, spec, chip = layer.recipe, layer.recipe.gemms[gemm], CHIPS[layer.recipe.chip]
     sizes = a.shape[0], b.shape[0], a.shape[1]
     gemm_call = layer_call(spec, sizes, FORMATS[name_of(product.dtype)], chip)
