@@ -12,6 +12,7 @@ from fractions import Fraction
 from html import escape
 from math import log2
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -203,8 +204,8 @@ def spacing() -> Drawing:
         drawing.text(12, y + 14, fmt.name, mono=True, size=10, bold=True)
     drawing.line([(place(number), 14), (place(number), 108)], dash="3 3", color=ACCENT)
     drawing.text(place(number), 10, f"{number:g}", anchor="middle", size=10, color=ACCENT)
-    for value in (0, 0.5, 1, 2):
-        anchor = {0: None, 2: "end"}.get(value, "middle")
+    anchors: dict[float, str | None] = {0: None, 0.5: "middle", 1: "middle", 2: "end"}
+    for value, anchor in anchors.items():
         drawing.text(place(value), 134, f"{value:g}", anchor=anchor, size=10, faint=True)
     return drawing
 
@@ -371,7 +372,8 @@ SPLIT_SHAPE = planned_gemm(m=64, n=64, k=8192, gemm="tensorwise", accumulation="
 def split_k_slices() -> Drawing:
     """The slices of K of one GEMM, and how they are added."""
     gemm = SPLIT_SHAPE
-    slices = k_slices(range(gemm.k), HOPPER.float8_fast, split_k(gemm).split_k)
+    places: Any = range(gemm.k)  # where each product is, in its place
+    slices: Any = k_slices(places, HOPPER.float8_fast, split_k(gemm).split_k)
     drawing = Drawing(f"K of {gemm.k} in {len(slices)} slices, each with a chain of its own, added in order")
     drawing.text(8, 12, f"M {gemm.m}, N {gemm.n}, K {gemm.k}: S = {len(slices)}", bold=True)
     for i, part in enumerate(slices):
