@@ -341,6 +341,9 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "fsdp and column, tensorwise, codes of K gathered": lambda: by_xla("tensorwise", (4, 2), FSDP_COLUMN),
     "fsdp, blockwise, codes of K gathered": lambda: by_xla("blockwise", (2, 2), FSDP_ROW, sizes=(256, 256, 256)),
+    "data parallel, mxfp8, fewer blocks than devices": lambda: by_xla(
+        "mxfp8", (4,), (P(DATA), P(), P(DATA)), sizes=(64, 128, 64)
+    ),
     "explicit axes, column, tensorwise": lambda: by_xla(
         "tensorwise", (4, 2), COLUMN, parts={"grad_input": 2, "grad_weight": 4}, explicit=True
     ),

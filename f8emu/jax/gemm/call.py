@@ -173,7 +173,8 @@ def in_parts(
     parted.def_partition(functools.partial(_partition, dims, product_of_part), sharding_rule=_rule(dims))
     of_parts = jax.make_jaxpr(from_bytes if is_emulated else parted)(*bare)
     like_product = jax.make_jaxpr(like)(*arrays)
-    return _gemm.bind(*arrays, whole=of_whole, parted=of_parts, like=like_product, is_emulated=is_emulated)
+    programs: dict[str, Any] = {"whole": of_whole, "parted": of_parts, "like": like_product}
+    return _gemm.bind(*arrays, **programs, is_emulated=is_emulated, has_blocks=call.is_blockwise)
 
 
 _gemm = Primitive("f8emu_gemm")
@@ -188,6 +189,7 @@ def _lower(
     parted: ClosedJaxpr,
     like: ClosedJaxpr,
     is_emulated: bool,
+    has_blocks: bool,
 ) -> Sequence[Any]:
     chosen = whole
     if is_partitioned(ctx):
@@ -200,6 +202,16 @@ def _lower(
             )
         chosen = whole if is_left_over else parted
     bare = ctx.replace(avals_in=chosen.in_avals, avals_out=chosen.out_avals)
+    mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)
+    if chosen is parted and has_blocks and mesh is not None:
+        # Of what divides 64 rows, two blocks may lie on four devices, in pairs: custom_partitioning cannot read that.
+        replicated = NamedSharding(mesh, PartitionSpec())
+        replicate = functools.partial(lax.with_sharding_constraint, shardings=replicated)
+
+        def with_whole_scales(a: Any, b: Any, scale_a: Any, scale_b: Any, *rest: Any) -> Any:
+            return jaxpr_as_fun(chosen)(a, b, replicate(scale_a), replicate(scale_b), *rest)
+
+        return mlir.lower_fun(with_whole_scales, multiple_results=True)(bare, *args)
     return lower_jaxpr(bare, chosen, args)
 
 
