@@ -122,7 +122,10 @@ class Gemm:
         if not self.split_k and a.granularity is not Granularity.BLOCKWISE_1X128:
             raise SpecError(f"Gemm: split_k=False needs 1x128 scales of a; got {a} and {b}; leave it out")
         if all(self.refusal(chip) for chip in CHIPS.values()):
-            raise SpecError(f"Gemm: {self.refusal(HOPPER)}")
+            # What to mend: the refusal of a chip that has such scales, if any has.
+            pair = self.scaled_gemm_granularities
+            nearest = next((chip for chip in CHIPS.values() if pair in chip.granularity_pairs), HOPPER)
+            raise SpecError(f"Gemm: {self.refusal(nearest)}")
 
     def __repr__(self) -> str:
         fast = ", use_fast_accum=True" if self.use_fast_accum else ""

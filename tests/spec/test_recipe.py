@@ -20,6 +20,7 @@ from f8emu.spec.recipe import (
     BLOCKWISE,
     BLOCKWISE_UE8M0,
     DELAYED,
+    MXFP8,
     NAMED_RECIPES,
     RECIPE_ALIASES,
     RECIPES,
@@ -168,6 +169,10 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (
         lambda: Gemm(a=e4m3(VECTOR), b=e4m3(SQUARE), use_fast_accum=True),
         "Gemm: Hopper has no fast accumulation beside block scales; pass use_fast_accum=False",
+    ),
+    (
+        lambda: replace(MXFP8.output, use_fast_accum=True),
+        "Gemm: Blackwell tcgen05 has no fast accumulation beside block scales; pass use_fast_accum=False",
     ),
     (
         lambda: Gemm(a=Cast(format=E5M2, granularity=VECTOR), b=e4m3(SQUARE)),

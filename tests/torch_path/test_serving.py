@@ -346,6 +346,7 @@ def test_what_is_refused(trained: tuple[Any, Path], tmp_path: Path) -> None:
     for model, format, why in (
         (layer(), "gguf", "format must be one of block, compressed-tensors, per-channel; got 'gguf'"),
         (layer(), "block", "its weights are scaled tensorwise; choose format compressed-tensors"),
+        (layer("mxfp8"), "block", "its weights are scaled blockwise_1x32; save the model in bfloat16"),
         (layer("delayed"), "compressed-tensors", "input_scale.*train under tensorwise"),
         (layer("blockwise"), "block", r"multiples of 128.*0.weight \[64, 128\]"),
         (tied, "compressed-tensors", "one name; got 0.weight, 1.weight"),

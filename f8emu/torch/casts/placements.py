@@ -234,7 +234,7 @@ def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, wa
     kinds = [kind for plans in recipe.cast_plans for kind in plans.both.by_blocks if kind is not None]
     if not kinds:
         return
-    block = max([kind.block[1] for kind in kinds])
+    block = max([kind.block[1] or 0 for kind in kinds])
     for i, way in enumerate(ways):
         ranks = weight.device_mesh.size(i)
         if way == _TOKENS:

@@ -196,18 +196,19 @@ def scaled_mm_v2(
     """`aten::_scaled_mm_v2`, which `torch.nn.functional.scaled_mm` calls. Float32 scales are never swizzled."""
     call = "torch.nn.functional.scaled_mm"
     _require_operands(call, a, b)
-    scales = None
+    scales, remedy = None, "pass one scale each, in torch's dtype and layout for its recipe"
     if len(scale_a) == len(scale_b) == len(recipe_a) == len(recipe_b) == 1:
         pair = _granularities(call, recipe_a[0], recipe_b[0])
         if pair[0].is_microscaled:
             _require_swizzled(call, swizzle_a, swizzle_b)
+            remedy += ": float8_e8m0fnu as f8emu.torch.swizzle_scales gives it"
         scales = scale_rules.by_recipe(a, b, scale_a[0], scale_b[0], pair)
     if scales is None:
         raise OperandError(
             f"{call}: the scales do not fit the recipes {list(recipe_a)} and {list(recipe_b)} of operands "
             f"{list(a.shape)} and {list(b.shape)}; got shapes {[list(x.shape) for x in scale_a]} and "
             f"{[list(x.shape) for x in scale_b]}, strides {[list(x.stride()) for x in scale_a]} and "
-            f"{[list(x.stride()) for x in scale_b]}; pass one scale each, in torch's dtype and layout for its recipe"
+            f"{[list(x.stride()) for x in scale_b]}; {remedy}"
         )
     return _scaled(call, chip, a, b, (scale_a[0], scale_b[0]), scales, bias, out_dtype or a.dtype, use_fast_accum)
 

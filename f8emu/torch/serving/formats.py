@@ -44,7 +44,10 @@ def scale_name(call: str, format: str, recipe: Recipe) -> str:
         reason = f"it multiplies the weight as {cast}, and servers take {E4M3FN}; train under blockwise or rowwise"
     elif cast.granularity not in granularities:
         others = [other for other, (_, kinds) in CHECKPOINT_FORMATS.items() if cast.granularity in kinds]
-        reason = f"its weights are scaled {cast.granularity.value}; choose format {' or '.join(others)}"
+        remedy = (
+            f"choose format {' or '.join(others)}" if others else "save the model in bfloat16, for the server to cast"
+        )
+        reason = f"its weights are scaled {cast.granularity.value}; {remedy}"
     else:
         return name
     raise UnsupportedError(f"{call}: format {format!r} cannot hold recipe {recipe.label!r}: {reason}")
