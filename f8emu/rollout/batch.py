@@ -41,7 +41,7 @@ def invariances(
     entries: list[dict[str, Any]] = []
     differences: list[Difference] = []
     answers: dict[tuple[int, int], Invariance] = {}
-    for layer in dict.fromkeys((*shapes, *measured)):
+    for layer in dict.fromkeys((*(shapes if batch else ()), *measured)):
         shape, entry = (
             shapes.get(layer),
             {"layer": layer, "verdict": UNKNOWN, "evidence": UNKNOWN, "because": "no recipe"},

@@ -9,6 +9,7 @@ from f8emu.audit.blocks import CODES
 from f8emu.audit.checkpoint import FLOATS, MANIFEST, Checkpoint, read_checkpoint
 from f8emu.capture.read import CapturedStep, read_capture
 from f8emu.capture.record import INDEX, TensorRecord
+from f8emu.conformance.compare import counted
 from f8emu.conformance.run.result import Progress, Silent
 from f8emu.rollout.batch import UNKNOWN, invariances, shapes_of
 from f8emu.rollout.certificate import Certificate, CertificateError, Named, content_hash
@@ -105,8 +106,10 @@ def certify(
     entries, differences = invariances(recipes, shapes, batch, result.measured, over)
     result.differences += differences
     lone = [str(entry["layer"]) for entry in entries if entry["evidence"] == UNKNOWN]
-    if lone or not entries:
-        result.lacks("invariance", f"of {len(lone)} layers ({', '.join(lone[:3])})", was_asked=bool(batch))
+    if not batch:
+        result.lacks("invariance", "that of the recipe's GEMMs at numbers of rows (--batch)", was_asked=False)
+    elif lone or not entries:
+        result.lacks("invariance", f"{counted(len(lone), 'layer')} ({', '.join(lone[:3]) or 'no float8 layer'})")
     if not result.measured:
         text = "that of the server's own kernels: capture decode and prefill of the same tokens"
         result.lacks("invariance", text, was_asked=False)
@@ -200,7 +203,7 @@ def _source_dtype(trainer: Checkpoint | None, steps: Sequence[CapturedStep], exp
     if expected is not None:
         return expected.source.dtype
     dtypes = {tensor.dtype for tensor in trainer.tensors.values() if tensor.is_matrix} if trainer else set[str]()
-    return ", ".join(sorted(dtypes & {*CODES} or dtypes & {*FLOATS}))
+    return "not shown by codes" if dtypes & {*CODES} else ", ".join(sorted(dtypes & {*FLOATS}))
 
 
 def _dialects(recipes: Sequence[Recipe], weights: str) -> Mapping[str, str]:
