@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 from f8emu import __version__
-from f8emu.cli import audit, captures, export, fit, recipes, rollout, run, vectors, verify
+from f8emu.cli import audit, captures, checksums, export, fit, recipes, rollout, run, vectors, verify
 from f8emu.cli.frame import STATUSES
 from f8emu.cli.paths import checked
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import typer
     from _typeshed import ReadableBuffer
 
-_COMMANDS = (verify, fit, captures, audit, export, rollout, run, recipes, vectors)
+_COMMANDS = (verify, fit, captures, audit, export, checksums, rollout, run, recipes, vectors)
 """The commands, in the order of the help."""
 
 

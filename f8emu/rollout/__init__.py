@@ -20,6 +20,7 @@ from f8emu.rollout.checksums import Mismatch as Mismatch
 from f8emu.rollout.checksums import Outcome as Outcome
 from f8emu.rollout.checksums import Source as Source
 from f8emu.rollout.checksums import TensorChecksum as TensorChecksum
+from f8emu.rollout.expected import expected_checksums as expected_checksums
 from f8emu.spec.exports import public as _public
 
 __all__, __dir__ = _public(__name__)

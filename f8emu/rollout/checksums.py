@@ -118,7 +118,7 @@ class Checksums:
 
     @property
     def by_key(self) -> dict[str, TensorChecksum]:
-        return {one.key: one for one in self.tensors}
+        return {tensor.key: tensor for tensor in self.tensors}
 
     def engine_json(self) -> dict[str, Any]:
         """What the engine's checker answers.
@@ -128,15 +128,16 @@ class Checksums:
         Names that are not predicted are absent: vLLM's own `compare` calls them mismatches.
         """
         if self.engine == VLLM:
-            return {"checksums": {one.key: one.engine_digest for one in self.tensors}}
+            return {"checksums": {tensor.key: tensor.engine_digest for tensor in self.tensors}}
         ranks: list[dict[str, Any]] = []
         for rank in range(self.tensor_parallel):
-            shown = {one.name: one.engine_digest for one in self.tensors if one.rank == rank and one.engine_digest}
+            mine = [tensor for tensor in self.tensors if tensor.rank == rank and tensor.engine_digest]
+            shown = {tensor.name: tensor.engine_digest for tensor in mine}
             place = {"role": "target", "tp_rank": rank, "tp_size": self.tensor_parallel, "dp_rank": 0, "dp_size": 1}
             place |= {"pp_rank": 0, "pp_size": 1, "rank": rank, "size": self.tensor_parallel}
             whole = hashlib.sha256("".join(name + shown[name] for name in sorted(shown)).encode()).hexdigest()
             ranks.append({"checksums": shown, "per_gpu_checksum": whole, "parallelism_info": [place]})
-        engine = hashlib.sha256("".join(one["per_gpu_checksum"] for one in ranks).encode()).hexdigest()
+        engine = hashlib.sha256("".join(rank["per_gpu_checksum"] for rank in ranks).encode()).hexdigest()
         return {"success": True, "message": "", "ranks": ranks, "per_engine_checksum": engine}
 
     def compare(self, server: object) -> tuple[Mismatch, ...]:
@@ -157,19 +158,19 @@ class Checksums:
     def _mismatches(self, shown: Mapping[str, str], reasons: Mapping[str, str]) -> Iterator[Mismatch]:
         expected = self.by_key
         for key in sorted(expected.keys() | shown.keys()):
-            one, digest = expected.get(key), shown.get(key, "")
-            if one is None:
+            tensor, digest = expected.get(key), shown.get(key, "")
+            if tensor is None:
                 reason = reasons.get(key.rpartition(":")[2])
                 outcome = Outcome.UNEXPECTED if reason is None else Outcome.NOT_PREDICTED
                 yield Mismatch(outcome=outcome, key=key, expected=reason or "", shown=digest)
-            elif not one.engine_digest:
-                yield Mismatch(outcome=Outcome.NOT_SHOWN, key=key, expected=f"SHA-256 {one.sha256}", shown=digest)
+            elif not tensor.engine_digest:
+                yield Mismatch(outcome=Outcome.NOT_SHOWN, key=key, expected=f"SHA-256 {tensor.sha256}", shown=digest)
             elif not digest:
-                yield Mismatch(outcome=Outcome.MISSING, key=key, expected=one.engine_digest)
-            elif not (_HEX.fullmatch(digest) and len(digest) == len(one.engine_digest)):
-                yield Mismatch(outcome=Outcome.OTHER_KIND, key=key, expected=one.engine_digest, shown=digest)
-            elif digest != one.engine_digest:
-                yield Mismatch(outcome=Outcome.DIFFERENT, key=key, expected=one.engine_digest, shown=digest)
+                yield Mismatch(outcome=Outcome.MISSING, key=key, expected=tensor.engine_digest)
+            elif not (_HEX.fullmatch(digest) and len(digest) == len(tensor.engine_digest)):
+                yield Mismatch(outcome=Outcome.OTHER_KIND, key=key, expected=tensor.engine_digest, shown=digest)
+            elif digest != tensor.engine_digest:
+                yield Mismatch(outcome=Outcome.DIFFERENT, key=key, expected=tensor.engine_digest, shown=digest)
         names = {key.rpartition(":")[2] for key in shown}
         for name, reason in self.not_predicted:
             if name not in names:

@@ -40,6 +40,7 @@ SAMPLES = {
     "replay": "replay cap_wrong --oracle f8ref.numpy",
     "diff": "diff cap cap_wrong",
     "audit": "audit ck --source source --consumer vllm:h200",
+    "checksums": "checksums ck --engine vllm",
     "export": "export nothing --verify",
     "run": "run -- no-such-program",
     "recipes": "recipes",

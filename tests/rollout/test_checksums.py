@@ -42,8 +42,12 @@ def checksums(engine: str, ranks: int = 2) -> Checksums:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_they_are_read_as_they_were_written(engine: str) -> None:
-    one = checksums(engine)
-    assert Checksums.from_json(json.loads(json.dumps(one.to_json()))) == one == Checksums.from_json(one.to_json())
+    expected = checksums(engine)
+    assert (
+        Checksums.from_json(json.loads(json.dumps(expected.to_json())))
+        == expected
+        == Checksums.from_json(expected.to_json())
+    )
 
 
 @pytest.mark.parametrize("data", [[], {}, {"schema": 2}, {"schema": 1, "engine": "vllm"}])
@@ -54,26 +58,30 @@ def test_foreign_data_is_refused(data: object) -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_engines_own_form_differs_in_nothing_but_what_is_not_predicted(engine: str) -> None:
-    one = checksums(engine)
-    assert [x.outcome for x in one.compare(one.engine_json())] == [Outcome.NOT_PREDICTED]
+    expected = checksums(engine)
+    assert [x.outcome for x in expected.compare(expected.engine_json())] == [Outcome.NOT_PREDICTED]
 
 
 def test_the_workers_of_vllm_may_answer_apart() -> None:
-    one = checksums("vllm")
+    expected = checksums("vllm")
     workers: list[dict[str, str]] = [{}, {}]
-    for tensor in one.tensors:
+    for tensor in expected.tensors:
         workers[tensor.rank][tensor.key] = tensor.engine_digest
-    assert one.compare(workers) == one.compare(one.engine_json()) == one.compare(one.engine_json()["checksums"])
+    assert (
+        expected.compare(workers)
+        == expected.compare(expected.engine_json())
+        == expected.compare(expected.engine_json()["checksums"])
+    )
     with pytest.raises(OperandError, match="once"):
-        one.compare([workers[0], workers[0]])
+        expected.compare([workers[0], workers[0]])
 
 
 def test_ranks_of_sglang_are_told_by_what_they_say() -> None:
-    one, answer = checksums("sglang"), checksums("sglang").engine_json()
+    expected, answer = checksums("sglang"), checksums("sglang").engine_json()
     # 0.5.12 to 0.5.20 have one object, and an answer may have ranks in any order.
     answer["ranks"] = [{**x, "parallelism_info": x["parallelism_info"][0]} for x in reversed(answer["ranks"])]
     answer["ranks"][0]["checksums"]["a"] = "0" * 16
-    assert [(x.key, x.outcome) for x in one.compare(answer)] == [
+    assert [(x.key, x.outcome) for x in expected.compare(answer)] == [
         ("tp1:a", Outcome.DIFFERENT),
         ("moved", Outcome.NOT_PREDICTED),
     ]
@@ -99,9 +107,11 @@ def _changed(answer: dict[str, str], **changes: str | None) -> dict[str, Any]:
     ],
 )
 def test_each_way_to_differ_is_named_with_its_key(change: dict[str, str | None], outcome: Outcome) -> None:
-    one = checksums("vllm")
+    expected = checksums("vllm")
     (key,) = change
-    mismatches = [x for x in one.compare(_changed(one.engine_json()["checksums"], **change)) if x.key != "moved"]
+    mismatches = [
+        x for x in expected.compare(_changed(expected.engine_json()["checksums"], **change)) if x.key != "moved"
+    ]
     assert [(x.key, x.outcome) for x in mismatches] == [(f"dp0:pp0:pcp0:tp1:{key}", outcome)]
     assert outcome.value in mismatches[0].text
 

@@ -1,0 +1,175 @@
+"""The checksums that an engine must show of a checkpoint: one module at a time, two of them at once."""
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from f8emu.audit.checkpoint import CONFIG, FLOATS, Checkpoint, read_checkpoint
+from f8emu.audit.formats import format_of
+from f8emu.conformance.run.result import Progress, Silent
+from f8emu.dialects.arithmetic import DTYPES
+from f8emu.dialects.names import DialectName
+from f8emu.dialects.rules import Dialect
+from f8emu.dialects.stacks import dialect_by_name
+from f8emu.rollout.checksums import SGLANG, VLLM, Checksums, Source, TensorChecksum
+from f8emu.rollout.holding import Holder, Unpredicted, block_of
+from f8emu.rollout.layout import Module, layout_of
+from f8emu.spec.errors import OperandError, SpecError
+from f8emu.strict import faults_as, open_regular
+
+KERNELS = ("cutlass", "triton", "deepgemm", "deepgemm-blackwell", "marlin")
+"""What an engine may multiply float8 weights with."""
+VERSIONS = {
+    VLLM: "loading as in vllm 0.33.0; /weight_checker as in 0.32.0 and 0.33.0",
+    SGLANG: "loading as in sglang 0.5.23; /weights_checker and its hash as in 0.5.12 to 0.5.23",
+}
+_METHODS = ("", "fp8", "compressed-tensors")
+_THREADS = 2
+_PRODUCTS = (
+    "SGLang hashes bfloat16(code * scale) of weights in blocks: one unit in the last place of a scale, or other codes "
+    "with the same products, leave the digest as it is; `sha256` is of the bytes"
+)
+_GPU_HASH = "SGLang's hash on a GPU has 64 bits; it was computed by its source, and compared on no GPU"
+_EXPERTS = "experts are as Triton's kernel takes them, vLLM's first choice on Hopper under tensor parallelism"
+_COMPILED = "on a GPU vLLM compiles this cast, and codes may be neighbours of these: vllm_weight_block_cuda"
+
+
+def expected_checksums(
+    source: str | Path,
+    *,
+    engine: Literal["vllm", "sglang"],
+    dialect: Dialect | DialectName | None = None,
+    tensor_parallel: int = 1,
+    kernel: Literal["cutlass", "triton", "deepgemm", "deepgemm-blackwell", "marlin"] = "cutlass",
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    device: Literal["cuda", "cpu"] = "cuda",
+    progress: Progress | None = None,
+) -> Checksums:
+    """The hashes of the bytes that an engine must hold after it loaded a checkpoint, of every tensor on every rank.
+
+    `source` is a float8 checkpoint; or one in high precision and the `dialect` that quantizes it. One of the engine's
+    own (`vllm_weight_...`, `sglang_weight_...`) quantizes as the engine does: fused matrices in its `dtype`. Any other
+    quantizes as a trainer does before it sends or writes them: each matrix in the dtype of the source. Without a
+    dialect the engine serves high precision.
+
+    `kernel` is what the engine multiplies with, which may change what it keeps: vLLM's Cutlass pads; SGLang's takes a
+    scale a row; DeepGEMM has vLLM requantize blocks to powers of two (with VLLM_USE_DEEP_GEMM_E8M0=0 give triton).
+    `dtype` is that of the engine's other tensors, `device` where it hashes.
+
+    Memory: the codes of two modules, and a few megabytes.
+
+    Exactness: bytes of the engine's own loading code on a CPU, where that runs there: benchmarks.proofs.engine_bytes.
+    Whatever follows from no checkpoint is in `not_predicted`.
+
+    Raises:
+        CheckpointError: a checkpoint that is missing, cut short, foreign or inconsistent.
+        OperandError, SpecError: a dialect for float8, an unknown name.
+        UnsupportedError: an architecture that was not read, or sizes that ranks cannot share.
+    """
+    # 1. What is asked.
+    for name, value, known in (
+        ("engine", engine, VERSIONS),
+        ("kernel", kernel, KERNELS),
+        ("device", device, ("cuda", "cpu")),
+    ):
+        if value not in known:
+            raise SpecError(f"checksums: {name} must be one of {', '.join(known)}; got {value!r}")
+    checkpoint, known = read_checkpoint(source), None if dialect is None else dialect_by_name(dialect)
+    stored = checkpoint.tensors.values()
+    weights = {tensor.dtype for tensor in stored if tensor.is_matrix and tensor.name.endswith(".weight")}
+    if known is not None and (not weights <= set(FLOATS) or known.scale is None):
+        what = f"{known.name} has no rule for scales" if known.scale is None else "the source is float8 already"
+        raise OperandError(f"checksums: dialect must quantize a source in high precision; {what}; leave it out")
+    form = format_of(checkpoint)
+    layout = layout_of(checkpoint, engine, tensor_parallel)
+    holder = Holder(
+        checkpoint=checkpoint,
+        format=form,
+        layout=layout,
+        engine=engine,
+        kernel=kernel,
+        dialect=known,
+        dtype=DTYPES[dtype],
+        device=device,
+    )
+    # 2. Every module.
+    bar = progress or Silent()
+    bar.begin("checksums", "modules", len(layout.modules))
+    tensors: list[TensorChecksum] = []
+    left = list(layout.unknown)
+    reason = _unpredictable(known, engine, kernel, tensor_parallel, form.method)
+
+    def hashed(module: Module) -> tuple[Module, list[TensorChecksum], str]:
+        try:
+            is_cast = known is not None and not module.name.endswith(("norm", "embed_tokens", "lm_head"))
+            if reason and (is_cast or form.method):
+                raise Unpredicted(reason)
+            return module, holder.tensors_of(module), ""
+        except Unpredicted as error:
+            return module, [], str(error)
+
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        for module, made, why in pool.map(hashed, layout.modules):
+            tensors += made
+            left += [(module.tensor("weight"), why)] if why else []
+            bar.advance()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    # 3. The whole.
+    has_blocks = any(not tensor.engine_digest for tensor in tensors)
+    has_gpu_hash = engine == SGLANG and device == "cuda"
+    notes = [(_PRODUCTS, has_blocks), (_GPU_HASH, has_gpu_hash)]
+    notes += [(_EXPERTS, kernel == "deepgemm" and any(module.is_expert for module in layout.modules))]
+    notes += [(_COMPILED, known is not None and known.name == "vllm_weight_block")]
+    kinds = {VLLM: "SHA-256 of the bytes", SGLANG: f"16 digits of SGLang's tensor_hash on {device}"}
+    return Checksums(
+        engine=engine,
+        engine_versions=VERSIONS[engine],
+        dialect=known.name if known else "",
+        kernel=kernel,
+        digests=kinds[engine],
+        tensor_parallel=tensor_parallel,
+        source=Source(path=str(source), dtype=", ".join(sorted(weights)), **_identity(Path(source), checkpoint)),
+        tensors=tuple(sorted(tensors, key=lambda tensor: (tensor.rank, tensor.name))),
+        not_predicted=tuple(left),
+        notes=tuple(note for note, is_so in notes if is_so),
+    )
+
+
+def _unpredictable(dialect: Dialect | None, engine: str, kernel: str, tp: int, method: str) -> str:
+    # Why nothing that is quantized can be told; empty if it can.
+    if method not in _METHODS:
+        return f"how {engine} loads quant_method {method!r:.40} was not read"
+    if dialect is None:
+        return ""
+    if dialect.code_steps or dialect.scale_ulps:
+        return f"{dialect.name} is not IEEE arithmetic on a GPU: {dialect.caveat}"
+    if block_of(dialect) is None:
+        return f"{dialect.name} does not quantize weights"
+    if dialect.name == "sglang_weight_tensor" and kernel == "cutlass":
+        return "with Cutlass SGLang casts rows, by a kernel that is not IEEE arithmetic; give the kernel triton"
+    if dialect.name == "sglang_weight_tensor" and tp > 1:
+        return "SGLang gives the shard of each rank a scale of its own, which is not computed here"
+    return ""
+
+
+def _identity(source: Path, checkpoint: Checkpoint) -> dict[str, str]:
+    digest = hashlib.sha256()
+    for part in _headers(source, checkpoint):
+        digest.update(part)
+    return {"sha256": digest.hexdigest(), "hashed": "config.json, and names, sizes and headers of the shards; no data"}
+
+
+def _headers(source: Path, checkpoint: Checkpoint) -> Iterator[bytes]:
+    with faults_as(OperandError, "checksums", source):
+        if (source / CONFIG).exists():
+            yield (source / CONFIG).read_bytes()
+        files: dict[Path, int] = {}
+        for tensor in checkpoint.tensors.values():
+            files[tensor.file] = min(files.get(tensor.file, tensor.begin), tensor.begin)
+        for file, begin in sorted(files.items()):
+            with open_regular(file) as shard:
+                yield f"{file.name} {file.stat().st_size} ".encode() + shard.read(begin)

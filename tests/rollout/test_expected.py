@@ -1,0 +1,300 @@
+"""The bytes that an engine holds, against fusion and sharding by hand; and faults, each of which moves its own keys."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from f8emu.dialects import quantize
+from f8emu.dialects.arithmetic import DTYPES, decode
+from f8emu.rollout import Checksums, expected_checksums
+from f8emu.rollout.hashing import SglangGpuHash
+from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
+from tests.rollout.models import BLOCKS, CHANNELS, LAYER, TENSORS, VOCABULARY, Arrays, in_float8, weights, write
+
+SQUARE, ROW, TENSOR = (128, 128), (1, None), (None, None)
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+def sha(x: np.ndarray[Any, Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
+
+
+def shown(checksums: Checksums, name: str, rank: int = 0) -> str:
+    (tensor,) = [tensor for tensor in checksums.tensors if tensor.name == name and tensor.rank == rank]
+    return tensor.sha256
+
+
+def _by_kernel(path: Path, engine: Any, kernel: Any) -> Checksums:
+    return expected_checksums(path, engine=engine, kernel=kernel)
+
+
+def fused(tensors: Arrays, rank: int, tp: int, suffix: str = "", unit: int = 1) -> np.ndarray[Any, Any]:
+    """q, k and v of a rank, by hand: 4 heads of 128, 2 of keys, which two ranks share at tp 4."""
+    q, k, v = (tensors[f"{LAYER}.self_attn.{name}.weight{suffix}"] for name in QKV)
+    heads, kv, first = 4 // tp * 128 // unit, max(2 // tp, 1) * 128 // unit, (rank // 2 if tp == 4 else rank)
+    return np.concatenate([q[rank * heads :][:heads], k[first * kv :][:kv], v[first * kv :][:kv]])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_blocks_are_fused_and_sharded(tmp_path: Path, engine: Any, tp: int) -> None:
+    tensors = in_float8(weights(), "deep_gemm_block", "_scale_inv")
+    expected = expected_checksums(write(tmp_path, tensors, BLOCKS), engine=engine, tensor_parallel=tp)
+    assert not expected.not_predicted and expected.source.dtype == "BF16, F8_E4M3"
+    for rank in range(tp):
+        assert shown(expected, f"{LAYER}.self_attn.qkv_proj.weight", rank) == sha(fused(tensors, rank, tp))
+        scale = sha(fused(tensors, rank, tp, "_scale_inv", 128))
+        assert shown(expected, f"{LAYER}.self_attn.qkv_proj.weight_scale_inv", rank) == scale
+        down, k = tensors[f"{LAYER}.mlp.down_proj.weight"], 512 // tp
+        assert shown(expected, f"{LAYER}.mlp.down_proj.weight", rank) == sha(down[:, rank * k : rank * k + k])
+        # 100 words of a vocabulary are padded to 128.
+        padded = np.zeros((128, 512), ml_dtypes.bfloat16)
+        padded[:VOCABULARY] = tensors["lm_head.weight"]
+        assert shown(expected, "lm_head.weight", rank) == sha(padded[rank * 128 // tp :][: 128 // tp])
+        assert shown(expected, "model.norm.weight", rank) == sha(tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_are_stacked(tmp_path: Path, tp: int) -> None:
+    tensors = in_float8(weights(experts=True), "deep_gemm_block", "_scale_inv")
+    expected = expected_checksums(write(tmp_path, tensors, BLOCKS), engine="vllm", tensor_parallel=tp)
+    of = lambda expert, name: tensors[f"{LAYER}.mlp.experts.{expert}.{name}.weight"]  # noqa: E731
+    stem = f"{LAYER}.mlp.experts.routed_experts"
+    for rank in range(tp):
+        mine = slice(rank * 512 // tp, (rank + 1) * 512 // tp)
+        w13 = np.stack([np.concatenate([of(e, name)[mine] for name in GATE_UP]) for e in range(2)])
+        assert shown(expected, f"{stem}.w13_weight", rank) == sha(w13)
+        assert shown(expected, f"{stem}.w2_weight", rank) == sha(
+            np.stack([of(e, "down_proj")[:, mine] for e in range(2)])
+        )
+    names = {tensor.name for tensor in expected_checksums(tmp_path, engine="sglang").tensors}
+    assert f"{LAYER}.mlp.experts.w13_weight_scale_inv" in names
+
+
+def test_rows_are_turned(tmp_path: Path) -> None:
+    tensors = in_float8(weights(), "compressed_tensors_channel", "_scale")
+    write(tmp_path, tensors, CHANNELS)
+    for engine in ("vllm", "sglang"):
+        expected = expected_checksums(tmp_path, engine=engine, tensor_parallel=2)
+        for rank in range(2):
+            assert shown(expected, f"{LAYER}.self_attn.qkv_proj.weight", rank) == sha(fused(tensors, rank, 2).T)
+            scale = fused(tensors, rank, 2, "_scale")
+            assert shown(expected, f"{LAYER}.self_attn.qkv_proj.weight_scale", rank) == sha(scale)
+    # vLLM's Cutlass kernel pads to 16: codes with 0, scales with 1.
+    odd = {name: x[:500] if ".mlp." in name and "down" not in name else x for name, x in weights().items()}
+    odd[f"{LAYER}.mlp.down_proj.weight"] = odd[f"{LAYER}.mlp.down_proj.weight"][:, :500]
+    tensors = in_float8(odd, "compressed_tensors_channel", "_scale")
+    expected = expected_checksums(write(tmp_path, tensors, CHANNELS), engine="vllm", tensor_parallel=2)
+    codes = np.zeros((512, 512), np.uint8)
+    halves = [tensors[f"{LAYER}.mlp.{name}.weight"][250:].view(np.uint8) for name in GATE_UP]
+    codes[:, :500] = np.concatenate(halves).T
+    assert shown(expected, f"{LAYER}.mlp.gate_up_proj.weight", 1) == sha(codes)
+    scales = [tensors[f"{LAYER}.mlp.{name}.weight_scale"][250:] for name in GATE_UP]
+    ones = np.ones((12, 1), np.float32)
+    assert shown(expected, f"{LAYER}.mlp.gate_up_proj.weight_scale", 1) == sha(np.concatenate([*scales, ones]))
+
+
+def test_one_scale_a_tensor_becomes_the_largest_or_one_a_row(tmp_path: Path) -> None:
+    tensors = in_float8(weights(), "torchao_inference", "_scale")
+    for name in list(tensors):
+        if name.endswith("_scale"):
+            codes, scale = quantize(weights()[name.removesuffix("_scale")], "torchao_inference", block=TENSOR)
+            tensors[name.removesuffix("_scale")], tensors[name] = codes, scale.astype(np.float32)
+    write(tmp_path, tensors, TENSORS)
+    scales = [tensors[f"{LAYER}.mlp.{name}.weight_scale"].item() for name in GATE_UP]
+    largest = np.float32(max(scales))
+    # By hand: to float16 by the scale in float16, then to float8 by the inverse of the largest.
+    halves: list[np.ndarray[Any, Any]] = []
+    for name, scale in zip(GATE_UP, scales, strict=True):
+        code = tensors[f"{LAYER}.mlp.{name}.weight"].astype(np.float16)
+        value = (code.astype(np.float32) * np.float32(np.float16(scale))).astype(np.float16)
+        halves.append(
+            (value.astype(np.float32) * (np.float32(1) / largest)).clip(-448, 448).astype(DTYPES["float8_e4m3fn"])
+        )
+    again, name = np.concatenate(halves).T, f"{LAYER}.mlp.gate_up_proj.weight"
+    for engine, kernel in (("vllm", "cutlass"), ("sglang", "triton")):
+        expected = _by_kernel(tmp_path, engine, kernel)
+        assert shown(expected, name) == sha(again) and shown(expected, f"{name}_scale") == sha(np.asarray(largest))
+    expected = expected_checksums(tmp_path, engine="sglang")
+    kept = np.concatenate([tensors[f"{LAYER}.mlp.{name}.weight"] for name in GATE_UP])
+    assert shown(expected, name) == sha(kept.T)
+    assert shown(expected, f"{name}_scale") == sha(np.repeat(np.asarray(scales, np.float32), 512)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "block"), [("vllm_weight_block", SQUARE), ("vllm_weight_channel", ROW), ("vllm_weight_tensor", TENSOR)]
+)
+def test_vllm_quantizes_what_it_fused(tmp_path: Path, dialect: Any, block: Any) -> None:
+    # A float32 source is rounded to the dtype of the engine first.
+    source = weights(dtype="float32")
+    expected = expected_checksums(write(tmp_path, source), engine="vllm", dialect=dialect, tensor_parallel=2)
+    assert not expected.not_predicted
+    narrow = {name: x.astype(ml_dtypes.bfloat16) for name, x in source.items()}
+    whole = np.concatenate([narrow[f"{LAYER}.mlp.{name}.weight"] for name in GATE_UP])
+    codes, scale = quantize(whole, dialect, block=block)
+    mine = np.concatenate([codes[256:512], codes[768:]])
+    name = f"{LAYER}.mlp.gate_up_proj.weight"
+    assert shown(expected, name, 1) == sha(mine if block == SQUARE else mine.T)
+    if block == TENSOR:
+        assert shown(expected, f"{name}_scale", 1) == sha(scale)
+    # A trainer that casts float32 has other codes.
+    trainers = expected_checksums(tmp_path, engine="vllm", dialect="torchao_blockwise", tensor_parallel=2)
+    codes = [quantize(source[f"{LAYER}.mlp.{part}.weight"], "torchao_blockwise", block=SQUARE)[0] for part in GATE_UP]
+    assert shown(trainers, name, 1) == sha(np.concatenate([half[256:] for half in codes]))
+
+
+def test_deepgemm_has_vllm_quantize_again(tmp_path: Path) -> None:
+    tensors = in_float8(weights(), "deep_gemm_block", "_scale_inv")
+    write(tmp_path, tensors, BLOCKS)
+    expected, kept = (_by_kernel(tmp_path, "vllm", kernel) for kernel in ("deepgemm", "triton"))
+    name = f"{LAYER}.self_attn.o_proj.weight"
+    values = decode(tensors[name], tensors[f"{name}_scale_inv"], SQUARE, np.dtype(np.float32))
+    codes, scale = quantize(values, "vllm_weight_block_ue8m0")
+    assert shown(expected, name) == sha(codes) != shown(kept, name) == sha(tensors[name])
+    assert shown(expected, f"{name}_scale_inv") == sha(scale)
+    for kernel in ("deepgemm-blackwell", "marlin"):
+        left = _by_kernel(tmp_path, "vllm", kernel)
+        assert {name for name, _ in left.not_predicted} == {
+            f"{LAYER}.{module}.weight"
+            for module in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+        }
+
+
+def test_sglang_hashes_products_of_blocks(tmp_path: Path) -> None:
+    tensors = in_float8(weights(), "deep_gemm_block", "_scale_inv")
+    expected = expected_checksums(write(tmp_path, tensors, BLOCKS), engine="sglang", device="cpu")
+    name = f"{LAYER}.mlp.down_proj.weight"
+    scale = tensors[f"{name}_scale_inv"].repeat(128, 0).repeat(128, 1)
+    products = (tensors[name].astype(np.float32) * scale).astype(ml_dtypes.bfloat16)
+    digests = {tensor.name: tensor.engine_digest for tensor in expected.tensors}
+    assert digests[name] == sha(products)[:16] and digests[f"{name}_scale_inv"] == ""
+    gpu, whole = expected_checksums(tmp_path, engine="sglang"), SglangGpuHash(products.nbytes)
+    whole.update(products)
+    assert {tensor.name: tensor.engine_digest for tensor in gpu.tensors}[name] == whole.hexdigest
+    assert "one unit in the last place" in gpu.notes[0]
+
+
+def _gpu_hash(data: bytes) -> str:
+    """SGLang's Triton kernel in integers, a word at a time."""
+    mask = (1 << 32) - 1
+
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 16) * 0x85EBCA6B & mask
+        x = (x ^ x >> 13) * 0xC2B2AE35 & mask
+        return x ^ x >> 16
+
+    words = np.frombuffer(data + b"\0" * (-len(data) % 4), "<u4").tolist()
+    seeds, total = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & mask), 0
+    for tile in range(0, len(words), 8192):
+        h = [0, 0]
+        for i in range(tile, min(tile + 8192, len(words))):
+            for half, (factor, turn) in enumerate(((0x27D4EB2D, 15), (0x165667B1, 13))):
+                position = (i * factor + seeds[half]) & mask ^ (i << turn | i >> 32 - turn) & mask
+                h[half] = (h[half] + mixed(words[i] ^ position)) & mask
+        high, low = (mixed(half ^ 4 * len(words)) for half in h)
+        total = (total + (high << 32 | low)) & (1 << 64) - 1
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        total = (total ^ total >> shift) * factor & (1 << 64) - 1
+    return f"{total ^ total >> 31:016x}"
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 7, 4 * 8192 - 1, 4 * 8192, 4 * 8192 + 5, 100_000])
+def test_the_hash_of_a_gpu_in_parts(size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    tensor = SglangGpuHash(size)
+    for at in range(0, size, 12_345):
+        tensor.update(data[at : at + 12_345])
+    assert tensor.hexdigest == _gpu_hash(data.tobytes()) == tensor.hexdigest
+
+
+# Faults: each moves the keys of what it touches, and no other.
+
+
+def _swapped(tensors: Arrays) -> None:
+    for part in (*GATE_UP, "down_proj"):
+        for suffix in ("", "_scale_inv"):
+            a, b = (f"{LAYER}.mlp.experts.{i}.{part}.weight{suffix}" for i in range(2))
+            tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def _one_ulp(tensors: Arrays) -> None:
+    scale = tensors[f"{LAYER}.self_attn.k_proj.weight_scale_inv"]
+    scale[1, 2] = np.nextafter(scale[1, 2], np.float32(1))
+
+
+def _stale(tensors: Arrays) -> None:  # heads of the second of two ranks
+    tensors[f"{LAYER}.self_attn.q_proj.weight"].view(np.uint8)[300, 7] ^= 1
+
+
+def _floor(tensors: Arrays) -> None:  # one of zeros: its scale is the floor's
+    tensors[f"{LAYER}.self_attn.o_proj.weight_scale_inv"][0, 0] = 1e-12
+
+
+STEM, ATTENTION = f"{LAYER}.mlp.experts.routed_experts", f"{LAYER}.self_attn"
+
+
+@pytest.mark.parametrize(
+    ("fault", "keys"),
+    [
+        (
+            _swapped,
+            [(r, f"{STEM}.{w}{s}") for r in (0, 1) for w in ("w13", "w2") for s in ("_weight", "_weight_scale_inv")],
+        ),
+        (_one_ulp, [(1, f"{ATTENTION}.qkv_proj.weight_scale_inv")]),
+        (_stale, [(1, f"{ATTENTION}.qkv_proj.weight")]),
+        (_floor, [(0, f"{ATTENTION}.o_proj.weight_scale_inv")]),
+    ],
+)
+def test_a_fault_moves_the_keys_that_it_touches(tmp_path: Path, fault: Callable[[Arrays], None], keys: Any) -> None:
+    tensors = in_float8(weights(experts=True), "deep_gemm_block", "_scale_inv")
+    expected = expected_checksums(write(tmp_path, tensors, BLOCKS), engine="vllm", tensor_parallel=2)
+    fault(tensors)
+    served = expected_checksums(write(tmp_path, tensors, BLOCKS), engine="vllm", tensor_parallel=2)
+    moved = expected.compare(served.engine_json())
+    assert sorted(tensor.key for tensor in moved) == sorted(f"dp0:pp0:pcp0:tp{rank}:{name}" for rank, name in keys)
+
+
+def test_another_dtype_of_the_source_moves_codes(tmp_path: Path) -> None:
+    wide = weights(dtype="float32")
+    narrow = {name: x.astype(ml_dtypes.bfloat16) for name, x in wide.items()}
+    expected, served = (
+        expected_checksums(write(tmp_path / name, x), engine="vllm", dialect="torchao_rowwise_float")
+        for name, x in (("wide", wide), ("narrow", narrow))
+    )
+    moved = {tensor.key.rpartition(":")[2] for tensor in expected.compare(served.engine_json())}
+    modules = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert moved == {f"{LAYER}.{module}.{name}" for module in modules for name in ("weight", "weight_scale")}
+
+
+def test_what_follows_from_no_checkpoint_is_named(tmp_path: Path) -> None:
+    tensors = weights(experts=True)
+    tensors["model.vision.patch.weight"] = tensors["model.norm.weight"]
+    del tensors[f"{LAYER}.mlp.experts.1.up_proj.weight"]
+    expected = expected_checksums(write(tmp_path, tensors), engine="vllm", dialect="vllm_weight_block_cuda")
+    reasons = dict(expected.not_predicted)
+    assert reasons["model.vision.patch.weight"] == "no rule knows this module"
+    assert "not IEEE" in reasons[f"{LAYER}.self_attn.o_proj.weight"]
+    assert "lacks a part" in dict(expected_checksums(tmp_path, engine="vllm").not_predicted)[f"{STEM}.w13_weight"]
+    sglang = expected_checksums(tmp_path, engine="sglang", dialect="sglang_weight_tensor")
+    assert "not IEEE" in dict(sglang.not_predicted)[f"{LAYER}.self_attn.o_proj.weight"]
+
+
+def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+    tensors = in_float8(weights(), "deep_gemm_block", "_scale_inv")
+    write(tmp_path, tensors, BLOCKS)
+    with pytest.raises(OperandError, match="float8 already"):
+        expected_checksums(tmp_path, engine="vllm", dialect="vllm_weight_block")
+    wrong: Any
+    for wrong in ({"engine": "trt"}, {"kernel": "cublas"}, {"device": "tpu"}):
+        with pytest.raises(SpecError, match="must be one of"):
+            expected_checksums(tmp_path, **{"engine": "vllm", **wrong})
+    with pytest.raises(UnsupportedError, match="--tp"):
+        expected_checksums(tmp_path, engine="vllm", tensor_parallel=3)
+    (tmp_path / "config.json").write_text('{"architectures": ["GPTBigCodeForCausalLM"]}')
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM"):
+        expected_checksums(tmp_path, engine="vllm")
