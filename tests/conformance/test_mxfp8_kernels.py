@@ -16,6 +16,7 @@ from f8emu.conformance.cases.microscaled import as_scales, mx_cases, mx_grouped_
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis.alterations import ALTERATIONS
 from f8emu.conformance.diagnosis.compute import Memory, compute
+from f8emu.conformance.diagnosis.fit import fit
 from f8emu.conformance.diagnosis.probes import MX_KINDS, probes
 from f8emu.conformance.diagnosis.rules import rules_of
 from f8emu.conformance.diagnosis.search import Diagnosis, diagnose
@@ -206,6 +207,11 @@ def test_neighbours_have_other_scales() -> None:
 def test_a_declaration_that_no_chip_has_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         Kernel(name="x", function=planted.right, arguments=planted.OPERANDS, **fields)
+
+
+def test_fit_says_that_it_measures_no_such_kernel() -> None:
+    result = fit(kernel_subject(planted.kernel(planted.right)))
+    assert not result.kinds and "nothing to fit: no GEMM is offered: no probes measure" in repr(result)
 
 
 def test_an_rtx_chip_is_judged_as_itself() -> None:
