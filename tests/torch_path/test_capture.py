@@ -132,8 +132,8 @@ def test_layers_under_mxfp8_are_captured_in_inductors_code_too(tmp_path: Path) -
             run(torch.randn(40, 48, generator=torch.Generator().manual_seed(1)).bfloat16()).square().mean().backward()
     again = replay(tmp_path / "True")
     assert again.is_equal and not again.not_replayed and again.gemms == 2
-    found = diff(read_capture(tmp_path / "False"), read_capture(tmp_path / "True"))
-    assert found.is_equal and found.stages == 13, [one.line() for one in found.divergences]
+    difference = diff(read_capture(tmp_path / "False"), read_capture(tmp_path / "True"))
+    assert difference.is_equal and difference.stages == 13, repr(difference)
 
 
 def test_compiled_and_eager_training_are_captured_the_same(tmp_path: Path) -> None:
