@@ -38,6 +38,7 @@ class Use(Enum):
 
 Input = Annotated[Path, Use.READ]
 InputOrNone = Annotated[Path | None, Use.READ]
+InputsOrNone = Annotated[tuple[Path, Path] | None, Use.READ]
 Output = Annotated[Path, Use.WRITE]
 ReportOrNone = Annotated[Path | None, Use.REPORT]
 New = Annotated[Path, Use.MAKE]
@@ -53,7 +54,7 @@ def checked(command: Any) -> Callable[..., None]:
 
     @wraps(command)
     def run(*, quiet: bool = False, **values: Any) -> None:
-        paths = [(use, values[name]) for name, use in uses.items() if values[name] is not None]
+        paths = [(use, path) for name, use in uses.items() for path in _each(values[name])]
         is_report = (Use.REPORT, STDOUT) in paths
         with settings(quiet=quiet, is_report=is_report), reported(command.__name__):
             if status := guarded(_check, command.__name__, paths):
@@ -68,6 +69,11 @@ def checked(command: Any) -> Callable[..., None]:
     parameters = [*signature.parameters.values(), asked]
     vars(run)["__signature__"] = signature.replace(parameters=parameters)
     return run
+
+
+def _each(value: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
+    # The paths of one option.
+    return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def use_of(hint: Any) -> Use | None:

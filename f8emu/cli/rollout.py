@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from f8emu.cli.frame import HTML, JSON, MOST, ending, guarded, run_and_show, write_json
-from f8emu.cli.paths import InputOrNone, ReportOrNone
+from f8emu.cli.paths import InputOrNone, InputsOrNone, ReportOrNone
 
 if TYPE_CHECKING:
     import typer
@@ -35,7 +35,7 @@ def add_to(app: "typer.Typer") -> None:
         checksums: Annotated[
             InputOrNone, typer.Option(metavar="SERVER.json", help="Checksums of a server, beside what SERVER is.")
         ] = None,
-        captures: Annotated[tuple[Path, Path] | None, typer.Option(metavar="TRAINER SERVER", help=_CAPTURES)] = None,
+        captures: Annotated[InputsOrNone, typer.Option(metavar="TRAINER SERVER", help=_CAPTURES)] = None,
         plan: Annotated[
             InputOrNone, typer.Option(metavar="FILE", help="Shapes that `record --plans` recorded.")
         ] = None,

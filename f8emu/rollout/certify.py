@@ -12,7 +12,7 @@ from f8emu.capture.record import INDEX, TensorRecord
 from f8emu.conformance.compare import counted
 from f8emu.conformance.run.result import Progress, Silent
 from f8emu.rollout.batch import UNKNOWN, invariances, shapes_of
-from f8emu.rollout.certificate import Certificate, CertificateError, Named, content_hash
+from f8emu.rollout.certificate import Certificate, CertificateError, Difference, Named, content_hash
 from f8emu.rollout.checksums import SGLANG, VLLM, Checksums
 from f8emu.rollout.passes import Seen, seen
 from f8emu.rollout.weights import by_bytes, by_digest
@@ -75,7 +75,8 @@ def certify(
     bar.begin("certify", "hashes of files", len(sides))
     files: list[Named] = []
     for role, path in sides.items():
-        files.append(Named(role=role, path=str(path), kind=_kind(path), sha256=content_hash(path)))
+        with faults_as(CertificateError, "certify", path):
+            files.append(Named(role=role, path=str(path), kind=_kind(path), sha256=content_hash(path)))
         bar.advance()
     # 2. Weights: two checkpoints, and every answer of a checker.
     bar.begin("certify", "weights, captures and invariance", 3)
@@ -97,6 +98,8 @@ def certify(
     steps: tuple[Sequence[CapturedStep], ...] = tuple(read_capture(path) for path in captures or ())
     if steps:
         seen(steps[0], steps[1], names, result)
+        for role, side in zip(("trainer", "server"), steps, strict=True):
+            _bound(role, stored.get(role), side, result)
     else:
         result.lacks("captures", "captures of trainer and server (--captures)", was_asked=False)
     bar.advance()
@@ -137,6 +140,25 @@ def certify(
         differences=tuple(result.differences),
         not_seen=tuple(result.not_seen),
     )
+
+
+def _bound(role: str, checkpoint: Checkpoint | None, steps: Sequence[CapturedStep], result: Seen) -> None:
+    # Whether the captured weights are those of the checkpoint: if not, two halves of a certificate are of two models.
+    compared = 0
+    for captured in (record for step in steps for record in step.records if record.record.what == "output"):
+        tensor = checkpoint.tensors.get(f"{captured.record.layer}.weight") if checkpoint else None
+        codes = captured.load().get("b.codes") if tensor is not None and tensor.dtype in CODES else None
+        if tensor is not None and codes is not None and codes.shape == tensor.shape:
+            compared += 1
+            if tensor.read().tobytes() != codes.tobytes():
+                cause, seen = (
+                    "captured with other weights",
+                    f"codes of the {role}'s capture are not those of its checkpoint",
+                )
+                result.differences.append(Difference(part="captures", place=tensor.name, cause=cause, seen=seen))
+                return
+    if not compared:
+        result.lacks("captures", f"that the {role}'s captured weights are those that were compared", was_asked=False)
 
 
 def _kind(path: Path) -> str:

@@ -98,6 +98,8 @@ def seen(trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names:
         result.differences.append(
             Difference(part="captures", place=text, cause="on one side only", seen="damaged or lone")
         )
+    if not compared.stages:
+        result.lacks("captures", "no stage of one is in the other")
     for text in compared.missing:
         result.lacks("captures", text, was_asked=FORWARD_ALONE not in text)
     # 2. A sample of the trainer's products, computed again.
@@ -109,6 +111,8 @@ def seen(trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names:
         result.differences.append(
             Difference(part="replay", place=difference.where, cause=difference.cause, seen=difference.share)
         )
+    for text in again.not_replayed:
+        result.lacks("replay", text, was_asked=False)
     if not products.elements:
         result.lacks("replay", "no GEMM of the trainer's capture can be computed again")
     # 3. Decode beside prefill.

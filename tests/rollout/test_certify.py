@@ -209,6 +209,17 @@ def test_decode_other_than_prefill_is_no_gemm(tmp_path: Path) -> None:
     assert first.place == "before o_proj" and "row 0" in first.seen and result.verdict.status is Exit.DIFFERENT
 
 
+def test_captures_of_other_weights_than_the_checkpoints_are_no_certificate(
+    sound: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    other = convert_to_float8_training(Block(256).bfloat16(), config="blockwise")
+    for side in ("trainer", "server"):
+        export_float8(other, tmp_path / side, format="block")
+    result = certify(tmp_path / "trainer", tmp_path / "server", captures=sound["captures"])
+    assert {difference.cause for difference in result.differences} == {"captured with other weights"}
+
+
 def expected(**changed: Any) -> Checksums:
     keys = [(rank, name) for rank in range(2) for name in ("experts.0.weight", "experts.1.weight")]
     tensors = tuple(
@@ -296,3 +307,7 @@ def test_the_command(sound: dict[str, Any], tmp_path: Path) -> None:
     out.write_text(out.read_text().replace('"certified"', '"different"'))
     assert invoke("certify", "--check", out)[0] == 1
     assert invoke("certify", sound["trainer"])[0] == 2
+    status, _, text = invoke("certify", sound["trainer"], tmp_path / "nothing")
+    assert status == 2 and "certify: cannot read" in text
+    inside = next(sound["captures"][0].rglob("*.safetensors"))
+    assert invoke(*words, "--json", inside)[0] == 2 and inside.read_bytes()[:1] != b"{"
