@@ -44,6 +44,7 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
         dialect: Annotated[str | None, typer.Option(help="The quantizer that casts TRAINER's weights.")] = None,
         engine: Annotated[str | None, typer.Option(help="vllm or sglang, if the checksums do not tell.")] = None,
+        kernel: str = typer.Option("cutlass", metavar="NAME", help="Its kernel, as for `f8emu checksums`."),
         tp: Annotated[int, typer.Option("--tp", min=1, max=1024, metavar="RANKS", help="The server's ranks.")] = 1,
         names: Annotated[
             list[str] | None,
@@ -61,7 +62,7 @@ def add_to(app: "typer.Typer") -> None:
         if (certificate is None) == (trainer is None or server is None):
             raise typer.BadParameter("give TRAINER and SERVER, or --check CERTIFICATE")
         options: dict[str, Any] = {"checksums": checksums, "captures": captures, "plan": plan, "batch": batch or ()}
-        options |= {"dialect": dialect, "engine": engine, "tensor_parallel": tp, "names": names or ()}
+        options |= {"dialect": dialect, "engine": engine, "kernel": kernel, "tensor_parallel": tp, "names": names or ()}
         files = json_file, html_file
         if certificate is not None:
             raise typer.Exit(guarded(_check, certificate, files))

@@ -14,6 +14,7 @@ from f8emu.conformance.run.result import Progress, Silent
 from f8emu.rollout.batch import UNKNOWN, invariances, shapes_of
 from f8emu.rollout.certificate import Certificate, CertificateError, Difference, Named, content_hash
 from f8emu.rollout.checksums import SGLANG, VLLM, Checksums
+from f8emu.rollout.expected import expected_checksums
 from f8emu.rollout.passes import Seen, seen
 from f8emu.rollout.weights import by_bytes, by_digest
 from f8emu.spec import Recipe, SpecError
@@ -37,6 +38,7 @@ def certify(
     batch: Sequence[int] = (),
     dialect: str | None = None,
     engine: str | None = None,
+    kernel: str = "cutlass",
     tensor_parallel: int = 1,
     names: Sequence[str] = (),
     progress: Progress | None = None,
@@ -53,6 +55,7 @@ def certify(
         batch: numbers of rows that GEMMs of trainer and server have.
         dialect: the quantizer that casts the weights of a trainer in high precision.
         engine: vllm or sglang, if the answer does not tell by its form.
+        kernel: what the engine multiplies with, as for `expected_checksums`.
         tensor_parallel: the server's ranks.
         names: pairs `REGEX=REPLACEMENT` that make the trainer's names of layers the server's.
         progress: receives the progress.
@@ -85,7 +88,8 @@ def certify(
     compared = [by_bytes(stored["trainer"], stored["server"], dialect or "")] if len(stored) == 2 else []
     expected = None
     for answer in [_json(file.path) for file in files if file.role in ("server", "checksums") and file.kind == "JSON"]:
-        expected = expected or _expected(sides["trainer"], kinds[0], answer, engine, dialect, tensor_parallel)
+        options: dict[str, Any] = {"dialect": dialect, "kernel": kernel, "tensor_parallel": tensor_parallel}
+        expected = expected or _expected(sides["trainer"], kinds[0], answer, engine, options)
         compared.append(by_digest(expected, answer))
     for weights in compared:
         result.differences += weights.differences
@@ -124,7 +128,7 @@ def certify(
         "source_dtype": _source_dtype(stored.get("trainer"), steps[0] if steps else (), expected),
         "dialects": _dialects(recipes, dialect or (expected.dialect if expected else "")),
         "versions": {"f8emu": __version__, "captures": [dict(header.versions) for header in headers]},
-        "engine": {"name": expected.engine, "versions": expected.engine_versions} if expected else None,
+        "engine": _engine(expected) if expected else None,
         "plans": over.library + " on " + over.chip if over else plans_of(CHIPS[recipe.chip] for recipe in recipes),
         "chips": {"recipe": [recipe.chip for recipe in recipes], "captures": [header.device for header in headers]},
         "batch": list(batch),
@@ -174,24 +178,21 @@ def _json(path: str | Path) -> Any:
         return parsed(read_regular(Path(path)), "JSON")
 
 
-def _expected(
-    trainer: Path, kind: str, answer: object, engine: str | None, dialect: str | None, ranks: int
-) -> Checksums:
+def _expected(trainer: Path, kind: str, answer: object, engine: str | None, options: Mapping[str, Any]) -> Checksums:
     # Those of a file, or computed from the trainer's checkpoint for the engine that has answers of this form.
     if kind == "JSON":
         return Checksums.from_json(_json(trainer))
     forms = {VLLM: isinstance(answer, list) or (isinstance(answer, dict) and "checksums" in answer)}
     forms |= {SGLANG: isinstance(answer, dict) and "ranks" in answer}
-    engine = engine or next((name for name, fits in forms.items() if fits), None)
-    if engine is None or kind not in _STORED:
-        what = f"a {kind}" if engine else "an answer of no known form"
+    name: Any = engine or next((name for name, fits in forms.items() if fits), None)
+    if name is None or kind not in _STORED:
+        what = f"a {kind}" if name else "an answer of no known form"
         raise SpecError(f"certify: checksums need a trainer's checkpoint and an engine; got {what}; pass --engine")
-    try:
-        from f8emu.rollout.expected import expected_checksums  # pyright: ignore
-    except ImportError:
-        raise SpecError("certify: this f8emu computes no checksums; give expected ones as TRAINER") from None
-    options: Any = {"engine": engine, "tensor_parallel": ranks, **({"dialect": dialect} if dialect else {})}
-    return expected_checksums(trainer, **options)
+    return expected_checksums(trainer, engine=name, **options)
+
+
+def _engine(expected: Checksums) -> dict[str, str]:
+    return {"name": expected.engine, "versions": expected.engine_versions, "kernel": expected.kernel}
 
 
 def _recipes(trainer: Path, kind: str, steps: Sequence[CapturedStep]) -> list[Recipe]:

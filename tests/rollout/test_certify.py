@@ -13,11 +13,21 @@ from torch import Tensor, nn
 
 from f8emu.dialects import dialect_by_name, quantize
 from f8emu.dialects.rules import SQUARE
-from f8emu.rollout import Certificate, CertificateError, Checksums, Source, TensorChecksum, certify, check
+from f8emu.rollout import (
+    Certificate,
+    CertificateError,
+    Checksums,
+    Source,
+    TensorChecksum,
+    certify,
+    check,
+    expected_checksums,
+)
 from f8emu.torch import capture, convert_to_float8_training, export_float8
 from f8emu.verdict import Exit
 from tests.audit.checkpoints import BF16, checkpoint, fp8, normal
 from tests.conformance.command import invoke
+from tests.rollout import models
 
 DIALECT = "torchao_blockwise"
 NAMES = [f"model.layers.0.mlp.experts.{i}.up_proj.weight" for i in range(4)]
@@ -264,6 +274,34 @@ def test_digests_alone(tmp_path: Path) -> None:
     assert lone.differences[0].cause == "" and lone.verdict.status is Exit.DIFFERENT
     trainer.write_text(json.dumps(expected(not_predicted=(("norm.weight", "DeepGEMM packs it"),)).to_json()))
     assert verdict({}).verdict.status is Exit.INCOMPLETE
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_of_two_ranks(engine: Any, tmp_path: Path) -> None:
+    """The digests of whole engines: all of them right, then a rank that has older weights."""
+    old, new = models.weights(), models.weights()
+    old |= {name: x * 3 for name, x in old.items() if models.linear(name)}
+    answers: dict[str, Any] = {}
+    for name, tensors in (("old", old), ("new", new)):
+        coded = models.in_float8(tensors, "vllm_weight_block", "_scale_inv")
+        models.write(tmp_path / name, coded, fp8())
+        answers[name] = expected_checksums(tmp_path / name, engine=engine, tensor_parallel=2).engine_json()
+    path = tmp_path / "served.json"
+    path.write_text(json.dumps(answers["new"]))
+    result = certify(tmp_path / "new", path, tensor_parallel=2)
+    # SGLang shows products of codes and scales, and no scales: they may differ under one product.
+    assert result.verdict.status is (Exit.EQUAL if engine == "vllm" else Exit.INCOMPLETE), result
+    assert result.setting["engine"]["name"] == engine and not result.differences
+    # The second rank was not updated.
+    mixed = answers["new"]
+    if engine == "vllm":
+        mixed["checksums"] |= {key: digest for key, digest in answers["old"]["checksums"].items() if ":tp1:" in key}
+    else:
+        mixed["ranks"][1] = answers["old"]["ranks"][1]
+    path.write_text(json.dumps(mixed))
+    result = certify(tmp_path / "new", path, tensor_parallel=2)
+    (first,) = result.differences
+    assert (first.place, first.cause, result.verdict.status) == ("rank 1", "a stale shard", Exit.DIFFERENT)
 
 
 def test_a_changed_certificate_is_told(sound: dict[str, Any], tmp_path: Path) -> None:
