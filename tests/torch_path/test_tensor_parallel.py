@@ -389,9 +389,9 @@ def refusals() -> None:
         gathers = rf"Float8Linear: recipe {recipe}.*gather in bfloat16"
         refused(gathers, {"0": ColwiseParallel()}, recipe, n=256, k=256, x=tokens)
     for style in (ColwiseParallel(), RowwiseParallel()):
-        said = r"32 neighbouring .* share a scale.*got 16 of 2 ranks"
+        uneven = r"32 neighbouring .* share a scale.*got 16 of 2 ranks"
         x = draw(1, 4, 32 if isinstance(style, ColwiseParallel) else 16, seed=1)
-        refused(said, {"0": style}, "mxfp8", n=32, k=32, x=x)
+        refused(uneven, {"0": style}, "mxfp8", n=32, k=32, x=x)
     for style, k in ((ColwiseParallel(), 128), (RowwiseParallel(), 64)):
         said = r"128 neighbouring .* share a scale.*got 64 of 2 ranks"
         refused(said, {"0": style}, "blockwise", n=128, k=128, x=draw(1, 4, k, seed=1))
