@@ -48,6 +48,7 @@ HELD = {
     "outliers-cpu": "The error of casts under every recipe, beside outliers of the input",
     "mutants": "300 seeded one-line mutants of the package, and those that the tests catch",
     "programs-h100": "torchao, torchtitan and grouped experts on an H100, and on its CPU under `f8emu.torch.emulate`",
+    "instructions-h200": "Single instructions of an H200, recorded and compared",
     "recorded_layers-h200": "SHA-256 digests of layers with few rows; the tests emulate them on a CPU",
     "served_by_vllm-h100": "A small Llama that vLLM serves on an H100: operands and products beside the trainer's",
     "sizes-h200": "One linear layer over a grid of sizes, eager and in CUDA graphs",
