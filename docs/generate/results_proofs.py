@@ -295,6 +295,15 @@ def mma_sim() -> str:
     return f"{shown}\n\n{source('mma_sim-cpu', ('mmasim', 'numpy', 'torch'))}"
 
 
+def instructions() -> str:
+    """Single instructions of an H200 by the GPU and by our rules."""
+    rows = [
+        [entry["instruction"].replace(" -> ", " to "), *(count(entry[key]) for key in ("cases", "differ"))]
+        for entry in record("instructions-h200")["instructions"]
+    ]
+    return f"{table(['instruction', 'outputs compared', 'differ'], rows)}\n\n{source('instructions-h200', ('torch',))}"
+
+
 def outliers_plot() -> tuple[Svg, str]:
     """The errors of casts beside outliers, for the page that chooses a recipe, and their title."""
     held = record("outliers-cpu")
@@ -332,6 +341,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "served-by-vllm": served_by_vllm,
     "deepgemm": deepgemm,
     "programs": programs,
+    "instructions": instructions,
     "mma-sim": mma_sim,
     "suites": suites,
 }
