@@ -9,15 +9,18 @@ prefill. Of every layer that vLLM serves, fused ones as well:
 - activations: the codes and scales that vLLM's kernel makes of its input, against the dialect of that kernel;
 - products: what f8emu's layers give for vLLM's own input, and what the oracle gives for vLLM's operands.
 
-Inputs of the two captures differ from the first attention on, which is the stacks' own: see `f8emu diff` in --logs.
+Inputs of the two captures differ from the first attention on, which is the stacks' own: see `f8emu diff` in --logs. With
+a vLLM that hashes its weights (0.32 and later), `f8emu certify` judges weights and captures, there too.
 
 Exit status 1 if a bit of `blockwise_ue8m0` differs: it is the recipe that promises equal ones.
 """
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -116,6 +119,9 @@ def serve(folder: Path) -> None:
     options: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 1024, "kv_cache_memory_bytes": 1 << 28}
     options |= {"enforce_eager": True, "enable_prefix_caching": False, "allow_deprecated_quantization": True}
     llm = LLM(model=str(folder / "model"), gpu_memory_utilization=0.1, seed=0, **options)
+    with suppress(AttributeError, NotImplementedError):  # before vLLM 0.32
+        (checksums,) = llm.collective_rpc("compute_weight_checksums")
+        (folder / "checksums.json").write_text(json.dumps({"checksums": checksums}))
     (model,) = llm.apply_model(lambda model: model)
     with f8.capture(model, folder / "served"):
         llm.generate([{"prompt_token_ids": prompt()}], SamplingParams(max_tokens=1, detokenize=False))
@@ -195,10 +201,26 @@ def count(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.count_nonzero(codes_of(a) != codes_of(b)))
 
 
-def difference(folder: Path) -> str:
-    """What `f8emu diff` prints of the captures of trainer and server."""
-    command = [sys.executable, "-m", "f8emu", "diff", str(folder / "trained"), str(folder / "served")]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+def verdicts(folder: Path, case: Case) -> str:
+    """What `f8emu diff` prints of the captures of trainer and server, and `f8emu certify` of these and the weights."""
+    captures, expected = (str(folder / "trained"), str(folder / "served")), str(folder / "expected.json")
+    commands: list[tuple[str, ...]] = [("diff", *captures)]
+    if (checksums := folder / "checksums.json").exists():
+        kernel = "deepgemm" if case.weights else "cutlass"
+        held = (
+            "checksums",
+            str(folder / "model"),
+            "--engine",
+            "vllm",
+            "--kernel",
+            kernel,
+            "--json",
+            expected,
+            "--quiet",
+        )
+        commands += [held, ("certify", expected, str(checksums), "--captures", *captures)]
+    runs = (subprocess.run([sys.executable, "-m", "f8emu", *c], capture_output=True, text=True) for c in commands)
+    return "\n".join(f"$ f8emu {' '.join(c)}\n{run.stdout}{run.stderr}" for c, run in zip(commands, runs, strict=True))
 
 
 # 4 The run
@@ -243,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 row["layers"] = compared(model, folder, case)
             if run.arguments.logs:
-                log += "" if status else difference(folder)
+                log += "" if status else verdicts(folder, case)
                 (Path(run.arguments.logs) / f"{case.name.replace(' ', '_')}.log").write_text(log)
             rows.append(row)
     # 3. The table.
