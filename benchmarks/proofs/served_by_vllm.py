@@ -9,8 +9,8 @@ prefill. Of every layer that vLLM serves, fused ones as well:
 - activations: the codes and scales that vLLM's kernel makes of its input, against the dialect of that kernel;
 - products: what f8emu's layers give for vLLM's own input, and what the oracle gives for vLLM's operands.
 
-Inputs of the two captures differ from the first attention on, which is the stacks' own: see `f8emu diff` in --logs. With
-a vLLM that hashes its weights (0.32 and later), `f8emu certify` judges weights and captures, there too.
+Inputs of the two captures differ from the first attention on, which is the stacks' own: see `f8emu diff` in --logs.
+With a vLLM that hashes its weights (0.32 and later), `f8emu certify` judges weights and captures, there too.
 
 Exit status 1 if a bit of `blockwise_ue8m0` differs: it is the recipe that promises equal ones.
 """

@@ -99,7 +99,7 @@ def certify(
         result.lacks("weights", f"{kinds[0]} beside {kinds[1]}: these two are not compared")
     bar.advance()
     # 3. Captures, in which operands are weights too.
-    steps: tuple[Sequence[CapturedStep], ...] = tuple(read_capture(path) for path in captures or ())
+    steps: tuple[Sequence[CapturedStep], ...] = tuple(_steps(Path(path)) for path in captures or ())
     if steps:
         seen(steps[0], steps[1], names, result)
         for role, side in zip(("trainer", "server"), steps, strict=True):
@@ -165,10 +165,20 @@ def _bound(role: str, checkpoint: Checkpoint | None, steps: Sequence[CapturedSte
         result.lacks("captures", f"that the {role}'s captured weights are those that were compared", was_asked=False)
 
 
+def _calls(path: Path) -> list[Path]:
+    # Captures in a folder: the plugins of servers write one for each call.
+    return sorted({index.parents[1] for index in path.glob(f"*/step-*/{INDEX}")})
+
+
+def _steps(path: Path) -> list[CapturedStep]:
+    steps = [step for call in _calls(path) or [path] for step in read_capture(call)]
+    return sorted(steps, key=lambda step: (step.header.step, step.header.rank))
+
+
 def _kind(path: Path) -> str:
     if path.suffix == ".json" and not path.is_dir():
         return "JSON"
-    if (path / INDEX).exists() or any(path.glob(f"step-*/{INDEX}")):
+    if (path / INDEX).exists() or any(path.glob(f"step-*/{INDEX}")) or _calls(path):
         return "capture"
     return "export" if (path / MANIFEST).exists() else "checkpoint"
 

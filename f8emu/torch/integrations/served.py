@@ -2,7 +2,8 @@
 
 The environment variable `F8EMU_CAPTURE` names a folder, and `F8EMU_CAPTURE_CALLS` how many calls of each kind are
 captured (1). Each call becomes a capture, `prefill-1`, `decode-1` and so on, with a directory for each rank, which
-`f8emu diff` and `f8emu replay` read. Nothing that goes wrong here stops the server: it is logged.
+`f8emu diff` and `f8emu replay` read; its step is the number of the call. `f8emu certify` reads the folder of all.
+Nothing that goes wrong here stops the server: it is logged.
 """
 
 import logging
@@ -44,7 +45,8 @@ class ServedCalls:
         try:
             if not foreign_layers(served := model()):
                 raise UnsupportedError("no float8 linear layer that a capture reads; serve float8 weights")
-            running = capture(served, self.folder / folder / f"{kind}-{self.seen[kind]}")
+            place = self.folder / folder / f"{kind}-{self.seen[kind]}"
+            running = capture(served, place, first_step=sum(self.seen.values()))
         except F8Error as error:
             self.stop(str(error))
             return call()
