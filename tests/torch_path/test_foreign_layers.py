@@ -23,8 +23,10 @@ from f8emu.capture import CaptureError, ForeignRecord
 from f8emu.capture.explain import Side, explained, first_block
 from f8emu.capture.read import read_capture
 from f8emu.dialects import Dialect, DialectName, Quantized, dialect_by_name, quantize
+from f8emu.rollout import certify
 from f8emu.spec import RecipeName, SpecError
 from f8emu.torch import capture, convert_to_float8_training, scaled_mm
+from f8emu.verdict import Exit
 from tests.conformance.command import invoke
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -363,3 +365,20 @@ def compare_with_torchao(torchao: Any, recipe: RecipeName, tmp_path: Path) -> No
     products = [f"self_attn.{name} output product" for name in SIZES]
     assert status == 1 and "equal: 18 of 21 stages" in text
     assert all(any(product in line for product in products) for line in lines[:3])
+
+
+def test_a_certificate_of_a_trainer_and_a_stand_in_of_vllm(tmp_path: Path) -> None:
+    """Fused layers, a prefill, and the same tokens in shorter passes; the trainer captured gradients too."""
+    trained = convert_to_float8_training(linears(), config="blockwise_ue8m0")
+    with capture(trained, tmp_path / "trainer"):
+        torch.cat(trained(draw()), dim=-1).float().sum().backward()
+    own = quantize(torch.cat(list(weights().values())), "deep_gemm_block_ue8m0")
+    served = Attention({"qkv_proj": ServedLinear(own, [128, 128], "vllm_group_ue8m0")})
+    with capture(served, tmp_path / "server"), torch.no_grad():
+        for part in (draw(), draw()[:12], draw()[12:]):
+            served(part)
+    result = certify(tmp_path / "trainer", tmp_path / "server")
+    assert result.verdict.status is Exit.EQUAL, result
+    assert result.decode["rows"] == result.decode["rows_equal"] == 16
+    (layer,) = result.invariance
+    assert (layer["layer"], layer["evidence"]) == ("self_attn.qkv_proj", "measured")
