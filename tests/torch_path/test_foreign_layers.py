@@ -372,8 +372,8 @@ def test_a_certificate_of_a_trainer_and_a_stand_in_of_vllm(tmp_path: Path) -> No
     trained = convert_to_float8_training(linears(), config="blockwise_ue8m0")
     with capture(trained, tmp_path / "trainer"):
         torch.cat(trained(draw()), dim=-1).float().sum().backward()
-    own = quantize(torch.cat(list(weights().values())), "deep_gemm_block_ue8m0")
-    served = Attention({"qkv_proj": ServedLinear(own, [128, 128], "vllm_group_ue8m0")})
+    fused = quantize(torch.cat(list(weights().values())), "deep_gemm_block_ue8m0")
+    served = Attention({"qkv_proj": ServedLinear(fused, [128, 128], "vllm_group_ue8m0")})
     with capture(served, tmp_path / "server"), torch.no_grad():
         for part in (draw(), draw()[:12], draw()[12:]):
             served(part)
