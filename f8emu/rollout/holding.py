@@ -87,9 +87,16 @@ class Holder:
         dtypes = {weight.dtype for weight in weights}
         if len(dtypes) > 1:
             raise Unpredicted(f"its parts have several dtypes, {', '.join(sorted(dtypes))}")
+        is_router = module.is_router and self.layout.quantizes_router
         is_matrix = module.cut in (Cut.ROWS, Cut.COLUMNS) or (
-            module.is_router and self.is_online and self.layout.quantizes_router
+            is_router and (self.is_online or self.format.method != "")
         )
+        if self.format.method and is_matrix and dtypes != {_E4M3}:
+            declared = [part for parts in module.parts for part in parts if not self.format.ignores(part)]
+            if declared:
+                raise Unpredicted(
+                    f"config.json does not leave {declared[0]} in high precision: engines load it as float8"
+                )
         if dtypes == {_E4M3} or (self.dialect is not None and is_matrix):
             held = self._experts(module) if module.is_expert else self._linear(module)
         elif module.is_expert:

@@ -68,7 +68,8 @@ def write(folder: Path, tensors: Mapping[str, np.ndarray[Any, Any]], quantizatio
     return folder
 
 
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+LEFT = {"modules_to_not_convert": ["lm_head", f"{LAYER}.mlp.gate"]}
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], **LEFT}
 TENSORS = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 CHANNELS = {
     "quant_method": "compressed-tensors",

@@ -284,6 +284,15 @@ def test_what_follows_from_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert "not IEEE" in dict(sglang.not_predicted)[f"{LAYER}.self_attn.o_proj.weight"]
 
 
+def test_a_router_that_the_configuration_does_not_name_is_read_as_float8(tmp_path: Path) -> None:
+    # vLLM 0.33.0 copies it into codes beside a scale that nobody wrote; SGLang keeps it.
+    tensors = in_float8(weights(experts=True), "deep_gemm_block", "_scale_inv")
+    write(tmp_path, tensors, {**BLOCKS, "modules_to_not_convert": ["lm_head"]})
+    left = dict(expected_checksums(tmp_path, engine="vllm").not_predicted)
+    assert "config.json does not leave" in left.pop(f"{LAYER}.mlp.gate.weight") and not left
+    assert not expected_checksums(tmp_path, engine="sglang").not_predicted
+
+
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     tensors = in_float8(weights(), "deep_gemm_block", "_scale_inv")
     write(tmp_path, tensors, BLOCKS)
