@@ -17,6 +17,8 @@ HELD = {
     "emulator-cpu": "Time of the emulated GEMM on a CPU of AMD",
     "emulator-cpu-intel": "Time of the emulated GEMM on a CPU of Intel",
     "emulator-h100": "Time of the emulated GEMM on a GPU",
+    "engine_bytes-cpu": "Tensors of two tiny models as vLLM's and SGLang's own loading code makes them, beside "
+    "`f8emu checksums`",
     "evidence": "How many recorded outputs change when one rule changes",
     "exhaustive-cast": "Casts of all float32 numbers and scales of all amaxes",
     "exhaustive-e8m0": "E8M0 scales of all bfloat16 amaxes, and NVIDIA's conversion of all float32 ones",

@@ -304,6 +304,20 @@ def instructions() -> str:
     return f"{table(['instruction', 'outputs compared', 'differ'], rows)}\n\n{source('instructions-h200', ('torch',))}"
 
 
+def engine_bytes() -> str:
+    """Digests of engines' own loading code beside ours: a row a case, the sizes together."""
+    rows: dict[tuple[str, str, str], list[int]] = {}
+    for entry in record("engine_bytes-cpu")["entries"]:
+        counts = rows.setdefault((entry["engine"], entry["case"], entry["model"]), [0, 0, 0])
+        for i, key in enumerate(("tensors", "differ", "left_out")):
+            counts[i] += entry[key]
+    shown = table(
+        ["engine", "checkpoint", "model", "tensors compared", "differ", "left out"],
+        [[*key, *map(count, counts)] for key, counts in rows.items()],
+    )
+    return f"{shown}\n\n{source('engine_bytes-cpu', ('vllm', 'sglang', 'torch'))}"
+
+
 def outliers_plot() -> tuple[Svg, str]:
     """The errors of casts beside outliers, for the page that chooses a recipe, and their title."""
     held = record("outliers-cpu")
@@ -343,5 +357,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "programs": programs,
     "instructions": instructions,
     "mma-sim": mma_sim,
+    "engine-bytes": engine_bytes,
     "suites": suites,
 }
