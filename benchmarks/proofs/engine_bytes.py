@@ -405,8 +405,6 @@ def import_sglang() -> None:
         library.define(f"{name}(Tensor a, Tensor b, float c) -> Tensor")
 
     class Nothing(ModuleType):
-        __path__ = ()
-
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
@@ -417,7 +415,9 @@ def import_sglang() -> None:
             return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "sgl_kernel" else None
 
         def create_module(self, spec: Any) -> ModuleType:
-            return Nothing(spec.name)
+            module = Nothing(spec.name)
+            module.__path__ = []
+            return module
 
         def exec_module(self, module: Any) -> None:
             pass

@@ -31,7 +31,9 @@ _PRODUCTS = (
     "SGLang hashes bfloat16(code * scale) of weights in blocks: one unit in the last place of a scale, or other codes "
     "with the same products, leave the digest as it is; `sha256` is of the bytes"
 )
-_GPU_HASH = "SGLang's hash on a GPU has 64 bits; it was computed by its source, and compared on no GPU"
+_GPU_HASH = (
+    "SGLang's hash on a GPU has 64 bits; it equals its source in Triton's interpreter, and was compared on no GPU"
+)
 _EXPERTS = "experts are as Triton's kernel takes them, vLLM's first choice on Hopper under tensor parallelism"
 _COMPILED = "on a GPU vLLM compiles this cast, and codes may be neighbours of these: vllm_weight_block_cuda"
 
