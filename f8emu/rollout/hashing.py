@@ -3,6 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ _TILE = 8192
 """Words that SGLang's kernel sums before it mixes once more."""
 _SEED = 0x243F6A88
 _M32, _M64 = (1 << 32) - 1, (1 << 64) - 1
+# SHA-256 and numpy's loops let other threads run.
+_BESIDE = ThreadPoolExecutor(max_workers=2, thread_name_prefix="f8emu-hash")
 _POSITIONS = ((0x27D4EB2D, _SEED, 15), (0x165667B1, (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & _M32, 13))
 """Of each of both halves: what an index is multiplied by, what is added, and by how much it is rotated."""
 
@@ -31,12 +34,13 @@ class Hash:
     def update(self, part: NDArray[Any], shown: Iterable[NDArray[Any]] | None = None) -> None:
         """More bytes: those of an array in C order, and of arrays that stand for it."""
         data = flat_bytes(part)
-        self._bytes.update(data.data)
+        of_bytes = _BESIDE.submit(self._bytes.update, data.data)
         if shown is None and self._gpu is not None:
             self._gpu.update(data)
         for other in shown or ():
             self._is_shown = True
             self._shown.update(flat_bytes(other).data) if self._gpu is None else self._gpu.update(flat_bytes(other))
+        of_bytes.result()
 
     @property
     def sha256(self) -> str:
@@ -89,15 +93,17 @@ class SglangGpuHash:
 
     def _add(self, tiles: Words) -> None:
         first = self._at + np.arange(len(tiles), dtype=np.uint64) * _TILE
-        halves: list[NDArray[np.uint64]] = []
-        for half in range(2):
-            mixed = np.empty_like(tiles)
-            for row, at in enumerate(first):
-                np.bitwise_xor(tiles[row], _position(half, int(at) & _M32, tiles.shape[1]), out=mixed[row])
-            sums = _mixed(mixed).sum(axis=1, dtype=np.uint32)
-            halves.append(_mixed(sums ^ np.uint32(4 * self._words & _M32)).astype(np.uint64))
-        self._sum = (self._sum + int((halves[0] << np.uint64(32) | halves[1]).sum(dtype=np.uint64))) & _M64
+        beside = _BESIDE.submit(self._half, 0, tiles, first)
+        low = self._half(1, tiles, first)
+        self._sum = (self._sum + int((beside.result() << np.uint64(32) | low).sum(dtype=np.uint64))) & _M64
         self._at += tiles.size
+
+    def _half(self, half: int, tiles: Words, first: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        mixed = np.empty_like(tiles)
+        for row, at in enumerate(first):
+            np.bitwise_xor(tiles[row], _position(half, int(at) & _M32, tiles.shape[1]), out=mixed[row])
+        sums = _mixed(mixed).sum(axis=1, dtype=np.uint32)
+        return _mixed(sums ^ np.uint32(4 * self._words & _M32)).astype(np.uint64)
 
 
 @functools.lru_cache(maxsize=512)
