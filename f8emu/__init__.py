@@ -31,5 +31,5 @@ from f8emu.spec import recipe_from_toml as recipe_from_toml
 from f8emu.spec.exports import public as _public
 
 __version__ = "0.2.0.dev0"
-_ROOMS = "audit capture conformance dialects doctor interop jax numpy report spec testing torch".split()
+_ROOMS = "audit capture conformance dialects doctor interop jax numpy report rollout spec testing torch".split()
 __all__, __dir__ = _public(__name__, rooms=_ROOMS)

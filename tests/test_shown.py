@@ -26,6 +26,7 @@ from f8emu.conformance.diagnosis.addition_order import Measured
 from f8emu.conformance.diagnosis.fit import Fitted
 from f8emu.dialects import dialect_by_name, quantize
 from f8emu.report import inspect
+from f8emu.rollout import Certificate, Checked, Checksums, Difference, Named, Source, TensorChecksum
 from f8emu.shown import screen
 from f8emu.spec import HOPPER
 from tests.architecture.test_public_surface import SURFACE
@@ -134,6 +135,22 @@ def results(folder: Path, of_notebooks: Notebooks) -> Iterator[object]:
     wrong = of_notebooks["is_my_kernel_right"][0]["wrong"]
     stage = wrong.subjects[0].stages[0]
     yield from (wrong, wrong.subjects[0], stage, stage.mismatches[0], stage.places[0])
+    tensor = TensorChecksum(
+        key="tp0", rank=0, name="x" * 90, shape=(1,), dtype="F32", sha256="0" * 64, engine_digest=""
+    )
+    source = Source(path="model", dtype="BF16", sha256="0" * 64, hashed="every byte")
+    held: dict[str, Any] = {
+        "engine": "vllm",
+        "engine_versions": "0.33",
+        "dialect": "",
+        "kernel": "cutlass",
+        "digests": "sha256",
+    }
+    yield Checksums(**held, tensor_parallel=1, source=source, tensors=(tensor,) * 99)
+    file = Named(role="trainer", path="model", kind="checkpoint", sha256="0" * 64)
+    parts = [Difference(part="weights", place="x" * 90, cause="", seen="y" * 200)] * 99
+    yield Certificate(files=(file,), setting={}, differences=tuple(parts))
+    yield Checked(path="certificate.json", says="CERTIFIED", changed=("weights",) * 99)
     faults = [finding(check, f"model.layers.{i}.weight", "1" * 200, "2" * 200) for i, check in enumerate(CHECKS)]
     yield from (Audit(path="model", format="fp8", findings=faults * 10), faults[0])
     fitted = Fitted(kind="rowwise", measured=[Measured("order of adding", "x" * 150, "y" * 90)] * 40)

@@ -22,8 +22,8 @@ def add_to(app: "typer.Typer") -> None:
     @app.command(
         epilog=ending(
             "f8emu certify exported served.json --tp 2",
-            "f8emu certify model-bf16 served --dialect vllm_weight_block --batch 1 --batch 4096",
-            "f8emu certify exported served --captures trainer server --json certificate.json --html page.html",
+            "f8emu certify bf16 served --dialect vllm_weight_block --batch 1 --batch 4096",
+            "f8emu certify exported served --captures trainer server --json out.json",
             "f8emu certify --check certificate.json",
             differs="trainer and server differ; with --check, the certificate or a file was changed",
             left="nothing differs, but something that was asked for was not seen; with --check, a file is not here",

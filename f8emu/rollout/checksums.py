@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from f8emu.shown import Shown
 from f8emu.spec.errors import OperandError
 from f8emu.strict import Fault, faults_as, part, require
 
@@ -76,8 +77,8 @@ class TensorChecksum:
     """The engine's own: vLLM's SHA-256, SGLang's 16 digits; empty where the engine shows none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checksums:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Checksums(Shown):
     """Every tensor that an engine must hold, on every rank."""
 
     SCHEMA: ClassVar[int] = 1

@@ -41,6 +41,7 @@ SAMPLES = {
     "diff": "diff cap cap_wrong",
     "audit": "audit ck --source source --consumer vllm:h200",
     "checksums": "checksums ck --engine vllm",
+    "certify": "certify ck source",
     "export": "export nothing --verify",
     "run": "run -- no-such-program",
     "recipes": "recipes",
@@ -50,7 +51,7 @@ SAMPLES = {
     "vectors": "vectors OUT --scales",
 }
 """A call of each command."""
-REPORTING = ("verify", "audit", "inspect", "diff", "replay", "fit", "plan", "doctor")
+REPORTING = ("verify", "audit", "certify", "inspect", "diff", "replay", "fit", "plan", "doctor")
 KERNEL = "def f(a, b, *args, out_dtype, **options): return (a.astype('f4') @ b.astype('f4')).astype(out_dtype)\n"
 
 
