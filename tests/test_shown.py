@@ -149,7 +149,14 @@ def results(folder: Path, of_notebooks: Notebooks) -> Iterator[object]:
     yield Checksums(**held, tensor_parallel=1, source=source, tensors=(tensor,) * 99)
     file = Named(role="trainer", path="model", kind="checkpoint", sha256="0" * 64)
     parts = [Difference(part="weights", place="x" * 90, cause="", seen="y" * 200)] * 99
-    yield Certificate(files=(file,), setting={}, differences=tuple(parts))
+    setting = {
+        "recipe": None,
+        "recipe_hash": None,
+        "source_dtype": "BF16",
+        "batch": [1],
+        "layout": {"tensor_parallel": 1},
+    }
+    yield Certificate(files=(file,), setting=setting, differences=tuple(parts))
     yield Checked(path="certificate.json", says="CERTIFIED", changed=("weights",) * 99)
     faults = [finding(check, f"model.layers.{i}.weight", "1" * 200, "2" * 200) for i, check in enumerate(CHECKS)]
     yield from (Audit(path="model", format="fp8", findings=faults * 10), faults[0])
