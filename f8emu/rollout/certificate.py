@@ -163,13 +163,15 @@ def check(path: str | Path) -> Checked:
     with faults_as(CertificateError, "certify", path, "make it again with f8emu certify --json"):
         content = parsed(read_regular(Path(path)), "a JSON object")
         require(isinstance(content, dict), "a JSON object", type(content).__name__)
+        hashes = content.get("hashes")
+        require(isinstance(hashes, dict), "hashes as a JSON object", type(hashes).__name__)
         certificate = Certificate.from_json(content)
         # 1. The parts, the verdict that follows from them, and the hash of the whole.
         try:
             made = certificate.to_json()
         except (LookupError, TypeError, ValueError) as error:
             raise Fault(f"expected the parts of a certificate; found {error!r}") from None
-    changed = [name for name in made["hashes"] if made["hashes"][name] != (content.get("hashes") or {}).get(name)]
+    changed = [name for name in made["hashes"] if made["hashes"][name] != hashes.get(name)]
     changed += [name for name in ("verdict", "sha256") if made[name] != content.get(name)]
     # 2. The files.
     there = [file for file in certificate.files if Path(file.path).exists()]

@@ -95,7 +95,10 @@ class Checksums(Shown):
     source: Source
     tensors: tuple[TensorChecksum, ...]
     not_predicted: tuple[tuple[str, str], ...] = ()
-    """(name, reason), of tensors whose bytes nobody can tell from the checkpoint alone."""
+    """(name, reason), of tensors whose bytes nobody can tell from the checkpoint alone.
+
+    A weight stands for all tensors of its module.
+    """
     notes: tuple[str, ...] = ()
     """What the digests of this engine cannot show."""
 
@@ -158,10 +161,15 @@ class Checksums(Shown):
 
     def _mismatches(self, shown: Mapping[str, str], reasons: Mapping[str, str]) -> Iterator[Mismatch]:
         expected = self.by_key
+        # Scales and biases of such a module are not told either.
+        ends = (".weight", "_weight")
+        modules = [(name.removesuffix("weight"), why) for name, why in reasons.items() if name.endswith(ends)]
         for key in sorted(expected.keys() | shown.keys()):
             tensor, digest = expected.get(key), shown.get(key, "")
             if tensor is None:
-                reason = reasons.get(key.rpartition(":")[2])
+                name = key.rpartition(":")[2]
+                of_module = next((why for stem, why in modules if name.startswith(stem)), None)
+                reason = reasons.get(name, of_module)
                 outcome = Outcome.UNEXPECTED if reason is None else Outcome.NOT_PREDICTED
                 yield Mismatch(outcome=outcome, key=key, expected=reason or "", shown=digest)
             elif not tensor.engine_digest:

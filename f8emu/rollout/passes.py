@@ -59,7 +59,11 @@ class _Pass:
 
     @property
     def rows(self) -> int:
-        return max((getattr(captured.record, "m", 0) for captured in self.outputs.values()), default=0)
+        return max(map(self.rows_of, self.outputs), default=0)
+
+    def rows_of(self, layer: str) -> int:
+        """Those of a layer's product."""
+        return getattr(self.records[layer, "output"].record, "m", 0)
 
     def operand(self, layer: str) -> list[bytes]:
         """The bytes of each row that enter a GEMM: codes and scales or, where none are shown, the input; else none."""
@@ -176,6 +180,10 @@ def _decoded(passes: Sequence[_Pass], result: Seen) -> None:
         for short, at in placed:
             if layer not in short.outputs:
                 result.lacks("decode", f"{layer} in a pass of {counted(short.rows, 'row')}")
+                continue
+            if any(shown.rows_of(layer) != shown.rows_of(first) for shown in (whole, short)):
+                # A head of the last tokens, or experts: which of the rows it has is not shown.
+                result.lacks("decode", f"{layer}, which has other rows than {first}")
                 continue
             operands, products = _rows_equal(whole, short, layer, at)
             total, equal = total + len(products), equal + sum(products)

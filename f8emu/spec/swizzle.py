@@ -56,7 +56,7 @@ def swizzled_groups(
         OperandError: no matrix, no such axis, or ends that descend or leave the scales.
     """
     rows, blocks = shape[-2:] if len(shape) > 1 else (-1, -1)
-    if rows < 0 or axis not in (0, 1) or (ends is not None and len(shape) > 2):
+    if min(rows, blocks) < 0 or axis not in (0, 1) or (ends is not None and len(shape) > 2):
         raise OperandError(
             f"{call}: scales must be [rows, blocks], or without ends [..., rows, blocks], and axis 0 or 1; got shape "
             f"{list(shape)} and axis {axis}; reshape them"

@@ -222,6 +222,31 @@ def test_decode_other_than_prefill_is_no_gemm(tmp_path: Path) -> None:
     assert first.place == "before o_proj" and "row 0" in first.seen and result.verdict.status is Exit.DIFFERENT
 
 
+class OfLast(nn.Module):
+    """A layer of all tokens, and a head of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[-1:])
+
+
+def test_a_head_of_the_last_token_is_not_compared_with_that_of_another(tmp_path: Path) -> None:
+    trained = convert_to_float8_training(OfLast().bfloat16(), config="rowwise")
+    x = torch.randn(16, 64).bfloat16()
+    for side, passes in (("trainer", [x]), ("server", [x, x[:4], x[8:9]])):
+        with torch.no_grad(), capture(trained, tmp_path / side):
+            for part in passes:
+                trained(part)
+    result = certify(tmp_path / "trainer", tmp_path / "server")
+    assert not result.differences and (result.decode["rows"], result.decode["rows_equal"]) == (5, 5)
+    assert [lone.what for lone in result.not_seen if lone.part == "decode"] == [
+        "head, which has other rows than body"
+    ] * 2
+
+
 def test_captures_of_other_weights_than_the_checkpoints_are_no_certificate(
     sound: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -320,7 +345,11 @@ def test_a_changed_certificate_is_told(sound: dict[str, Any], tmp_path: Path) ->
     for key, value in (("verdict", "different"), ("sha256", "0" * 64)):
         path.write_text(json.dumps(content | {key: value}))
         assert key in check(path).changed
-    for key, value, match in (("schema", 2, "schema 1"), ("captures", {"a": 1}, "the parts of a certificate")):
+    for key, value, match in (
+        ("schema", 2, "schema 1"),
+        ("captures", {"a": 1}, "the parts of a certificate"),
+        ("hashes", [1], "hashes as a JSON object"),
+    ):
         path.write_text(json.dumps(content | {key: value}))
         with pytest.raises(CertificateError, match=match):
             check(path)

@@ -82,5 +82,7 @@ def test_refusals(backend: str) -> None:
     for ends in ([3, 2], [5]):
         with pytest.raises(OperandError, match="ascend up to 4"):
             swizzle(scale, ends=ends)
+    with pytest.raises(OperandError, match=r"\[rows, blocks\]"):
+        unswizzle(scale.ravel(), 4, -1)
     with pytest.raises(OperandError, match="512 bytes or more"):
         unswizzle(scale.ravel(), 4, 4)
