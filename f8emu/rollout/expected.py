@@ -75,9 +75,12 @@ def expected_checksums(
         ("engine", engine, VERSIONS),
         ("kernel", kernel, KERNELS),
         ("device", device, ("cuda", "cpu")),
+        ("dtype", dtype, ("bfloat16", "float16", "float32")),
     ):
         if value not in known:
             raise SpecError(f"checksums: {name} must be one of {', '.join(known)}; got {value!r}")
+    if tensor_parallel < 1:
+        raise SpecError(f"checksums: tensor_parallel must be at least 1; got {tensor_parallel}; it counts ranks")
     checkpoint, known = read_checkpoint(source), None if dialect is None else dialect_by_name(dialect)
     stored = checkpoint.tensors.values()
     weights = {tensor.dtype for tensor in stored if tensor.is_matrix and tensor.name.endswith(".weight")}

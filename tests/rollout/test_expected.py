@@ -303,9 +303,12 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OperandError, match="float8 already"):
         expected_checksums(tmp_path, engine="vllm", dialect="vllm_weight_block")
     wrong: Any
-    for wrong in ({"engine": "trt"}, {"kernel": "cublas"}, {"device": "tpu"}):
+    for wrong in ({"engine": "trt"}, {"kernel": "cublas"}, {"device": "tpu"}, {"dtype": "BF16"}):
         with pytest.raises(SpecError, match="must be one of"):
             expected_checksums(tmp_path, **{"engine": "vllm", **wrong})
+    for ranks in (0, -1):
+        with pytest.raises(SpecError, match="at least 1"):
+            expected_checksums(tmp_path, engine="vllm", tensor_parallel=ranks)
     with pytest.raises(UnsupportedError, match="--tp"):
         expected_checksums(tmp_path, engine="vllm", tensor_parallel=3)
     (tmp_path / "config.json").write_text('{"architectures": ["GPTBigCodeForCausalLM"]}')
