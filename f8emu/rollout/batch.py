@@ -12,7 +12,7 @@ from f8emu.spec import Recipe
 from f8emu.split_k.invariance import Dependence, Invariance, invariance
 from f8emu.split_k.trees import SplitPlan
 
-UNKNOWN = "not known"
+UNKNOWN, SHARED = "not known", "a scale that depends on the batch"
 _EVIDENCE = {Dependence.BY_RULE: "by rule", Dependence.BY_PLAN: "by plan", Dependence.DEPENDS: "by rule"}
 
 
@@ -61,7 +61,9 @@ def invariances(
                 entry |= {"verdict": verdict, "evidence": "measured", "because": text}
         entries.append(entry)
         if entry["verdict"] == Dependence.DEPENDS.value:
-            differences.append(Difference(part="invariance", place=layer, cause=SPLIT, seen=str(entry["because"])))
+            # By rule, rows share a scale; by plan or as measured, S follows from their number.
+            cause = SHARED if entry["evidence"] == _EVIDENCE[Dependence.DEPENDS] else SPLIT
+            differences.append(Difference(part="invariance", place=layer, cause=cause, seen=str(entry["because"])))
     return entries, differences
 
 

@@ -23,6 +23,8 @@ from f8emu.rollout import (
     check,
     expected_checksums,
 )
+from f8emu.rollout.batch import invariances
+from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch import capture, convert_to_float8_training, export_float8
 from f8emu.verdict import Exit
 from tests.audit.checkpoints import BF16, checkpoint, fp8, normal
@@ -213,6 +215,12 @@ def test_a_split_that_depends_on_the_batch_is_named(tmp_path: Path) -> None:
         "a split that depends on the batch",
     ) and difference.seen == "S = 3 at M = 1, 1 at M = 4096"
     assert certify(pair["trainer"], pair["server"], batch=(4096,)).verdict.status is Exit.EQUAL
+
+
+def test_a_scale_of_all_rows_is_no_split() -> None:
+    (entry,), (difference,) = invariances([TENSORWISE], {"up": (256, 256)}, (1, 64), {}, None)
+    assert entry["evidence"] == "by rule" and "share a scale" in difference.seen
+    assert (difference.place, difference.cause) == ("up", "a scale that depends on the batch")
 
 
 def test_decode_other_than_prefill_is_no_gemm(tmp_path: Path) -> None:
