@@ -20,6 +20,7 @@ from f8emu.dialects.arithmetic import block_amax, factors_from_stored
 from f8emu.dialects.matching import relation
 from f8emu.rollout.certificate import Difference
 from f8emu.rollout.checksums import Checksums, Outcome
+from f8emu.spec.errors import SpecError
 
 MOST = 20
 """Weights that differ and are explained; all are counted."""
@@ -102,7 +103,12 @@ def by_digest(expected: Checksums, shown: object) -> Weights:
 
 def by_bytes(trainer: Checkpoint, server: Checkpoint, dialect: str) -> Weights:
     """Two checkpoints. A trainer's in high precision is cast by `dialect` first, one weight at a time."""
-    is_cast = not any(tensor.dtype in CODES for tensor in trainer.tensors.values())
+    has_codes = [any(tensor.dtype in CODES for tensor in one.tensors.values()) for one in (trainer, server)]
+    is_cast = has_codes == [False, True]
+    if is_cast and not dialect:
+        raise SpecError(
+            "certify: the trainer has weights in high precision, the server in float8; pass --dialect, which casts them"
+        )
     result = Weights(by=f"bytes, the trainer's cast by {dialect}" if is_cast else "bytes")
     form = format_of(server if is_cast else trainer)
     used, owners, wrong, right = set[str](), dict[str, str](), list[_Pair](), set[object]()

@@ -24,6 +24,7 @@ from f8emu.rollout import (
     expected_checksums,
 )
 from f8emu.rollout.batch import invariances
+from f8emu.spec.errors import SpecError
 from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch import capture, convert_to_float8_training, export_float8
 from f8emu.verdict import Exit
@@ -389,3 +390,11 @@ def test_the_command(sound: dict[str, Any], tmp_path: Path) -> None:
     assert status == 2 and "certify: cannot read" in text
     inside = next(sound["captures"][0].rglob("*.safetensors"))
     assert invoke(*words, "--json", inside)[0] == 2 and inside.read_bytes()[:1] != b"{"
+
+
+def test_weights_in_high_precision_on_both_sides_are_compared_as_they_are(tmp_path: Path) -> None:
+    """Beside a server's in float8 they want the dialect that casts them."""
+    trainer, server = (written(tmp_path / name, source(dtype=BF16)) for name in ("trainer", "server"))
+    assert certify(trainer, server).verdict.status == Exit.EQUAL
+    with pytest.raises(SpecError, match="pass --dialect"):
+        certify(trainer, written(tmp_path / "served", coded(source())))
