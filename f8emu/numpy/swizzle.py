@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from f8emu.numpy.cast import array_of
 from f8emu.numpy.emulation import Array
 from f8emu.spec.errors import OperandError
-from f8emu.spec.swizzle import SwizzledGroup, check_swizzled, swizzled_groups
+from f8emu.spec.swizzle import check_swizzled, swizzled_groups
 
 
 def swizzle_scales(scale: ArrayLike, *, ends: Sequence[int] | None = None, axis: int = 0, padding: int = 0) -> Array:
@@ -29,7 +29,7 @@ def swizzle_scales(scale: ArrayLike, *, ends: Sequence[int] | None = None, axis:
     groups, size = swizzled_groups("swizzle_scales", plain.shape, ends, axis)
     out = np.full((*plain.shape[:-2], size), padding, np.uint8)
     for group in groups:
-        out[..., _places(group)] = plain.view(np.uint8)[..., group.rows, group.blocks]
+        out[..., group.places(np.arange)] = plain.view(np.uint8)[..., group.rows, group.blocks]
     return out.view(plain.dtype)
 
 
@@ -49,13 +49,8 @@ def unswizzle_scales(
     check_swizzled("unswizzle_scales", array.shape, size)
     out = np.zeros((*array.shape[:-1], rows, blocks), np.uint8)
     for group in groups:
-        out[..., group.rows, group.blocks] = array.view(np.uint8)[..., _places(group)]
+        out[..., group.rows, group.blocks] = array.view(np.uint8)[..., group.places(np.arange)]
     return out.view(array.dtype)
-
-
-def _places(group: SwizzledGroup) -> Array:
-    rows, blocks = (np.arange(size) for size in group.sizes)
-    return group.offsets(rows[:, None], blocks)
 
 
 def _bytes(call: str, name: str, x: ArrayLike) -> Array:

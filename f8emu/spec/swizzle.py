@@ -9,7 +9,7 @@ Groups of a grouped GEMM begin a new tile each: along the rows, or along K, in b
 Source: cuBLAS 13 documentation, "1D Block Scaling Factors Layout"; torchao's `to_blocked` has the same bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -38,6 +38,11 @@ class SwizzledGroup(NamedTuple):
         tiles = row // TILE_ROWS * -(-self.sizes[1] // TILE_BLOCKS) + block // TILE_BLOCKS
         within = row % 32 * 16 + row // 32 % 4 * 4 + block % 4
         return self.start + tiles * (TILE_ROWS * TILE_BLOCKS) + within
+
+    def places(self, arange: Callable[[int], Any]) -> Any:
+        """The offsets of all scales [rows, blocks] of the group, of the arrays that `arange` makes."""
+        rows, blocks = map(arange, self.sizes)
+        return self.offsets(rows[:, None], blocks)
 
 
 def swizzled_size(rows: int, blocks: int) -> int:

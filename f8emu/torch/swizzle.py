@@ -1,12 +1,13 @@
 """Block scales in cuBLASLt's layout of 128x4 tiles, and back: `f8emu.spec.swizzle` has the arithmetic."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from f8emu.spec.errors import OperandError
-from f8emu.spec.swizzle import SwizzledGroup, check_swizzled, swizzled_groups
+from f8emu.spec.swizzle import check_swizzled, swizzled_groups
 from f8emu.torch.chip import require_tensor
 
 
@@ -24,9 +25,9 @@ def swizzle_scales(scale: Tensor, *, ends: Sequence[int] | None = None, axis: in
     """
     plain = _bytes("swizzle_scales", "scale", scale)
     groups, size = swizzled_groups("swizzle_scales", tuple(plain.shape), ends, axis)
-    out = plain.new_full((*plain.shape[:-2], size), padding)
+    out, arange = plain.new_full((*plain.shape[:-2], size), padding), partial(torch.arange, device=plain.device)
     for group in groups:
-        out[..., _places(group, out)] = plain[..., group.rows, group.blocks]
+        out[..., group.places(arange)] = plain[..., group.rows, group.blocks]
     return out.view(scale.dtype)
 
 
@@ -44,15 +45,10 @@ def unswizzle_scales(
     array = _bytes("unswizzle_scales", "swizzled", swizzled)
     groups, size = swizzled_groups("unswizzle_scales", (*array.shape[:-1], rows, blocks), ends, axis)
     check_swizzled("unswizzle_scales", tuple(array.shape), size)
-    out = array.new_zeros((*array.shape[:-1], rows, blocks))
+    out, arange = array.new_zeros((*array.shape[:-1], rows, blocks)), partial(torch.arange, device=array.device)
     for group in groups:
-        out[..., group.rows, group.blocks] = array[..., _places(group, array)]
+        out[..., group.rows, group.blocks] = array[..., group.places(arange)]
     return out.view(swizzled.dtype)
-
-
-def _places(group: SwizzledGroup, like: Tensor) -> Tensor:
-    rows, blocks = (torch.arange(size, device=like.device) for size in group.sizes)
-    return group.offsets(rows[:, None], blocks)
 
 
 def _bytes(call: str, name: str, x: Tensor) -> Tensor:

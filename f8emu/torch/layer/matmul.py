@@ -52,9 +52,8 @@ def gemm(
     """`a @ b^T` as one GEMM of the recipe, of any sizes.
 
     K and N are zero-padded to the multiples that the tensor core takes; results are bit-identical, since a zero product
-    takes no part in the accumulation [ACC-1], [ACC-2], and where it does
-    [BF16-1], [MX-3], a short step has such zeros by itself.
-    `split_k` as for `scaled_mm`.
+    takes no part in the accumulation [ACC-1], [ACC-2], and where it does [BF16-1], [MX-3], a short step has such zeros
+    by itself. `split_k` as for `scaled_mm`.
 
     Shapes:
         a.codes [M, K], b.codes [N, K] -> [M, N] of dtype.
