@@ -103,7 +103,7 @@ def by_digest(expected: Checksums, shown: object) -> Weights:
 
 def by_bytes(trainer: Checkpoint, server: Checkpoint, dialect: str) -> Weights:
     """Two checkpoints. A trainer's in high precision is cast by `dialect` first, one weight at a time."""
-    has_codes = [any(tensor.dtype in CODES for tensor in one.tensors.values()) for one in (trainer, server)]
+    has_codes = [any(tensor.dtype in CODES for tensor in side.tensors.values()) for side in (trainer, server)]
     is_cast = has_codes == [False, True]
     if is_cast and not dialect:
         raise SpecError(
