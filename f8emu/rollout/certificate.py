@@ -85,7 +85,7 @@ class Certificate(Shown):
     captures: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Stages that are equal, for each layer what differs, and the replayed sample."""
     decode: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The rows of one long pass of the server beside the same rows in shorter passes."""
+    """The rows of one long pass of each rank of the server beside the same rows in shorter passes, counted."""
     differences: tuple[Difference, ...] = ()
     not_seen: tuple[Unseen, ...] = ()
 

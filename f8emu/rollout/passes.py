@@ -14,6 +14,7 @@ import numpy as np
 
 from f8emu.capture.diffing import FORWARD_ALONE, diff
 from f8emu.capture.read import CapturedRecord, CapturedStep
+from f8emu.capture.record import TensorRecord
 from f8emu.capture.replaying import replay
 from f8emu.conformance.compare import counted
 from f8emu.rollout.certificate import Difference, Unseen
@@ -67,11 +68,12 @@ class _Pass:
 
     def operand(self, layer: str) -> list[bytes]:
         """The bytes of each row that enter a GEMM: codes and scales or, where none are shown, the input; else none."""
-        arrays, shown = self.records[layer, "output"].load(), self.records.get((layer, "input"))
-        rows = len(arrays["product"])
-        if (codes := arrays.get("a.codes")) is not None and (scale := arrays.get("a.scale")) is not None:
-            scale = scale if len(scale) == rows else np.repeat(scale, -(-rows // len(scale)), axis=0)[:rows]
-            return [codes[i].tobytes() + scale[i].tobytes() for i in range(rows)]
+        gemm, shown = self.records[layer, "output"], self.records.get((layer, "input"))
+        arrays, record = gemm.load(), gemm.record
+        codes, scale = arrays.get("a.codes"), arrays.get("a.scale")
+        if codes is not None and scale is not None and not isinstance(record, TensorRecord):
+            rows, _ = record.block("a")
+            return [codes[i].tobytes() + scale[i // rows].tobytes() for i in range(len(codes))]
         value = shown.load()["value"] if shown is not None else np.empty((0, 0), np.uint8)
         return [row.tobytes() for row in value]
 
@@ -80,7 +82,8 @@ def seen(trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names:
     """Compare two captures, replay a sample of the trainer's, compare the server's passes; add to `result`."""
     passes, of_server = _passes(trainer), _passes(server)
     # 1. One pass of both; of several lengths the longest, which is the prefill.
-    has_lengths = len({shown.rows for shown in of_server if shown.outputs}) > 1
+    ranks = [[shown for shown in of_server if shown.step.header.rank == rank] for rank in _ranks(of_server)]
+    has_lengths = any(len({shown.rows for shown in of_rank if shown.outputs}) > 1 for of_rank in ranks)
     pair = [_longest(passes), _longest(of_server)] if has_lengths else [_forward(trainer), _forward(server)]
     compared = diff(*pair, errors=4, names=names)
     layers: dict[str, dict[str, int]] = defaultdict(lambda: {"stages": 0, "equal": 0, "elements_different": 0})
@@ -121,8 +124,8 @@ def seen(trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names:
         result.lacks("replay", "no GEMM of the trainer's capture can be computed again")
     # 3. Decode beside prefill.
     if has_lengths:
-        for rank in sorted({shown.step.header.rank for shown in of_server}):
-            _decoded([shown for shown in of_server if shown.step.header.rank == rank], result)
+        for of_rank in ranks:
+            _decoded(of_rank, result)
     else:
         result.lacks("decode", "the server's capture has passes of one length only", was_asked=False)
 
@@ -138,6 +141,10 @@ def _passes(steps: Sequence[CapturedStep]) -> list[_Pass]:
     return [passes[key] for key in sorted(passes)]
 
 
+def _ranks(passes: Sequence[_Pass]) -> list[int]:
+    return sorted({shown.step.header.rank for shown in passes})
+
+
 def _forward(steps: Sequence[CapturedStep]) -> list[CapturedStep]:
     # What a rollout has: no gradients.
     return [
@@ -148,7 +155,7 @@ def _forward(steps: Sequence[CapturedStep]) -> list[CapturedStep]:
 def _longest(passes: Sequence[_Pass]) -> list[CapturedStep]:
     # The first of the longest passes of each rank, as a step of its own.
     steps: list[CapturedStep] = []
-    for rank in sorted({shown.step.header.rank for shown in passes}):
+    for rank in _ranks(passes):
         best = max((shown for shown in passes if shown.step.header.rank == rank), key=lambda shown: shown.rows)
         records = [replace(captured, record=replace(captured.record, turn=1)) for captured in best.records.values()]
         weights = [captured for captured in best.step.records if captured.record.what == "weight" and best.turn > 1]
@@ -160,10 +167,13 @@ def _longest(passes: Sequence[_Pass]) -> list[CapturedStep]:
 def _decoded(passes: Sequence[_Pass], result: Seen) -> None:
     # 1. Where the rows of each shorter pass are in the longest one.
     whole = max(passes, key=lambda shown: shown.rows)
+    shorter = [shown for shown in passes if 0 < shown.rows < whole.rows]
+    if not shorter:
+        return result.lacks("decode", f"passes of several lengths of rank {whole.step.header.rank}")
     first = next(iter(whole.outputs))
     rows, end = whole.operand(first), 0
     placed: list[tuple[_Pass, int]] = []
-    for short in [shown for shown in passes if shown.rows < whole.rows]:
+    for short in shorter:
         part = short.operand(first) if first in short.outputs else []
         starts = [i for i in range(len(rows) - len(part) + 1) if part and rows[i : i + len(part)] == part]
         if end in starts or len(starts) == 1:
@@ -175,11 +185,11 @@ def _decoded(passes: Sequence[_Pass], result: Seen) -> None:
     # 2. Layer by layer, in the order of execution: what is first is the cause of what follows.
     total = equal = 0
     is_parted = False
-    for layer in whole.outputs:
-        same = right = 0
+    for layer in dict.fromkeys((*whole.outputs, *(layer for short, _ in placed for layer in short.outputs))):
+        same, right = result.measured.get(layer, (0, 0))
         for short, at in placed:
-            if layer not in short.outputs:
-                result.lacks("decode", f"{layer} in a pass of {counted(short.rows, 'row')}")
+            if lacking := [shown for shown in (whole, short) if layer not in shown.outputs]:
+                result.lacks("decode", f"{layer} in a pass of {counted(lacking[0].rows, 'row')}")
                 continue
             if any(shown.rows_of(layer) != shown.rows_of(first) for shown in (whole, short)):
                 # A head of the last tokens, or experts: which of the rows it has is not shown.
@@ -194,7 +204,8 @@ def _decoded(passes: Sequence[_Pass], result: Seen) -> None:
                 result.differences.append(_parting(layer, operands, products, at, (short.rows, whole.rows)))
         if same:
             result.measured[layer] = same, right
-    result.decode = {"prefill_rows": whole.rows, "passes": len(placed), "rows": total, "rows_equal": equal}
+    counts = {"prefill_rows": whole.rows, "passes": len(placed), "rows": total, "rows_equal": equal}
+    result.decode = {name: count + result.decode.get(name, 0) for name, count in counts.items()}
 
 
 def _rows_equal(whole: _Pass, short: _Pass, layer: str, at: int) -> tuple[list[bool], list[bool]]:

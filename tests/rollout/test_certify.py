@@ -1,7 +1,7 @@
 """`f8emu certify`: seven planted faults are named, a sound pair is certified, and what was not seen is not."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from f8emu.capture.record import ForeignRecord, TensorRecord
 from f8emu.dialects import dialect_by_name, quantize
 from f8emu.dialects.rules import SQUARE
 from f8emu.rollout import (
@@ -29,6 +30,7 @@ from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch import capture, convert_to_float8_training, export_float8
 from f8emu.verdict import Exit
 from tests.audit.checkpoints import BF16, checkpoint, fp8, normal
+from tests.conformance import captures as captured
 from tests.conformance.command import invoke
 from tests.rollout import models
 
@@ -398,3 +400,50 @@ def test_weights_in_high_precision_on_both_sides_are_compared_as_they_are(tmp_pa
     assert certify(trainer, server).verdict.status == Exit.EQUAL
     with pytest.raises(SpecError, match="pass --dialect"):
         certify(trainer, written(tmp_path / "served", coded(source())))
+
+
+def ranks_of(folder: Path, *ranks: Sequence[Mapping[str, np.ndarray]]) -> Path:
+    """A server's capture: of each pass of each rank the codes of every layer, with one scale for 128 rows of them."""
+    for rank, passes in enumerate(ranks):
+        value = TensorRecord(order=0, layer="up", tensor="input", turn=1, dtype="float32")
+        records: captured.Records = [(value, {"value": np.ones((9, 16), np.float32)})]
+        for turn, layers in enumerate(passes, 1):
+            for layer, codes in layers.items():
+                scale = np.maximum.reduceat(codes.max(1, keepdims=True), range(0, len(codes), 128)).astype(np.float32)
+                record = ForeignRecord(
+                    order=len(records),
+                    layer=layer,
+                    gemm="output",
+                    turn=turn,
+                    m=len(codes),
+                    n=8,
+                    k=16,
+                    a_format="float8_e4m3fn",
+                    a_scale="float32",
+                    a_block_rows=128,
+                    a_block_columns=16,
+                    b_format="",
+                    b_scale="",
+                    b_block_rows=0,
+                    b_block_columns=0,
+                    out_dtype="float32",
+                    has_bias=False,
+                    module="Linear of a server 1",
+                )
+                product = codes[:, :8].astype(np.float32)
+                records.append((record, {"a.codes": codes, "a.scale": scale, "product": product}))
+        captured.written(folder, records, rank=rank, world_size=len(ranks))
+    return folder
+
+
+def test_decode_of_several_ranks_whose_rows_share_scales(tmp_path: Path) -> None:
+    """Of 301 rows 128 share a scale; a layer that one pass alone has, and a rank without a GEMM, are named."""
+    codes = np.random.default_rng(0).integers(0, 120, (301, 16), np.uint8)
+    part = codes[128:256]
+    passes = [{"up": codes, "down": codes}, {"up": part, "down": part, "extra": part}]
+    server = ranks_of(tmp_path / "server", passes, [], passes)
+    result = certify(server, server)
+    lone = [unseen.what for unseen in result.not_seen if unseen.part == "decode"]
+    assert lone == ["extra in a pass of 301 rows", "passes of several lengths of rank 1", "extra in a pass of 301 rows"]
+    assert result.decode == {"prefill_rows": 602, "passes": 2, "rows": 512, "rows_equal": 512}
+    assert [entry["measured"][:10] for entry in result.invariance] == ["256 of 256"] * 2
