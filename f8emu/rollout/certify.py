@@ -11,14 +11,15 @@ from f8emu.capture.read import CapturedStep, read_capture
 from f8emu.capture.record import INDEX, TensorRecord
 from f8emu.conformance.compare import counted
 from f8emu.conformance.run.result import Progress, Silent
+from f8emu.dialects import dialect_by_name
 from f8emu.rollout.batch import UNKNOWN, invariances, shapes_of
 from f8emu.rollout.certificate import Certificate, CertificateError, Difference, Named, content_hash
 from f8emu.rollout.checksums import SGLANG, VLLM, Checksums
-from f8emu.rollout.expected import expected_checksums
+from f8emu.rollout.expected import KERNELS, expected_checksums
 from f8emu.rollout.passes import Seen, seen
 from f8emu.rollout.weights import by_bytes, by_digest
 from f8emu.spec import Recipe, SpecError
-from f8emu.spec.chips import CHIPS, chip_by_name
+from f8emu.spec.chips import CHIPS, named
 from f8emu.spec.serialize import recipe_from_dict
 from f8emu.split_k.plan import plan_from_json, plans_of, shipped_plan
 from f8emu.split_k.trees import SplitPlan
@@ -64,11 +65,13 @@ def certify(
     evidence says: by rule and by plan of the GEMMs of the recipe's library, measured of the server's own.
 
     Raises:
-        SpecError: a trainer in high precision without a dialect, checksums without an engine.
+        SpecError: a trainer in high precision without a dialect, checksums without an engine; an argument of no
+            meaning, or one that contradicts a file.
         CertificateError, CheckpointError, CaptureError: a file that cannot be read.
     """
     bar = progress or Silent()
     # 1. What is what.
+    _require_arguments(captures, (*batch, tensor_parallel), dialect, engine, kernel)
     kinds = _kind(Path(trainer)), _kind(Path(server))
     paths = {"trainer": trainer, "server": server, "checksums": checksums, "plan": plan}
     paths |= dict(zip(_CAPTURED, captures or (), strict=False))
@@ -81,6 +84,10 @@ def certify(
         with faults_as(CertificateError, "certify", path):
             files.append(Named(role=role, path=str(path), kind=_kind(path), sha256=content_hash(path)))
         bar.advance()
+    for file in files:
+        if file.role == "checksums" and file.kind != "JSON":
+            what = f"checksums must be a server's answer, a file that ends with .json; got a {file.kind}: {file.path}"
+            raise SpecError(f"certify: {what}")
     # 2. Weights: two checkpoints, and every answer of a checker.
     bar.begin("certify", "weights, captures and invariance", 3)
     result = Seen()
@@ -126,13 +133,16 @@ def certify(
         "recipe": recipes[0].to_dict() if len(recipes) == 1 else None,
         "recipe_hash": recipes[0].content_hash if len(recipes) == 1 else None,
         "source_dtype": _source_dtype(stored.get("trainer"), steps[0] if steps else (), expected),
-        "dialects": _dialects(recipes, dialect or (expected.dialect if expected else "")),
+        "dialects": _dialects(recipes, expected.dialect if expected else dialect or ""),
         "versions": {"f8emu": __version__, "captures": [dict(header.versions) for header in headers]},
         "engine": _engine(expected) if expected else None,
         "plans": over.library + " on " + over.chip if over else plans_of(CHIPS[recipe.chip] for recipe in recipes),
         "chips": {"recipe": [recipe.chip for recipe in recipes], "captures": [header.device for header in headers]},
         "batch": list(batch),
-        "layout": {"tensor_parallel": tensor_parallel, "captured_ranks": [header.world_size for header in headers]},
+        "layout": {
+            "tensor_parallel": expected.tensor_parallel if expected else tensor_parallel,
+            "captured_ranks": [header.world_size for header in headers],
+        },
     }
     return Certificate(
         files=tuple(files),
@@ -144,6 +154,22 @@ def certify(
         differences=tuple(result.differences),
         not_seen=tuple(result.not_seen),
     )
+
+
+def _require_arguments(
+    captures: object, counts: Sequence[int], dialect: str | None, engine: str | None, kernel: str
+) -> None:
+    # Of those too for which this comparison has no use: a certificate would state them.
+    if captures is not None and not (isinstance(captures, list | tuple) and len(captures) == 2):
+        raise SpecError(f"certify: captures must be two paths, of trainer and server; got {captures!r}")
+    for count in counts:
+        if type(count) is not int or count < 1:
+            raise SpecError(f"certify: batch and tensor_parallel must be integers of at least 1; got {count!r}")
+    for name, value, known in (("engine", engine, (None, VLLM, SGLANG)), ("kernel", kernel, KERNELS)):
+        if value not in known:
+            raise SpecError(f"certify: {name} must be one of {', '.join(filter(None, known))}; got {value!r}")
+    if dialect is not None:
+        dialect_by_name(dialect)
 
 
 def _bound(role: str, checkpoint: Checkpoint | None, steps: Sequence[CapturedStep], result: Seen) -> None:
@@ -191,7 +217,12 @@ def _json(path: str | Path) -> Any:
 def _expected(trainer: Path, kind: str, answer: object, engine: str | None, options: Mapping[str, Any]) -> Checksums:
     # Those of a file, or computed from the trainer's checkpoint for the engine that has answers of this form.
     if kind == "JSON":
-        return Checksums.from_json(_json(trainer))
+        expected = Checksums.from_json(_json(trainer))
+        if engine not in (None, expected.engine):
+            raise SpecError(
+                f"certify: engine must be {expected.engine}, as {trainer} says; got {engine!r}; leave it out"
+            )
+        return expected
     forms = {VLLM: isinstance(answer, list) or (isinstance(answer, dict) and "checksums" in answer)}
     forms |= {SGLANG: isinstance(answer, dict) and "ranks" in answer}
     name: Any = engine or next((name for name, fits in forms.items() if fits), None)
@@ -218,9 +249,13 @@ def _plan(path: str | Path | None, recipes: Sequence[Recipe]) -> SplitPlan | Non
     if path is None:
         return None
     with faults_as(CertificateError, "certify", path, "write it with f8emu record --plans"):
-        recorded = plan_from_json(read_regular(Path(path)).decode(), str(path))
-    chip = chip_by_name("certify", recipes[0].chip if recipes else recorded.chip).plan
-    return recorded.over(shipped_plan(chip)) if chip else recorded
+        recorded = plan_from_json(read_regular(Path(path)), str(path))
+    if not recipes:
+        return recorded
+    chip = CHIPS[recipes[0].chip]
+    if named(recorded.chip) not in (None, chip):
+        raise SpecError(f"certify: {path} is of {recorded.chip}, the recipe of {chip.name}; record the plan there")
+    return recorded.over(shipped_plan(chip.plan)) if chip.plan else recorded
 
 
 def _source_dtype(trainer: Checkpoint | None, steps: Sequence[CapturedStep], expected: Checksums | None) -> str:

@@ -143,7 +143,7 @@ def with_splits(items: list[tuple[dict[str, Any], PlannedGemm]], splits: list[Sp
     ]
 
 
-def plan_from_json(text: str, name: str) -> SplitPlan:
+def plan_from_json(text: str | bytes, name: str) -> SplitPlan:
     """A plan file."""
     with faults_as(SpecError, name, remedy=_REMEDY):
         data = parsed(text, "a plan file")

@@ -447,3 +447,43 @@ def test_decode_of_several_ranks_whose_rows_share_scales(tmp_path: Path) -> None
     assert lone == ["extra in a pass of 301 rows", "passes of several lengths of rank 1", "extra in a pass of 301 rows"]
     assert result.decode == {"prefill_rows": 602, "passes": 2, "rows": 512, "rows_equal": 512}
     assert [entry["measured"][:10] for entry in result.invariance] == ["256 of 256"] * 2
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no row": ({"batch": (0, 16)}, "batch and tensor_parallel must be integers of at least 1; got 0"),
+    "a part of a row": ({"batch": (1.5,)}, "got 1.5"),
+    "no rank": ({"tensor_parallel": 0}, "got 0"),
+    "one capture": ({"captures": ("a",)}, "captures must be two paths"),
+    "an engine in capitals": ({"engine": "vLLM"}, "engine must be one of vllm, sglang; got 'vLLM'"),
+    "an engine that the file is not of": ({"engine": "sglang"}, "engine must be vllm, as .*; got 'sglang'"),
+    "an unknown kernel": ({"kernel": "Cutlass"}, "kernel must be one of cutlass, .*; got 'Cutlass'"),
+    "an unknown dialect": ({"dialect": "rows"}, "unknown dialect 'rows'"),
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_an_argument_of_no_meaning_is_refused(arguments: str, tmp_path: Path) -> None:
+    """Although these digests need none of them: the certificate would state what nobody compared."""
+    trainer, server = tmp_path / "expected.json", tmp_path / "served.json"
+    trainer.write_text(json.dumps(expected().to_json()))
+    server.write_text(json.dumps(expected().engine_json()))
+    result = certify(trainer, server, dialect="torchao_rowwise")
+    assert result.setting["layout"]["tensor_parallel"] == 2 and result.setting["dialects"]["weights"] == DIALECT
+    options, match = BAD[arguments]
+    with pytest.raises(SpecError, match=match):
+        certify(trainer, server, **options)
+
+
+def test_files_that_cannot_be_of_a_comparison_are_refused(sound: dict[str, Any], tmp_path: Path) -> None:
+    pair, plan = (sound["trainer"], sound["server"]), tmp_path / "plan.json"
+    with pytest.raises(SpecError, match=r"a file that ends with .json; got a checkpoint"):
+        certify(*pair, checksums=tmp_path)
+    of = {"schema": 2, "library": "cuBLAS 13", "torch": "", "recorded": []}
+    plan.write_text(json.dumps({**of, "chip": "NVIDIA H100 80GB HBM3"}))
+    with pytest.raises(SpecError, match="of NVIDIA H100 80GB HBM3, the recipe of Hopper"):
+        certify(*pair, plan=plan)
+    plan.write_text(json.dumps({**of, "chip": "NVIDIA H200"}))
+    assert certify(*pair, plan=plan).setting["plans"] == "cuBLAS 13 on NVIDIA H200"
+    plan.write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match="found no JSON"):
+        certify(*pair, plan=plan)
