@@ -391,7 +391,7 @@ def sglang_gpu_hash(folder: Path) -> None:
         data = torch.randint(256, (size,), dtype=torch.uint8)
         ours = SglangGpuHash(size)
         ours.update(data.numpy())
-        wrong += [f"{size} bytes"] if f"{hashed(data):016x}" != ours.hexdigest else []
+        wrong += [f"{size} bytes"] if f"{hashed(data):016x}" != ours.hexdigest() else []
     kind = {"engine": "sglang", "model": "bytes", "case": "gpu_tensor_hash in Triton's interpreter", "ranks": 1}
     entry = kind | {"tensors": len(HASHED), "differ": len(wrong), "left_out": 0, "names": wrong}
     (folder / "hash.json").write_text(json.dumps(entry))

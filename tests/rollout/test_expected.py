@@ -11,8 +11,9 @@ import pytest
 
 from f8emu.dialects import quantize
 from f8emu.dialects.arithmetic import DTYPES, decode
+from f8emu.native import library
 from f8emu.rollout import Checksums, Outcome, expected_checksums
-from f8emu.rollout.hashing import SglangGpuHash
+from f8emu.rollout.hashing import SglangGpuHash, sum_of_tiles, sum_of_tiles_by_numpy
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from tests.rollout.models import BLOCKS, CHANNELS, LAYER, TENSORS, VOCABULARY, Arrays, in_float8, weights, write
 
@@ -179,7 +180,7 @@ def test_sglang_hashes_products_of_blocks(tmp_path: Path) -> None:
     assert digests[name] == sha(products)[:16] and digests[f"{name}_scale_inv"] == ""
     gpu, whole = expected_checksums(tmp_path, engine="sglang"), SglangGpuHash(products.nbytes)
     whole.update(products)
-    assert {tensor.name: tensor.engine_digest for tensor in gpu.tensors}[name] == whole.hexdigest
+    assert {tensor.name: tensor.engine_digest for tensor in gpu.tensors}[name] == whole.hexdigest()
     assert "one unit in the last place" in gpu.notes[0]
 
 
@@ -210,10 +211,26 @@ def _gpu_hash(data: bytes) -> str:
 @pytest.mark.parametrize("size", [0, 1, 4, 7, 4 * 8192 - 1, 4 * 8192, 4 * 8192 + 5, 100_000])
 def test_the_hash_of_a_gpu_in_parts(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    tensor = SglangGpuHash(size)
-    for at in range(0, size, 12_345):
-        tensor.update(data[at : at + 12_345])
-    assert tensor.hexdigest == _gpu_hash(data.tobytes()) == tensor.hexdigest
+    for step in (1000, 12_345, 4 * 8192, 50_001, max(size, 1)):
+        tensor = SglangGpuHash(size)
+        for at in range(0, size, step):
+            tensor.update(data[at : at + step])
+        assert tensor.hexdigest() == _gpu_hash(data.tobytes()) == tensor.hexdigest()
+
+
+@pytest.mark.parametrize("words", [0, 1, 33, 8191, 8192, 3 * 8192 + 17])
+@pytest.mark.parametrize("first", [0, 4 * 8192, 2**34 - 4 * 8192, 2**40 + 4 * 8192])
+def test_the_hash_of_a_gpu_on_every_width(words: int, first: int) -> None:
+    """Also where an index and a size have more than 32 bits, and where words are not aligned."""
+    data = np.random.default_rng(words).integers(0, 256, 4 * words + 3, np.uint8)[3:]
+    for nbytes in (4 * words, first + 4 * words):
+        of_numpy = sum_of_tiles_by_numpy(data, first, nbytes)
+        assert {width for width in library.widths() if sum_of_tiles(data, first, nbytes, width) != of_numpy} == set()
+
+
+def test_the_hash_of_a_gpu_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "library", lambda: None)
+    test_the_hash_of_a_gpu_in_parts(100_000)
 
 
 # Faults: each moves the keys of what it touches, and no other.

@@ -7,15 +7,15 @@
    gemm.c cuts the GEMM into panels, hands them to threads, and finishes; a width (avx512.c, avx2.c, portable.c) is
    kernel.h on vectors of its own: it packs operands, runs the steps of the tensor core and promotes; step.c is one
    step of one output for every model and every operand. cast.c cuts a cast into parts; its loops are cast.h, on every
-   width. threads.c runs both. All widths give the same bits. Rule ids are those of
-   reference/NUMERICS.md. */
+   width. threads.c runs both. hash.c has a hash, and hash.h its loop. All widths give the same bits. Rule ids are those
+   of reference/NUMERICS.md. */
 #ifndef F8EMU_ENGINE_H
 #define F8EMU_ENGINE_H
 
 #include <stdint.h>
 
 /* Raised with every change of a struct, of a number or of a function below; f8emu.native.library has the same. */
-enum { F8_ABI = 3 };
+enum { F8_ABI = 4 };
 int f8_abi(void);
 
 /* Formats, as f8emu.native.gemm numbers them. */
@@ -119,6 +119,13 @@ typedef struct {
 /* 0, or -1 where memory is short. */
 int f8_run_cast(const f8_cast *cast, int width);
 void f8_scales(const f8_rule *rule, int64_t count, const float *amax, float *inv_scale, void *scale);
+
+/* ---- A hash ---- */
+
+/* Of words of 32 bits, which need no alignment: what they add to SGLang's hash of a tensor on a GPU, modulo 2^64.
+   `first` is the index of the first of them in the tensor, that of a tile; `bytes_of_all` is the size of the tensor.
+   Both modulo 2^32, and words are whole. */
+uint64_t f8_hash(const uint8_t *bytes, int64_t words, uint32_t first, uint32_t bytes_of_all, int width);
 
 /* The widths compiled in, fastest first; null past the last. */
 const char *f8_width_name(int width);

@@ -19,6 +19,7 @@
 #include <string.h>
 
 #include "cast.h"
+#include "hash.h"
 #include "width.h"
 
 enum {
@@ -498,4 +499,5 @@ static void promote(const f8_factors *factors, int64_t rows, float *accumulators
     }
 }
 
-const f8_width NAME = {NAME_TEXT, runs_here, COLUMNS, MAGNITUDES, pack_a, pack_b, steps, promote, largest, enlarge, encode};
+const f8_width NAME = {NAME_TEXT, runs_here, COLUMNS, MAGNITUDES, pack_a,  pack_b,
+                       steps,     promote,   largest, enlarge,    encode, hash};

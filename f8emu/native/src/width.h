@@ -83,6 +83,8 @@ typedef struct {
     /* codes[i] = cast(x[i] * factor), by one factor for all, or by one each. */
     void (*encode)(const void *x, int format, int64_t count, const float *factor, int each, const f8_target *target,
                    uint8_t *codes);
+    /* f8_hash */
+    uint64_t (*hash)(const uint8_t *bytes, int64_t words, uint32_t first, uint32_t bytes_of_all);
 } f8_width;
 
 extern const f8_width f8_avx512, f8_avx2, f8_portable;
