@@ -210,7 +210,7 @@ class Chip:
         if granularities not in self.granularity_pairs:
             of_rows = "; to use a tensorwise scale beside rowwise ones, repeat it for every row"
             is_mx = all(granularity.is_microscaled for granularity in granularities)
-            remedy = f", which {E8M0FNU} scales are; pass chip='B200'" if is_mx else of_rows
+            remedy = f", which {E8M0FNU} scales are; choose the chip B200" if is_mx else of_rows
             return f"{self} takes scales {_pairs(self.granularity_pairs)}; got {scales}{remedy}"
         if not granularities[0].is_blockwise:
             return None

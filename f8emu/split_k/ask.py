@@ -136,6 +136,7 @@ def split_of(caller: str | None, call: GemmCall, layout: str = "tn", *, at_hand:
 
 
 _WARNED: set[tuple[str, str]] = set()  # (caller, chip) without a plan, and (caller, table) without an answer
+_REMEDY = "If you know S, pass it to scaled_mm or mm as split_k; layers have no such argument"
 
 
 def _warn(caller: str, gemm: PlannedGemm) -> None:
@@ -146,13 +147,13 @@ def _warn(caller: str, gemm: PlannedGemm) -> None:
     _WARNED.add(key)
     message = (
         f"{caller}: there is no split-K plan for {gemm.call.chip.with_evidence}; its GEMMs are emulated without "
-        "split-K. Pass split_k if you know it. This warning appears once"
+        f"split-K. {_REMEDY}. This warning appears once"
     )
     if plan:
         message = (
             f"{caller}: the plan of {LIBRARY} on {plan} has no split-K for this GEMM: {gemm}. It is emulated without "
-            "split-K, and has the hardware's bits if the hardware does not split K either. Pass split_k if you know "
-            "it; `f8emu record OUT --plans IN.json` finds it on a GPU. This warning appears once per kind of GEMM"
+            "split-K, and has the hardware's bits if the hardware does not split K either. `f8emu record OUT --plans "
+            f"IN.json` finds S on a GPU. {_REMEDY}. This warning appears once per kind of GEMM"
         )
     warnings.warn(message, stacklevel=5)
 

@@ -66,7 +66,7 @@ def test_single_instructions() -> None:
 
 A, B, SCALE = codes(E4M3, 4, 32), codes(E4M3, 32, 4), scales(4, 1)
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "Hopper": (lambda: f8.scaled_mm(A, B, SCALE, SCALE.T), UnsupportedError, "pass chip='B200'"),
+    "Hopper": (lambda: f8.scaled_mm(A, B, SCALE, SCALE.T), UnsupportedError, "choose the chip B200"),
     # [4, 1] and [1, 4] of float32 would be rowwise.
     "bytes": (
         lambda: f8.scaled_mm(A, B, SCALE.view(np.uint8), SCALE.view(np.uint8).T, chip="B200"),

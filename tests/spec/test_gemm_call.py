@@ -132,7 +132,7 @@ OF_MX: dict[str, dict[str, Any]] = {
 """MXFP8, beside the operands of `GOOD`."""
 MX_BAD: list[tuple[str, dict[str, Any], type[F8Error], str]] = [
     *(
-        (call, {"chip": chip}, UNSUPPORTED, ", which float8_e8m0fnu scales are; pass chip='B200'")
+        (call, {"chip": chip}, UNSUPPORTED, ", which float8_e8m0fnu scales are; choose the chip B200")
         for call, chip in ((SCALED, HOPPER), (SCALED, BLACKWELL_MMA), (GROUPED, HOPPER))
     ),
     *(
