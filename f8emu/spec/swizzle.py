@@ -9,9 +9,10 @@ Groups of a grouped GEMM begin a new tile each: along the rows, or along K, in b
 Source: cuBLAS 13 documentation, "1D Block Scaling Factors Layout"; torchao's `to_blocked` has the same bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from operator import index
+from typing import Any, NamedTuple, SupportsIndex
 
 from f8emu.spec.errors import OperandError
 
@@ -51,14 +52,14 @@ def swizzled_size(rows: int, blocks: int) -> int:
 
 
 def swizzled_groups(
-    call: str, shape: tuple[int, ...], ends: Sequence[int] | None, axis: int
+    call: str, shape: tuple[int, ...], ends: Iterable[SupportsIndex] | None, axis: int
 ) -> tuple[list[SwizzledGroup], int]:
     """The groups of scales [rows, blocks], one without `ends`, and the bytes of all.
 
     Group g ends before row `ends[g]` where `axis` is 0, before that block where it is 1.
 
     Raises:
-        OperandError: no matrix, no such axis, or ends that descend or leave the scales.
+        OperandError: no matrix, no such axis, or ends that are no integers, descend or leave the scales.
     """
     rows, blocks = shape[-2:] if len(shape) > 1 else (-1, -1)
     if min(rows, blocks) < 0 or axis not in (0, 1) or (ends is not None and len(shape) > 2):
@@ -66,17 +67,31 @@ def swizzled_groups(
             f"{call}: scales must be [rows, blocks], or without ends [..., rows, blocks], and axis 0 or 1; got shape "
             f"{list(shape)} and axis {axis}; reshape them"
         )
-    runs = [slice(0, shape[axis - 2])] if ends is None else [slice(*run) for run in pairwise([0, *ends])]
+    try:
+        stops = [shape[axis - 2]] if ends is None else list(map(index, ends))
+    except TypeError:
+        raise OperandError(f"{call}: ends must be integers, one for each group; got {ends!r}; list them") from None
+    runs = [slice(*run) for run in pairwise([0, *stops])]
     if any(run.start > run.stop or run.stop > shape[axis - 2] for run in runs):
-        raise OperandError(
-            f"{call}: ends must ascend up to {shape[axis - 2]}; got {list(ends or ())}; give ends, not sizes"
-        )
+        raise OperandError(f"{call}: ends must ascend up to {shape[axis - 2]}; got {stops}; give ends, not sizes")
     groups, start = list[SwizzledGroup](), 0
     for run in runs:
         group = SwizzledGroup(slice(0, rows), run, start) if axis else SwizzledGroup(run, slice(0, blocks), start)
         groups.append(group)
         start += swizzled_size(*group.sizes)
     return groups, start
+
+
+def check_padding(call: str, padding: object) -> None:
+    """Refuse what is no byte.
+
+    Raises:
+        OperandError: it is none.
+    """
+    if not isinstance(padding, SupportsIndex) or not 0 <= index(padding) < 256:
+        raise OperandError(
+            f"{call}: padding must be a byte, an integer from 0 to 255; got {padding!r}; 255 is a NaN of E8M0"
+        )
 
 
 def check_swizzled(call: str, shape: tuple[int, ...], size: int) -> None:

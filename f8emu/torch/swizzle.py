@@ -1,28 +1,32 @@
 """Block scales in cuBLASLt's layout of 128x4 tiles, and back: `f8emu.spec.swizzle` has the arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from f8emu.spec.errors import OperandError
-from f8emu.spec.swizzle import check_swizzled, swizzled_groups
+from f8emu.spec.swizzle import check_padding, check_swizzled, swizzled_groups
 from f8emu.torch.chip import require_tensor
 
 
-def swizzle_scales(scale: Tensor, *, ends: Sequence[int] | None = None, axis: int = 0, padding: int = 0) -> Tensor:
+def swizzle_scales(
+    scale: Tensor, *, ends: Iterable[SupportsIndex] | None = None, axis: int = 0, padding: int = 0
+) -> Tensor:
     """Scales in the order in which cuBLASLt reads them, torch's SWIZZLE_32_4_4; `padding` is the byte between them.
 
     `ends` are the last rows (axis 0) or blocks (axis 1), plus one, of the groups of a grouped GEMM, which begin a tile
-    each; what is beyond the last is left out.
+    each, as integers or as a tensor of such; what is beyond the last is left out.
 
     Shapes:
         scale of bytes, E8M0 or uint8, [..., rows, blocks] -> [..., bytes] of its dtype.
 
     Raises:
-        OperandError: elements of more than a byte, a wrong rank, or ends that do not fit.
+        OperandError: elements of more than a byte, a wrong rank, ends that do not fit, or a padding that is no byte.
     """
+    check_padding("swizzle_scales", padding)
     plain = _bytes("swizzle_scales", "scale", scale)
     groups, size = swizzled_groups("swizzle_scales", tuple(plain.shape), ends, axis)
     out, arange = plain.new_full((*plain.shape[:-2], size), padding), partial(torch.arange, device=plain.device)
@@ -32,7 +36,7 @@ def swizzle_scales(scale: Tensor, *, ends: Sequence[int] | None = None, axis: in
 
 
 def unswizzle_scales(
-    swizzled: Tensor, rows: int, blocks: int, *, ends: Sequence[int] | None = None, axis: int = 0
+    swizzled: Tensor, rows: int, blocks: int, *, ends: Iterable[SupportsIndex] | None = None, axis: int = 0
 ) -> Tensor:
     """The scales that `swizzle_scales` put in order: its inverse. What is beyond the last group is byte 0.
 

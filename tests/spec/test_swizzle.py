@@ -55,6 +55,8 @@ def test_groups_begin_a_tile_each(axis: int, backend: str) -> None:
     parts = np.split(scale, ends, axis)[:-1]
     swizzled = _of(backend, "swizzle_scales")(scale, ends=ends, axis=axis, padding=7)
     np.testing.assert_array_equal(swizzled, np.concatenate([by_loop(part, 7) for part in parts]))
+    of_array = _of(backend, "swizzle_scales")(scale, ends=np.array(ends, np.int32), axis=axis, padding=7)
+    np.testing.assert_array_equal(of_array, swizzled)
     back = _of(backend, "unswizzle_scales")(swizzled, 300, 11, ends=ends, axis=axis)
     np.moveaxis(scale, axis, 0)[ends[-1] :] = 0
     np.testing.assert_array_equal(back, scale)
@@ -82,6 +84,12 @@ def test_refusals(backend: str) -> None:
     for ends in ([3, 2], [5]):
         with pytest.raises(OperandError, match="ascend up to 4"):
             swizzle(scale, ends=ends)
+    for ends in ((1.0, 4.0), ["4"], 4):
+        with pytest.raises(OperandError, match="ends must be integers, one for each group; got"):
+            swizzle(scale, ends=ends)
+    for padding in (256, -1, 1.5, "0"):
+        with pytest.raises(OperandError, match=f"padding must be a byte, .* got {padding!r}"):
+            swizzle(scale, padding=padding)
     with pytest.raises(OperandError, match=r"\[rows, blocks\]"):
         unswizzle(scale.ravel(), 4, -1)
     with pytest.raises(OperandError, match="512 bytes or more"):
