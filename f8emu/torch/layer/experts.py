@@ -136,7 +136,7 @@ def experts_of(
         )
     if is_exporting() and not in_graph:  # `kept` has the bits of the weights
         return traced_experts.overload(input, list(ups), down, offs, recipe_text(recipe), engine)
-    groups = Groups(grouped.group_tiles(offs, input.shape[0]), offs.shape[0])
+    groups = Groups.of(offs, input.shape[0], recipe)
     needs_grad = torch.is_grad_enabled()
     plan = GroupedPlan(recipe, engine, needs_grad and any([weight.requires_grad for weight in ups]))
     if can_fuse(input, recipe):

@@ -38,7 +38,7 @@ _CAST_FROM = "_f8emu_cast_from"  # of a scale: the version and the place of the 
 class Groups(NamedTuple):
     """The groups of one call."""
 
-    tiles: Tensor  # of `grouped.group_tiles`
+    tiles: Tensor  # of `grouped.group_tiles` or `microscaled_groups.group_ends`
     number: int
 
     @property
@@ -48,6 +48,12 @@ class Groups(NamedTuple):
     @property
     def padded_ends(self) -> Tensor:
         return grouped.padded_offs(self.tiles, self.number)
+
+    @classmethod
+    def of(cls, offs: Tensor, rows: int, recipe: Recipe) -> "Groups":
+        """Those of a matrix of `rows` rows, padded as the recipe's casts of `x^T` pad them."""
+        begin = grouped.group_tiles if recipe.scale_rule.e8m0 is None else microscaled_groups.group_ends
+        return cls(begin(offs, rows), offs.shape[0])
 
 
 class GroupedPlan(NamedTuple):
@@ -116,7 +122,7 @@ def grouped_linear(
 
 
 def _of_groups(input: Tensor, weight: Tensor, offs: Tensor, recipe: Recipe, engine: str) -> Tensor:
-    groups = Groups(grouped.group_tiles(offs, input.shape[0]), offs.shape[0])
+    groups = Groups.of(offs, input.shape[0], recipe)
     plan = GroupedPlan(recipe, engine, torch.is_grad_enabled() and weight.requires_grad)
     return GroupedLinear.apply(input, weight, groups.tiles, plan)
 
@@ -292,7 +298,7 @@ def _cast(x: Tensor, tiles: Tensor | None, number: int, plan: CastPlan, state: D
     if plan.format is None:
         return high[0], high[1]
     if plan.rule.e8m0 is not None:
-        return microscaled_groups.cast_groups(x, None if tiles is None else tiles[:number], number, plan)
+        return microscaled_groups.cast_groups(x, tiles, number, plan)
     if plan.is_one_pass:
         codes, scale, _ = fused.cast_rows(x, plan.format.name, plan.rule.power_of_two, plan.rule.amax_floor)
         return Operand(codes, scale), high[1]
@@ -350,9 +356,7 @@ def multiply_over_rows(
     if spec.a.format is None:
         return operators.multiply_groups(a.codes.t(), b.codes, None, None, groups.ends, *options)
     scale_a, scale_b = _scales(a, b, spec, groups.number, (groups.number * b.codes.shape[0],))
-    is_microscaled = spec.a.granularity is Granularity.BLOCKWISE_1X32
-    ends = microscaled_groups.padded_ends(groups.ends) if is_microscaled else groups.padded_ends
-    return operators.multiply_groups(a.codes, b.codes.t(), scale_a, scale_b, ends, *options)
+    return operators.multiply_groups(a.codes, b.codes.t(), scale_a, scale_b, groups.padded_ends, *options)
 
 
 def _scales(

@@ -12,8 +12,17 @@ from f8emu.spec.scaling import MX_BLOCK
 from f8emu.torch.casts.operand import Both, Operand, cast_microscaled
 
 
+def group_ends(offs: Tensor, rows: int) -> Tensor:
+    """The ends of the groups in a matrix of `rows` rows, and where each has whole blocks, as `group_tiles` begins."""
+    ends = offs.clamp(0, rows)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).clamp(min=0)
+    return torch.cat([ends, (-(-sizes // MX_BLOCK) * MX_BLOCK).cumsum(0).to(torch.int32)])
+
+
 def cast_groups(x: Tensor, ends: Tensor | None, number: int, plan: CastPlan) -> Both:
     """`x` [T, K], and `x^T` of every group, as operands; of a weight [G * N, K], without `ends`, as codes [G, K, N].
+
+    `ends` are those of `group_ends`.
 
     Shapes:
         Of `x^T` codes [K, P] and scales [K, P / 32], P being `padded_rows`: the groups, padded, and what is left over.
@@ -24,16 +33,10 @@ def cast_groups(x: Tensor, ends: Tensor | None, number: int, plan: CastPlan) -> 
     if col_kind is None:
         return row, None
     if ends is not None:
-        return row, Operand(*cast_microscaled(_with_padding(x, ends).t(), *rule))
+        return row, Operand(*cast_microscaled(_with_padding(x, *ends.view(2, number)).t(), *rule))
     turned = x.view(number, -1, x.shape[1]).mT
     codes, scale = cast_microscaled(turned.flatten(0, 1), *rule)
     return row, Operand(codes.view(turned.shape), scale)
-
-
-def padded_ends(ends: Tensor) -> Tensor:
-    """The ends of the groups where each has whole blocks of rows."""
-    sizes = ends.diff(prepend=ends.new_zeros(1)).clamp(min=0)
-    return (-(-sizes // MX_BLOCK) * MX_BLOCK).cumsum(0).to(torch.int32)
 
 
 def padded_rows(rows: int, number: int) -> int:
@@ -41,9 +44,9 @@ def padded_rows(rows: int, number: int) -> int:
     return (-(-rows // MX_BLOCK) + number) * MX_BLOCK
 
 
-def _with_padding(x: Tensor, ends: Tensor) -> Tensor:
+def _with_padding(x: Tensor, ends: Tensor, after: Tensor) -> Tensor:
     # `x` [T, K], each group padded with zeros, and zeros behind the last.
-    number, after = ends.shape[0], padded_ends(ends)
+    number = ends.shape[0]
     if x.shape[0] == 0:
         return x.new_zeros(padded_rows(0, number), x.shape[1])
     place = torch.arange(padded_rows(x.shape[0], number), device=x.device)
