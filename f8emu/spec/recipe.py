@@ -170,7 +170,7 @@ class Recipe:
         """The name. Unless it is a named recipe, the start of the content hash follows, and what of its chip and
         its weights is not the default.
         """
-        if _BY_NAME.get(self.name) == self:
+        if NAMED_RECIPES.get(self.name) == self:
             return self.name
         on = "" if self.chip == HOPPER.name else f" on {CHIPS[self.chip]}"
         of = "" if self.cast_weight_from is CastFrom.PARAMETER else f" of {self.cast_weight_from.value} weights"
@@ -333,7 +333,7 @@ MXFP8_FLOOR = replace(MXFP8, name="mxfp8_floor", scale_rule=ScaleRule(e8m0=E8M0R
 MX_RECIPES: dict[RecipeName, Recipe] = {"mxfp8": MXFP8, "mxfp8_floor": MXFP8_FLOOR}
 """Named recipes of a Blackwell GPU, whose GEMMs were never recorded (`Evidence.AGREES_WITH_MODEL`)."""
 
-NAMED_RECIPES: dict[RecipeName, Recipe] = {**RECIPES, **SERVING_RECIPES, **MX_RECIPES}
+NAMED_RECIPES: dict[str, Recipe] = {**RECIPES, **SERVING_RECIPES, **MX_RECIPES}
 """Every named recipe."""
 
 RECIPE_ALIASES: dict[str, RecipeName] = {
@@ -342,7 +342,6 @@ RECIPE_ALIASES: dict[str, RecipeName] = {
     "lw_axiswise_with_gw_hp": "rowwise_with_gw_hp",
 }
 """Older names, from torchao and torchtitan -> the present name."""
-_BY_NAME: dict[str, Recipe] = {**NAMED_RECIPES}
 
 
 def recipe_by_name(name: str) -> Recipe:
@@ -353,9 +352,9 @@ def recipe_by_name(name: str) -> Recipe:
     """
     if name in RECIPE_ALIASES:
         warn_of_old_name(f"recipe {name!r}", repr(RECIPE_ALIASES[name]))
-    recipe = _BY_NAME.get(RECIPE_ALIASES.get(name, name))
+    recipe = NAMED_RECIPES.get(RECIPE_ALIASES.get(name, name))
     if recipe is None:
-        known, near = ", ".join(_BY_NAME), did_you_mean(name, _BY_NAME)
+        known, near = ", ".join(NAMED_RECIPES), did_you_mean(name, NAMED_RECIPES)
         older = ", ".join(f"{old} (= {new})" for old, new in RECIPE_ALIASES.items())
         raise SpecError(f"recipe_by_name: unknown recipe {name!r}{near}; known recipes: {known}; older names: {older}")
     return recipe
