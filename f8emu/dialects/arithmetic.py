@@ -25,8 +25,8 @@ Cast = Callable[[Float32], NDArray[np.uint8]]
 _Slices = tuple[slice, slice]
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in FORMATS}
 E4M3, E8M0, _FLOAT32 = (DTYPES[one.name] for one in (E4M3FN, E8M0FNU, FLOAT32))
-_BAND = 1 << 19
-"""Elements of a band: two megabytes of float32."""
+_BAND = 1 << 18
+"""Elements of a band: a megabyte of float32."""
 
 
 _HALF = 0x8000 + 16
@@ -247,8 +247,11 @@ def _rounded(x: Array, dtype: np.dtype[Any]) -> Float32:
 def _cast(table: NDArray[np.uint8], values: Float32) -> NDArray[np.uint8]:
     # Rounded to odd: the upper half of the float32, its last bit set where the lower half is not 0. Its nearest float8
     # is that of the float32: of the 8 bits that are left, 4 are more than one too many for every tie.
-    halves = np.ascontiguousarray(values).reshape(-1).view(np.uint16).reshape(-1, 2)
-    odd = np.bitwise_or(halves[:, 1], np.not_equal(halves[:, 0], 0).view(np.uint8))
+    bits = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
+    odd = bits & 0xFFFF
+    odd += 0xFFFF  # carries into the upper half unless the lower one is 0
+    odd |= bits
+    odd >>= 16
     return np.take(table, odd, mode="wrap")
 
 
