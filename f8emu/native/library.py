@@ -12,7 +12,7 @@ NAME = "_engine.abi3.so"
 """The file beside this module. It is no extension module: `ctypes` loads it, for every version of Python."""
 VARIABLE = "F8EMU_NATIVE_LIBRARY"
 """Names a library to load in place of the packaged one: one built with a sanitizer."""
-ABI = 4
+ABI = 5
 """`F8_ABI` of engine.h: an engine of another number has other structs."""
 _REINSTALL = "run pip install --force-reinstall --no-deps --no-cache-dir f8emu"
 
@@ -49,6 +49,7 @@ def _load() -> ctypes.CDLL | str:
         library.f8_scales.argtypes = [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3]
         library.f8_hash.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_int]
         library.f8_hash.restype = ctypes.c_uint64
+        library.f8_products.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_void_p] * 2]
     except (OSError, AttributeError) as problem:
         machine = f"{platform.system()} on {platform.machine()}"
         why = f"the engine does not load on {machine}, its file is damaged or of another machine: {problem}"

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from f8emu.dialects import arithmetic
+from f8emu.dialects.rules import SQUARE
 from f8emu.native import library
 
 Bytes = NDArray[np.uint8]
@@ -54,6 +56,24 @@ class Hash:
 def flat_bytes(part: ArrayLike) -> Bytes:
     """The bytes of an array in C order."""
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+
+def products_of_blocks(codes: NDArray[Any], scale: NDArray[np.float32]) -> NDArray[Any]:
+    """`bfloat16(code * scale)` of blocks of 128 x 128, which SGLang hashes: `arithmetic.decode`.
+
+    Shapes: codes [rows, K], scale one for each block, whole or not.
+    Exactness: every bit with and without the engine, but the sign of a NaN.
+    """
+    assert scale.shape == arithmetic.grid_shape(codes.shape, SQUARE)
+    bfloat16 = arithmetic.DTYPES["bfloat16"]
+    if (engine := library.library()) is None:
+        return arithmetic.decode(codes, scale, SQUARE, bfloat16)
+    # A block has 256 products: they are computed, and looked up.
+    every = np.broadcast_to(np.arange(256, dtype=np.uint8), (*scale.shape, 256)).reshape(len(scale), -1)
+    tables = arithmetic.decode(every, scale, (1, 256), bfloat16)
+    codes, products = np.ascontiguousarray(codes), np.empty(codes.shape, bfloat16)
+    engine.f8_products(codes.ctypes.data, *codes.shape, tables.ctypes.data, products.ctypes.data)
+    return products
 
 
 class SglangGpuHash:

@@ -15,7 +15,7 @@ from f8emu.dialects import arithmetic
 from f8emu.dialects.rules import ROW, SQUARE, TENSOR, Block, Dialect
 from f8emu.dialects.stacks import dialect_by_name
 from f8emu.rollout.checksums import SGLANG, VLLM, TensorChecksum
-from f8emu.rollout.hashing import Hash
+from f8emu.rollout.hashing import Hash, products_of_blocks
 from f8emu.rollout.layout import Cut, Layout, Module
 
 Array = NDArray[Any]
@@ -395,7 +395,7 @@ def _products(cut: Part) -> Iterator[Array]:
     step = max(1, BAND // cut.codes.shape[1] // 128) * 128
     for row in range(0, len(cut.codes), step):
         scale = cut.scale[row // 128 : -(-(row + step) // 128)]
-        yield arithmetic.decode(cut.codes[row : row + step], scale, SQUARE, DTYPES["BF16"])
+        yield products_of_blocks(cut.codes[row : row + step], scale)
 
 
 def _requantized_to(part: Part, scale: Any) -> Part:

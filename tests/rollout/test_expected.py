@@ -13,7 +13,7 @@ from f8emu.dialects import quantize
 from f8emu.dialects.arithmetic import DTYPES, decode
 from f8emu.native import library
 from f8emu.rollout import Checksums, Outcome, expected_checksums
-from f8emu.rollout.hashing import SglangGpuHash, sum_of_tiles, sum_of_tiles_by_numpy
+from f8emu.rollout.hashing import SglangGpuHash, products_of_blocks, sum_of_tiles, sum_of_tiles_by_numpy
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from tests.rollout.models import BLOCKS, CHANNELS, LAYER, TENSORS, VOCABULARY, Arrays, in_float8, weights, write
 
@@ -228,9 +228,24 @@ def test_the_hash_of_a_gpu_on_every_width(words: int, first: int) -> None:
         assert {width for width in library.widths() if sum_of_tiles(data, first, nbytes, width) != of_numpy} == set()
 
 
-def test_the_hash_of_a_gpu_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (300, 200), (129, 1024)])
+def test_products_of_blocks(shape: tuple[int, int]) -> None:
+    """Every code, and scales that are no numbers; rows are part of a larger matrix. A NaN may have either sign."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (shape[0], shape[1] + 5), np.uint8)[:, 3:-2]
+    scale = rng.standard_normal((-(-shape[0] // 128), -(-shape[1] // 128))).astype(np.float32)
+    for number in (1.0, 1e-38, np.inf, np.nan):
+        scale[-1, 0] = number
+        products, expected = products_of_blocks(codes, scale), decode(codes, scale, SQUARE, DTYPES["bfloat16"])
+        is_nan = np.isnan(expected)
+        assert np.array_equal(np.isnan(products), is_nan)
+        assert np.array_equal(products[~is_nan].view(np.uint16), expected[~is_nan].view(np.uint16))
+
+
+def test_what_sglang_hashes_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "library", lambda: None)
     test_the_hash_of_a_gpu_in_parts(100_000)
+    test_products_of_blocks((300, 200))
 
 
 # Faults: each moves the keys of what it touches, and no other.

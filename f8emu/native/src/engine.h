@@ -7,7 +7,7 @@
    gemm.c cuts the GEMM into panels, hands them to threads, and finishes; a width (avx512.c, avx2.c, portable.c) is
    kernel.h on vectors of its own: it packs operands, runs the steps of the tensor core and promotes; step.c is one
    step of one output for every model and every operand. cast.c cuts a cast into parts; its loops are cast.h, on every
-   width. threads.c runs both. hash.c has a hash, and hash.h its loop. All widths give the same bits. Rule ids are those
+   width. threads.c runs both. hash.c is for hashes, and hash.h the loop of one. All widths give the same bits. Rule ids are those
    of reference/NUMERICS.md. */
 #ifndef F8EMU_ENGINE_H
 #define F8EMU_ENGINE_H
@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised with every change of a struct, of a number or of a function below; f8emu.native.library has the same. */
-enum { F8_ABI = 4 };
+enum { F8_ABI = 5 };
 int f8_abi(void);
 
 /* Formats, as f8emu.native.gemm numbers them. */
@@ -120,12 +120,14 @@ typedef struct {
 int f8_run_cast(const f8_cast *cast, int width);
 void f8_scales(const f8_rule *rule, int64_t count, const float *amax, float *inv_scale, void *scale);
 
-/* ---- A hash ---- */
+/* ---- Hashes ---- */
 
 /* Of words of 32 bits, which need no alignment: what they add to SGLang's hash of a tensor on a GPU, modulo 2^64.
    `first` is the index of the first of them in the tensor, that of a tile; `bytes_of_all` is the size of the tensor.
    Both modulo 2^32, and words are whole. */
 uint64_t f8_hash(const uint8_t *bytes, int64_t words, uint32_t first, uint32_t bytes_of_all, int width);
+/* products[i] = table[codes[i]] of a matrix; tables[blocks of 128 rows][blocks of 128 columns][256]. */
+void f8_products(const uint8_t *codes, int64_t rows, int64_t columns, const uint16_t *tables, uint16_t *products);
 
 /* The widths compiled in, fastest first; null past the last. */
 const char *f8_width_name(int width);
