@@ -180,6 +180,7 @@ WRONG: list[tuple[type[F8Error], str, Callable[[], Any]]] = [
     (OperandError, "engine must be one of", lambda: dot(engine="fast")),
     (UnsupportedError, "recipe 'delayed' with delayed scales", lambda: dot(recipe="delayed")),
     (UnsupportedError, "recipe 'blockwise' with block scales", lambda: dot(recipe="blockwise")),
+    (UnsupportedError, "'mxfp8' with block scales; use another, or dot_general", lambda: dot(recipe="mxfp8")),
     (SpecError, "unknown recipe", lambda: dot(recipe="no")),
     (UnsupportedError, "precision must be None", lambda: dot(precision="highest")),
     (UnsupportedError, "got a group_offset", lambda: dot(group_offset=jnp.zeros(1, jnp.int32))),
