@@ -1,5 +1,6 @@
 """Weights for a server's update: equal to an export, to a dialect's bytes, of sharded models and of experts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import f8emu.torch as f8
-from f8emu.dialects import quantize
-from f8emu.spec import F8Error
+from f8emu.dialects import dialect_by_name, quantize
+from f8emu.dialects.rules import Stored
+from f8emu.spec import E5M2, ROWWISE, F8Error
+from f8emu.torch.serving.coding import WeightCoder
 from tests.torch_path.streams import assert_same
 from tests.torch_path.test_serving import llama
 
@@ -52,6 +55,21 @@ def test_a_dialect_gives_its_own_bytes(dialect: Any, copies: bool) -> None:
     theirs = quantize(weight.detach().bfloat16() if copies else weight.detach(), dialect)
     assert_same({"codes": codes, "scale": scale.reshape(theirs.scale.shape)}, theirs._asdict())
     assert scale.ndim == (1 if "tensor" in dialect else 2) and streamed["lm_head.weight"].dtype is torch.float32
+
+
+def test_a_dialect_keeps_its_format_beside_layers_of_another() -> None:
+    """Weights are E5M2 in the layers; a dialect that a ScaleRule gives is E4M3."""
+    output, grad_input = ROWWISE.output, ROWWISE.grad_input
+    recipe = replace(
+        ROWWISE,
+        name="weights_in_e5m2",
+        output=replace(output, b=replace(output.b, format=E5M2)),
+        grad_input=replace(grad_input, b=replace(grad_input.b, format=E5M2)),
+    )
+    dialect = replace(dialect_by_name("torchao_rowwise_float"), stored=Stored(names=("weight_scale",)))
+    value = torch.randn(128, 256)
+    codes, scale = WeightCoder("stream_float8", dialect, recipe, {"weight": value.shape}, "").cast(value)
+    assert_same({"codes": codes, "scale": scale}, quantize(value, dialect)._asdict())
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])

@@ -50,10 +50,10 @@ class WeightCoder:
                 f"{call}: {dialect.name} casts no weights of a checkpoint, or stores them in a layout of its own; "
                 "choose one with a weight_scale, such as vllm_weight_block, vllm_weight_channel or vllm_weight_tensor"
             )
-        # Our own cast, where the model is, if it gives the dialect's bytes in the blocks that the layers have.
+        # Our own cast, where the model is, if it gives the dialect's bytes: its format, and blocks that it has.
         is_alike, self.block = self.block in blocks, self.block if self.block in blocks else blocks[0]
         self._dialect = dialect
-        if is_alike and self._plan.format is not None and self._recipe.delayed is None:
+        if is_alike and self._plan.format == dialect.code.format and self._recipe.delayed is None:
             try:
                 self._plan, self._dialect = self._plan._replace(rule=dialect.scale_rule), None
             except UnsupportedError:
