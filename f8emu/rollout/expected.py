@@ -1,11 +1,11 @@
 """The checksums that an engine must show of a checkpoint: one module at a time, two of them at once."""
 
 import hashlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+from f8emu.audit.blocks import weights_of
 from f8emu.audit.checkpoint import CONFIG, FLOATS, Checkpoint, read_checkpoint
 from f8emu.audit.formats import format_of
 from f8emu.conformance.run.result import Progress, Silent
@@ -14,8 +14,9 @@ from f8emu.dialects.names import DialectName
 from f8emu.dialects.rules import Dialect
 from f8emu.dialects.stacks import dialect_by_name
 from f8emu.rollout.checksums import SGLANG, VLLM, Checksums, Source, TensorChecksum
-from f8emu.rollout.holding import Holder, Unpredicted, block_of
+from f8emu.rollout.holding import Holder
 from f8emu.rollout.layout import Module, layout_of
+from f8emu.rollout.parts import Unpredicted
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.strict import faults_as, open_regular
 
@@ -25,7 +26,6 @@ VERSIONS = {
     VLLM: "loading as in vllm 0.33.0; /weight_checker as in 0.32.0 and 0.33.0",
     SGLANG: "loading as in sglang 0.5.23; /weights_checker and its hash as in 0.5.12 to 0.5.23",
 }
-_METHODS = ("", "fp8", "compressed-tensors")
 _THREADS = 2
 _PRODUCTS = (
     "SGLang hashes bfloat16(code * scale) of weights in blocks: one unit in the last place of a scale, or other codes "
@@ -92,6 +92,7 @@ def expected_checksums(
     holder = Holder(
         checkpoint=checkpoint,
         format=form,
+        weights={weight.name: weight for weight in weights_of(checkpoint, form)},
         layout=layout,
         engine=engine,
         kernel=kernel,
@@ -104,13 +105,9 @@ def expected_checksums(
     bar.begin("checksums", "modules", len(layout.modules))
     tensors: list[TensorChecksum] = []
     left = list(layout.unknown)
-    reason = _unpredictable(known, engine, kernel, tensor_parallel, form.method)
 
     def hashed(module: Module) -> tuple[Module, list[TensorChecksum], str]:
         try:
-            is_cast = known is not None and not module.name.endswith(("norm", "embed_tokens", "lm_head"))
-            if reason and (is_cast or form.method):
-                raise Unpredicted(reason)
             return module, holder.tensors_of(module), ""
         except Unpredicted as error:
             return module, [], str(error)
@@ -137,44 +134,25 @@ def expected_checksums(
         kernel=kernel,
         digests=kinds[engine],
         tensor_parallel=tensor_parallel,
-        source=Source(path=str(source), dtype=", ".join(sorted(weights)), **_identity(Path(source), checkpoint)),
+        source=Source(
+            path=str(source),
+            dtype=", ".join(sorted(weights)),
+            sha256=_identity(Path(source), checkpoint),
+            hashed="config.json, and names, sizes and headers of the shards; no data",
+        ),
         tensors=tuple(sorted(tensors, key=lambda tensor: (tensor.rank, tensor.name))),
         not_predicted=tuple(left),
         notes=tuple(note for note, is_so in notes if is_so),
     )
 
 
-def _unpredictable(dialect: Dialect | None, engine: str, kernel: str, tp: int, method: str) -> str:
-    # Why nothing that is quantized can be told; empty if it can.
-    if method not in _METHODS:
-        return f"how {engine} loads quant_method {method!r:.40} was not read"
-    if dialect is None:
-        return ""
-    if dialect.code_steps or dialect.scale_ulps:
-        return f"{dialect.name} is not IEEE arithmetic on a GPU: {dialect.caveat}"
-    if block_of(dialect) is None:
-        return f"{dialect.name} does not quantize weights"
-    if dialect.name == "sglang_weight_tensor" and kernel == "cutlass":
-        return "with Cutlass SGLang casts rows, by a kernel that is not IEEE arithmetic; give the kernel triton"
-    if dialect.name == "sglang_weight_tensor" and tp > 1:
-        return "SGLang gives the shard of each rank a scale of its own, which is not computed here"
-    return ""
-
-
-def _identity(source: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    digest = hashlib.sha256()
-    for part in _headers(source, checkpoint):
-        digest.update(part)
-    return {"sha256": digest.hexdigest(), "hashed": "config.json, and names, sizes and headers of the shards; no data"}
-
-
-def _headers(source: Path, checkpoint: Checkpoint) -> Iterator[bytes]:
+def _identity(source: Path, checkpoint: Checkpoint) -> str:
+    files: dict[Path, int] = {}
+    for tensor in checkpoint.tensors.values():
+        files[tensor.file] = min(files.get(tensor.file, tensor.begin), tensor.begin)
     with faults_as(OperandError, "checksums", source):
-        if (source / CONFIG).exists():
-            yield (source / CONFIG).read_bytes()
-        files: dict[Path, int] = {}
-        for tensor in checkpoint.tensors.values():
-            files[tensor.file] = min(files.get(tensor.file, tensor.begin), tensor.begin)
+        digest = hashlib.sha256((source / CONFIG).read_bytes())
         for file, begin in sorted(files.items()):
             with open_regular(file) as shard:
-                yield f"{file.name} {file.stat().st_size} ".encode() + shard.read(begin)
+                digest.update(f"{file.name} {file.stat().st_size} ".encode() + shard.read(begin))
+    return digest.hexdigest()

@@ -1,9 +1,10 @@
 """Which modules of a checkpoint an engine fuses into one, and which part of it each rank holds."""
 
+import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
 from f8emu.audit.checkpoint import Checkpoint
@@ -13,8 +14,9 @@ from f8emu.spec.errors import UnsupportedError
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe")
 """Those whose loading code was read in both engines, without `ForCausalLM`."""
-_VOCABULARY_PADDING = 64
-_EXPERT = re.compile(r"(.+\.experts)\.(\d{1,4})\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(\w+)")
+_PADDING = 64
+"""To which engines pad a vocabulary."""
+_EXPERT = re.compile(r"(.+\.experts)\.(\d{1,4})\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 _W13, _W2 = ("gate_proj", "w1", "up_proj", "w3"), ("down_proj", "w2")
 _COMPUTED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 """What engines compute, or do not check."""
@@ -39,7 +41,8 @@ class Module:
     parts: tuple[tuple[str, ...], ...]
     """Modules of the checkpoint, one below the other; of experts, those of each expert."""
     is_expert: bool = False
-    is_router: bool = False
+    is_linear: bool = True
+    """Whether the engine quantizes it, where it quantizes at all."""
 
     def tensor(self, suffix: str) -> str:
         """The name of a parameter of it."""
@@ -61,23 +64,22 @@ class Layout:
     modules: tuple[Module, ...]
     unknown: tuple[tuple[str, str], ...]
     """(name, reason) of tensors that no rule knows."""
-    quantizes_router: bool
-    """Whether a router is quantized as the model is loaded: in vLLM that of Qwen3-MoE is, in SGLang none."""
 
-    def rows(self, part: str, size: int, rank: int) -> slice:
-        """The rows of a part of a fused module on a rank; of keys and values, ranks have one head at least."""
-        is_kv = part.rpartition(".")[2] in ("k_proj", "v_proj")
-        count = min(self.tp, self.kv_heads) if is_kv else self.tp
-        return _share(size, count, rank // (self.tp // count))
-
-    def columns(self, size: int, rank: int) -> slice:
-        return _share(size, self.tp, rank)
-
-    def vocabulary(self, size: int, rank: int) -> tuple[slice, int]:
-        """The rows of a rank that the checkpoint has, and how many there are with the padding."""
-        padded = -(-size // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
-        share = _share(padded, self.tp, rank)
-        return slice(min(share.start, size), min(share.stop, size)), share.stop - share.start
+    def share(self, cut: Cut, part: str, shape: tuple[int, ...], rank: int) -> tuple[slice, slice]:
+        """The rows and columns that a rank has of a part; a vector is one column. Behind a vocabulary, zeros follow."""
+        rows, columns = shape[0], math.prod(shape[1:])
+        match cut:
+            case Cut.ROWS:
+                # Ranks have one head of keys and values at least.
+                is_kv = part.rpartition(".")[2] in ("k_proj", "v_proj")
+                count = min(self.tp, self.kv_heads) if is_kv else self.tp
+                return _share(rows, count, rank // (self.tp // count)), slice(0, columns)
+            case Cut.COLUMNS if len(shape) > 1:
+                return slice(0, rows), _share(columns, self.tp, rank)
+            case Cut.VOCABULARY:
+                return _share(-(-rows // _PADDING) * _PADDING, self.tp, rank), slice(0, columns)
+            case _:
+                return slice(0, rows), slice(0, columns)
 
 
 def _share(size: int, count: int, index: int) -> slice:
@@ -104,48 +106,42 @@ def layout_of(checkpoint: Checkpoint, engine: str, tp: int) -> Layout:
     if not (is_right and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)):
         raise UnsupportedError(f"checksums: {tp} ranks must share {heads} heads and {kv_heads} of keys; choose --tp")
     # 1. Which module of the engine each module of the checkpoint goes to.
-    stems: dict[str, dict[tuple[int, int], str]] = {}
+    places: dict[tuple[str, Cut], dict[tuple[int, int], str]] = {}
     unknown: list[tuple[str, str]] = []
-    cuts: dict[str, Cut] = {}
     for name in checkpoint.tensors:
         if name.endswith(_COMPUTED) or (name == "lm_head.weight" and config.get("tie_word_embeddings") is True):
             continue
-        place = _place(name, engine)
-        if place is None:
-            unknown.append((name, "no rule knows this module"))
+        if place := _place(name, engine):
+            module, cut, index = place
+            places.setdefault((module, cut), {})[index] = name.rpartition(".")[0]
         else:
-            module, index, part, cuts[module] = place
-            stems.setdefault(module, {})[index] = part
-    # 2. Their order: experts, then the parts of each.
-    modules = tuple(_module(name, parts, cuts[name]) for name, parts in sorted(stems.items()))
-    routed = engine == VLLM and architecture == "Qwen3Moe"
-    return Layout(tp=tp, kv_heads=kv_heads, modules=modules, unknown=tuple(unknown), quantizes_router=routed)
+            unknown.append((name, "no rule knows this module"))
+    # 2. Their order: experts, then the parts of each. vLLM quantizes the router of Qwen3-MoE, SGLang none.
+    linear = ("gate",) if engine == VLLM and architecture == "Qwen3Moe" else ()
+    modules: list[Module] = []
+    for (name, cut), parts in sorted(places.items(), key=lambda item: item[0][0]):
+        last = name.rpartition(".")[2]
+        experts = groupby(sorted(parts), key=lambda index: index[0])
+        of_experts = tuple(tuple(parts[index] for index in indices) for _, indices in experts)
+        is_linear, is_expert = cut in (Cut.ROWS, Cut.COLUMNS) or last in linear, last in ("w13", "w2")
+        modules.append(Module(name=name, cut=cut, parts=of_experts, is_expert=is_expert, is_linear=is_linear))
+    return Layout(tp=tp, kv_heads=kv_heads, modules=tuple(modules), unknown=tuple(unknown))
 
 
-def _place(name: str, engine: str) -> tuple[str, tuple[int, int], str, Cut] | None:
-    # The engine's module, where in it (expert, part), the checkpoint's module, and the cut.
+def _place(name: str, engine: str) -> tuple[str, Cut, tuple[int, int]] | None:
+    # The engine's module, its cut, and where in it (expert, part) that of the checkpoint is.
     module = name.rpartition(".")[0]
-    if match := _EXPERT.fullmatch(name):
-        stem, expert, last = match[1], int(match[2]), match[3]
-        stem = f"{stem}.routed_experts" if engine == VLLM else stem
-        if last in _W2:
-            return f"{stem}.w2", (expert, 0), module, Cut.COLUMNS
-        return f"{stem}.w13", (expert, _W13.index(last) // 2), module, Cut.ROWS
     stem, _, last = module.rpartition(".")
+    if match := _EXPERT.fullmatch(module):
+        stem, expert, last = match[1] + (".routed_experts" if engine == VLLM else ""), int(match[2]), match[3]
+        if last in _W2:
+            return f"{stem}.w2", Cut.COLUMNS, (expert, 0)
+        return f"{stem}.w13", Cut.ROWS, (expert, _W13.index(last) // 2)
     for fused, parts in FUSED.items():
         if last in parts:
-            return f"{stem}.{fused}", (0, parts.index(last)), module, Cut.ROWS
+            return f"{stem}.{fused}", Cut.ROWS, (0, parts.index(last))
     if last in ("embed_tokens", "lm_head"):
-        return module, (0, 0), module, Cut.VOCABULARY
+        return module, Cut.VOCABULARY, (0, 0)
     if last in ("o_proj", "down_proj"):
-        return module, (0, 0), module, Cut.COLUMNS
-    return (module, (0, 0), module, Cut.WHOLE) if last.endswith("norm") or last == "gate" else None
-
-
-def _module(name: str, places: Mapping[tuple[int, int], str], cut: Cut) -> Module:
-    last = name.rpartition(".")[2]
-    experts: dict[int, list[str]] = {}
-    for (expert, _), part in sorted(places.items()):
-        experts.setdefault(expert, []).append(part)
-    parts = tuple(map(tuple, experts.values()))
-    return Module(name=name, cut=cut, parts=parts, is_expert=last in ("w13", "w2"), is_router=last == "gate")
+        return module, Cut.COLUMNS, (0, 0)
+    return (module, Cut.WHOLE, (0, 0)) if last.endswith("norm") or last == "gate" else None

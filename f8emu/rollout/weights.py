@@ -70,10 +70,10 @@ class _Pair:
     weight: Weight
     """The server's; with its origin, if the trainer's is in high precision."""
     names: frozenset[str]
+    """The tensors of both that it consists of."""
     ours: Callable[[], Arrays]
-
-    def theirs(self) -> Arrays:
-        return _loaded(self.weight)
+    uncompared: str = ""
+    """Why the trainer's is not known."""
 
 
 def by_digest(expected: Checksums, shown: object) -> Weights:
@@ -112,12 +112,14 @@ def by_bytes(trainer: Checkpoint, server: Checkpoint, dialect: str) -> Weights:
     result = Weights(by=f"bytes, the trainer's cast by {dialect}" if is_cast else "bytes")
     form = format_of(server if is_cast else trainer)
     used, owners, wrong, right = set[str](), dict[str, str](), list[_Pair](), set[object]()
-    kept = used, result.lists["not_predicted"]
-    pairs = _cast(trainer, server, form, dialect_by_name(dialect), *kept) if is_cast else _stored(trainer, server, form)
+    pairs = _cast(trainer, server, form, dialect_by_name(dialect)) if is_cast else _stored(trainer, server, form)
     # 1. Float8 weights with their scales.
     for pair in pairs:
-        (codes, scale), (held, factors) = pair.ours(), pair.theirs()
         used |= pair.names
+        if pair.uncompared:
+            result.lists["not_predicted"].append(f"{pair.weight.name} ({pair.uncompared})")
+            continue
+        (codes, scale), (held, factors) = pair.ours(), _loaded(pair.weight)
         owners |= {digest: place for place, digest in _digests(pair.weight, codes)}
         if codes.tobytes() == held.tobytes() and scale.tobytes() == factors.tobytes():
             result.equal += 1
@@ -160,24 +162,18 @@ def _stored(trainer: Checkpoint, server: Checkpoint, form: Format) -> Iterator[_
             yield _Pair(weight=there, names=names, ours=partial(_loaded, weight))
 
 
-def _cast(
-    trainer: Checkpoint, server: Checkpoint, form: Format, dialect: Dialect, used: set[str], not_predicted: list[str]
-) -> Iterator[_Pair]:
+def _cast(trainer: Checkpoint, server: Checkpoint, form: Format, dialect: Dialect) -> Iterator[_Pair]:
     # The server's float8 weights, each with the weights in high precision that it is of.
     for whole in weights_of(server, form):
         for weight in paired(whole, trainer.tensors):
-            origin, scale = weight.origin, whole.scale
+            origin, why = weight.origin, ""
             of = () if origin is None else origin.parts if isinstance(origin, Joined) else (origin,)
-            names = frozenset(part.name for part in (whole.codes, scale, *of) if part is not None)
+            names = frozenset(part.name for part in (whole.codes, whole.scale, *of) if part is not None)
             if origin is None or origin.dtype not in FLOATS or not weight.is_scaled:
                 why = weight.uncompared or "it has no scale that can be read"
             elif weight.block not in dialect.blocks:
                 why = f"{dialect.name} has no blocks of {weight.extent[0]} x {weight.extent[1]}"
-            else:
-                yield _Pair(weight=weight, names=names, ours=partial(_quantized, weight, dialect))
-                continue
-            used |= names
-            not_predicted.append(f"{weight.name} ({why})")
+            yield _Pair(weight=weight, names=names, ours=partial(_quantized, weight, dialect), uncompared=why)
 
 
 def _loaded(weight: Weight) -> Arrays:
@@ -209,7 +205,7 @@ def _of_other(owner: str) -> str:
 def _explained(pair: _Pair, owners: dict[str, str], form: Format, dialect: str) -> tuple[str, str]:
     # 1. What differs, and where first.
     weight = pair.weight
-    (codes, scale), (held, factors) = pair.ours(), pair.theirs()
+    (codes, scale), (held, factors) = pair.ours(), _loaded(weight)
     s, t = scale.astype(np.float32), factors.astype(np.float32)
     wrong, moved = different(held, codes), different(t, s)
     place = first_block(moved if moved.any() else wrong, weight.extent, codes.shape)

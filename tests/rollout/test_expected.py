@@ -317,7 +317,61 @@ def test_what_follows_from_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert "not IEEE" in reasons[f"{LAYER}.self_attn.o_proj.weight"]
     assert "lacks a part" in dict(expected_checksums(tmp_path, engine="vllm").not_predicted)[f"{STEM}.w13_weight"]
     sglang = expected_checksums(tmp_path, engine="sglang", dialect="sglang_weight_tensor")
-    assert "not IEEE" in dict(sglang.not_predicted)[f"{LAYER}.self_attn.o_proj.weight"]
+    left = dict(sglang.not_predicted)
+    assert "not IEEE" in left[f"{LAYER}.self_attn.o_proj.weight"] and f"{LAYER}.mlp.gate.weight" not in left
+
+
+def test_marlin_packs_whatever_the_scales_are_of(tmp_path: Path) -> None:
+    tensors = in_float8(weights(), "compressed_tensors_channel", "_scale")
+    write(tmp_path / "channel", tensors, CHANNELS)
+    write(tmp_path / "source", weights())
+    options: Any
+    for folder, options in (("channel", {}), ("source", {"dialect": "vllm_weight_tensor"})):
+        for engine in ("vllm", "sglang"):
+            expected = expected_checksums(tmp_path / folder, engine=engine, kernel="marlin", **options)
+            assert len(expected.not_predicted) == 4 and {why[:12] for _, why in expected.not_predicted} == {
+                "Marlin packs"
+            }
+            assert not any("_proj" in tensor.name for tensor in expected.tensors)
+
+
+def test_engines_take_no_router_or_head_in_float8(tmp_path: Path) -> None:
+    # vLLM quantizes the router of Qwen3-MoE.
+    tensors = in_float8(weights(experts=True), "deep_gemm_block", "_scale_inv")
+    gate, head = f"{LAYER}.mlp.gate.weight", "lm_head.weight"
+    for name in (gate, head):
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize(tensors[name], "deep_gemm_block")
+    write(tmp_path, tensors, BLOCKS)
+    engines: Any = (("vllm", {head}), ("sglang", {gate, head}))
+    for engine, left in engines:
+        assert {name for name, _ in expected_checksums(tmp_path, engine=engine).not_predicted} == left
+
+
+@pytest.mark.parametrize(("words", "kept"), [(64, [16, 16, 16, 16]), (33, [16, 16, 1, 0])])
+def test_a_rank_may_have_no_padding_or_nothing_else(tmp_path: Path, words: int, kept: list[int]) -> None:
+    tensors = weights()
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:words]
+    tensors["lm_head.bias"] = tensors["model.norm.weight"][:words]
+    for engine in ("vllm", "sglang"):
+        expected = expected_checksums(write(tmp_path, tensors), engine=engine, tensor_parallel=4)
+        for name in ("lm_head.weight", "lm_head.bias"):
+            whole = np.pad(tensors[name], [(0, 64 - words), *[(0, 0)] * (tensors[name].ndim - 1)])
+            for rank, rows in enumerate(kept):
+                mine = whole[16 * rank :][:16]
+                assert shown(expected, name, rank) == sha(mine) and not mine[rows:].any()
+
+
+def test_a_module_is_predicted_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    # q alone has a bias; up is a scale alone.
+    tensors = in_float8(weights(), "deep_gemm_block", "_scale_inv")
+    tensors[f"{LAYER}.self_attn.q_proj.bias"] = tensors["model.norm.weight"]
+    del tensors[f"{LAYER}.mlp.up_proj.weight"]
+    expected = expected_checksums(write(tmp_path, tensors, BLOCKS), engine="vllm")
+    assert dict(expected.not_predicted) == {
+        f"{LAYER}.self_attn.qkv_proj.weight": f"the checkpoint lacks {LAYER}.self_attn.k_proj.bias",
+        f"{LAYER}.mlp.gate_up_proj.weight": f"the checkpoint lacks {LAYER}.mlp.up_proj.weight",
+    }
+    assert not any("qkv_proj" in tensor.name or "gate_up_proj" in tensor.name for tensor in expected.tensors)
 
 
 def test_a_router_that_the_configuration_does_not_name_is_read_as_float8(tmp_path: Path) -> None:
