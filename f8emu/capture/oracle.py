@@ -109,8 +109,7 @@ def _operand(
 ) -> dict[str, Expected]:
     # 1. An operand in high precision is bfloat16, without scales.
     if cast.format is None or scale is None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            expected = x.astype(np.float32).astype(dtype_of(BFLOAT16))
+        expected = _in_bfloat16(x)
         return {"codes": Expected(expected, different(codes, expected))}
     # 2. The scale, where this tensor alone decides it.
     scales = f8ref.scale_from_amax(f8ref.amax(x, cast.granularity), cast.format, recipe.rule_of(cast))
@@ -123,6 +122,19 @@ def _operand(
     for inv_scale in others:
         wrong = wrong & different(codes, f8ref.quantize(x, inv_scale, cast.format, cast.granularity))
     return {**found, "codes": Expected(expected, wrong)}
+
+
+def cast_operand(x: np.ndarray, cast: Cast, recipe: Recipe) -> tuple[np.ndarray, np.ndarray | None]:
+    """Codes and scales of [rows, K] whose scales follow from it alone; bfloat16 and None in high precision."""
+    if cast.format is None:
+        return _in_bfloat16(x), None
+    scales = f8ref.scale_from_amax(f8ref.amax(x, cast.granularity), cast.format, recipe.rule_of(cast))
+    return f8ref.quantize(x, scales.inv_scale, cast.format, cast.granularity), scales.scale
+
+
+def _in_bfloat16(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(np.float32).astype(dtype_of(BFLOAT16))
 
 
 def _inverses(scale: np.ndarray) -> Iterator[np.ndarray]:

@@ -83,7 +83,8 @@ class Certificate(Shown):
     invariance: tuple[Mapping[str, Any], ...] = ()
     """For each layer whether a row's bits depend on the batch, and how that is known."""
     captures: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Stages that are equal, for each layer what differs, and the replayed sample."""
+    """Stages that are equal, for each layer what differs, the replayed sample, and the trainer's GEMMs of the
+    server's inputs."""
     decode: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The rows of one long pass of each rank of the server beside the same rows in shorter passes, counted."""
     differences: tuple[Difference, ...] = ()
@@ -97,6 +98,9 @@ class Certificate(Shown):
         known = sum(str(layer["verdict"]).startswith("invariant") for layer in self.invariance)
         has += [f"{known} of {counted(len(self.invariance), 'layer')} invariant"] if known else []
         has += [f"{captures['stages_equal']} of {captures['stages']} stages"] if captures else []
+        served = captures.get("served", {})
+        if served.get("outputs"):
+            has.append(f"{served['equal']} of {counted(served['outputs'], 'output')} of the server's inputs")
         has += [f"{self.decode['rows_equal']} of {self.decode['rows']} rows decoded"] if self.decode else []
         of = ", ".join(has)
         if self.differences:

@@ -33,6 +33,9 @@ def certificate_page(certificate: Certificate, errors: int = _MOST) -> Page:
                 f"{again['equal']} of {counted(again['outputs'], 'output')} equal, by {', '.join(again['oracles'])}",
             )
         )
+        if (served := captures["served"])["layers"]:
+            text = f"{served['equal']} of {counted(served['outputs'], 'output')} equal"
+            items.append(("the trainer's GEMMs of the server's inputs", text))
     if decode := certificate.decode:
         short = counted(decode["passes"], "shorter pass", "shorter passes")
         text = f"{decode['rows_equal']} of {decode['rows']} rows equal, of {short}"

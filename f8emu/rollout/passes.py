@@ -18,6 +18,7 @@ from f8emu.capture.record import TensorRecord
 from f8emu.capture.replaying import replay
 from f8emu.conformance.compare import counted
 from f8emu.rollout.certificate import Difference, Unseen
+from f8emu.rollout.served import served_layers
 
 SPLIT, DECODE = "a split that depends on the batch", "decode other than prefill"
 _BEFORE = {
@@ -98,9 +99,9 @@ def seen(trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names:
     result.captures |= {"layers": dict(layers), "first": compared.divergences[0].line() if compared.divergences else ""}
     if compared.divergences:
         first = compared.divergences[0]
-        result.differences.append(
-            Difference(part="captures", place=first.where, cause=first.cause, seen=f"{first.share}")
-        )
+        is_input = (first.part, first.tensor) == ("value", "input")
+        cause = first.cause or (_before(first.place.partition(" ")[0]) if is_input else "")
+        result.differences.append(Difference(part="captures", place=first.where, cause=cause, seen=first.share))
     for text in (*compared.damaged, *compared.only_a, *compared.only_b):
         result.differences.append(
             Difference(part="captures", place=text, cause="on one side only", seen="damaged or lone")
@@ -122,12 +123,40 @@ def seen(trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names:
         result.lacks("replay", text, was_asked=False)
     if not products.elements:
         result.lacks("replay", "no GEMM of the trainer's capture can be computed again")
-    # 3. Decode beside prefill.
+    # 3. The server's products, beside what the trainer's GEMMs give of the server's inputs.
+    _served(pair[0], pair[1], names, result)
+    # 4. Decode beside prefill.
     if has_lengths:
         for of_rank in ranks:
             _decoded(of_rank, result)
     else:
         result.lacks("decode", "the server's capture has passes of one length only", was_asked=False)
+
+
+def _served(
+    trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names: Sequence[str], result: Seen
+) -> None:
+    places = {(step.header.step, step.header.rank): step for step in server}
+    layers: dict[str, dict[str, Any]] = {}
+    for step in trainer:
+        of_server = places.get((step.header.step, step.header.rank))
+        for layer in served_layers(step, of_server, outputs=_OUTPUTS, names=names) if of_server else ():
+            if layer.why_not:
+                result.lacks("served", f"{layer.layer}: {layer.why_not}", was_asked=False)
+                continue
+            entry = {"outputs": layer.outputs, "equal": layer.equal, "dialects": list(layer.dialects)}
+            before = layers.setdefault(layer.layer, entry)
+            if before is not entry:
+                before["outputs"], before["equal"] = before["outputs"] + layer.outputs, before["equal"] + layer.equal
+    outputs, equal = (sum(layer[name] for layer in layers.values()) for name in ("outputs", "equal"))
+    result.captures["served"] = {"outputs": outputs, "equal": equal, "layers": layers}
+    wrong = [name for name, layer in layers.items() if layer["equal"] < layer["outputs"]]
+    if wrong:
+        dialects = ", ".join(layers[wrong[0]]["dialects"][:3]) or "no known dialect, or not shown"
+        seen = f"of {counted(outputs, 'output')} of the server's inputs {outputs - equal} differ, in "
+        seen += f"{len(wrong)} of {counted(len(layers), 'layer')}; the server's activations are of {dialects}"
+        cause = "the trainer's GEMM gives other bits of the same input"
+        result.differences.append(Difference(part="served", place=wrong[0], cause=cause, seen=seen))
 
 
 def _passes(steps: Sequence[CapturedStep]) -> list[_Pass]:
@@ -226,9 +255,7 @@ def _parting(
     if not operands:
         cause, place, seen = "", layer, "products differ; the operands are not shown"
     elif not all(operands):
-        last = layer.rpartition(".")[2]
-        before = next((what for what, names in _BEFORE.items() if last in names), _OTHERS)
-        cause, place = before, f"before {layer}"
+        cause, place = _before(layer), f"before {layer}"
         seen = (
             f"the input of {layer} differs first in row {at + operands.index(False)}; every product before it is equal"
         )
@@ -237,3 +264,9 @@ def _parting(
         row = at + products.index(False)
         seen = f"of equal operands row {row} has other products with {sizes[0]} rows than with {sizes[1]}"
     return Difference(part="decode", place=place, cause=": ".join(filter(None, (DECODE, cause))), seen=seen)
+
+
+def _before(layer: str) -> str:
+    # What makes the input of a layer, by the layer's name.
+    last = layer.rpartition(".")[2]
+    return next((what for what, names in _BEFORE.items() if last in names), _OTHERS)
