@@ -7,7 +7,7 @@ from f8emu.audit.blocks import CODES
 from f8emu.audit.checkpoint import Checkpoint
 from f8emu.capture.read import CapturedStep
 from f8emu.rollout.certificate import Difference
-from f8emu.rollout.passes import SPLIT
+from f8emu.rollout.passes import SPLIT, Measured
 from f8emu.spec import Recipe
 from f8emu.split_k.invariance import Dependence, Invariance, invariance
 from f8emu.split_k.trees import SplitPlan
@@ -34,7 +34,7 @@ def invariances(
     recipes: Sequence[Recipe],
     shapes: Mapping[str, tuple[int, int]],
     batch: Sequence[int],
-    measured: Mapping[str, tuple[int, int]],
+    measured: Mapping[str, Measured],
     plan: SplitPlan | None,
 ) -> tuple[list[dict[str, Any]], list[Difference]]:
     """An entry for each layer: the rule and the plan are of the recipe's GEMM, what is measured is the server's."""
@@ -53,7 +53,7 @@ def invariances(
             entry |= _at(answers[shape], batch)
         # 2. Measured: rows with equal operands in passes of other lengths.
         if layer in measured:
-            same, right = measured[layer]
+            same, right, _ = measured[layer]
             text = f"{right} of {same} rows with equal operands have equal products"
             entry["measured"] = text
             if right < same or entry["evidence"] == UNKNOWN:
@@ -61,8 +61,9 @@ def invariances(
                 entry |= {"verdict": verdict, "evidence": "measured", "because": text}
         entries.append(entry)
         if entry["verdict"] == Dependence.DEPENDS.value:
-            # By rule, rows share a scale; by plan or as measured, S follows from their number.
-            cause = SHARED if entry["evidence"] == _EVIDENCE[Dependence.DEPENDS] else SPLIT
+            # By rule, rows share a scale; by plan, S follows from their number.
+            causes = {_EVIDENCE[Dependence.DEPENDS]: SHARED, "by plan": SPLIT}
+            cause = causes.get(entry["evidence"]) or measured[layer].cause
             differences.append(Difference(part="invariance", place=layer, cause=cause, seen=str(entry["because"])))
     return entries, differences
 

@@ -8,7 +8,7 @@ differ although every product before it is equal: then it is no GEMM that parts 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from f8emu.rollout.certificate import Difference, Unseen
 from f8emu.rollout.served import served_layers
 
 SPLIT, DECODE = "a split that depends on the batch", "decode other than prefill"
+KERNEL = "a split or a kernel that depends on the batch"
 _BEFORE = {
     "attention or the KV cache, not a GEMM": ("o_proj", "wo", "out_proj", "dense"),
     "the activation function, not a GEMM": ("down_proj", "w2", "fc2", "dense_4h_to_h"),
@@ -32,14 +33,23 @@ _OUTPUTS = 4096
 """Outputs of each product that are replayed."""
 
 
+class Measured(NamedTuple):
+    """Rows of a layer with equal operands in two passes."""
+
+    rows: int = 0
+    equal: int = 0
+    """How many of them have equal products."""
+    cause: str = KERNEL
+    """Why others have other products: SPLIT where the captures show S, as those of f8emu's layers do."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Seen:
     """What captures show, as the parts of a certificate."""
 
     captures: dict[str, Any] = field(default_factory=dict[str, Any])
     decode: dict[str, Any] = field(default_factory=dict[str, Any])
-    measured: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    """Layer -> rows with equal operands in two passes, and how many of them have equal products."""
+    measured: dict[str, "Measured"] = field(default_factory=dict[str, "Measured"])
     differences: list[Difference] = field(default_factory=list[Difference])
     not_seen: list[Unseen] = field(default_factory=list[Unseen])
 
@@ -137,9 +147,9 @@ def _served(
     trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names: Sequence[str], result: Seen
 ) -> None:
     places = {(step.header.step, step.header.rank): step for step in server}
+    pairs = [(step, places.get((step.header.step, step.header.rank))) for step in trainer]
     layers: dict[str, dict[str, Any]] = {}
-    for step in trainer:
-        of_server = places.get((step.header.step, step.header.rank))
+    for step, of_server in zip(trainer, server, strict=True) if len(trainer) == len(server) == 1 else pairs:
         for layer in served_layers(step, of_server, outputs=_OUTPUTS, names=names) if of_server else ():
             if layer.why_not:
                 result.lacks("served", f"{layer.layer}: {layer.why_not}", was_asked=False)
@@ -215,7 +225,7 @@ def _decoded(passes: Sequence[_Pass], result: Seen) -> None:
     total = equal = 0
     is_parted = False
     for layer in dict.fromkeys((*whole.outputs, *(layer for short, _ in placed for layer in short.outputs))):
-        same, right = result.measured.get(layer, (0, 0))
+        same, right, cause = result.measured.get(layer, Measured())
         for short, at in placed:
             if lacking := [shown for shown in (whole, short) if layer not in shown.outputs]:
                 result.lacks("decode", f"{layer} in a pass of {counted(lacking[0].rows, 'row')}")
@@ -228,11 +238,13 @@ def _decoded(passes: Sequence[_Pass], result: Seen) -> None:
             total, equal = total + len(products), equal + sum(products)
             both = [product for operand, product in zip(operands, products, strict=False) if operand]
             same, right = same + len(both), right + sum(both)
+            if not all(both) and _has_other_split(whole, short, layer):
+                cause = SPLIT
             if not is_parted and not (all(operands) and all(products)):
                 is_parted = True
-                result.differences.append(_parting(layer, operands, products, at, (short.rows, whole.rows)))
+                result.differences.append(_parting(layer, operands, products, at, (short.rows, whole.rows), cause))
         if same:
-            result.measured[layer] = same, right
+            result.measured[layer] = Measured(same, right, cause)
     counts = {"prefill_rows": whole.rows, "passes": len(placed), "rows": total, "rows_equal": equal}
     result.decode = {name: count + result.decode.get(name, 0) for name, count in counts.items()}
 
@@ -248,10 +260,15 @@ def _rows_equal(whole: _Pass, short: _Pass, layer: str, at: int) -> tuple[list[b
     return [is_weight and mine == theirs for mine, theirs in pairs], products
 
 
+def _has_other_split(whole: _Pass, short: _Pass, layer: str) -> bool:
+    splits = [getattr(shown.outputs[layer].record, "split_k", None) for shown in (whole, short)]
+    return splits[0] != splits[1]
+
+
 def _parting(
-    layer: str, operands: Sequence[bool], products: Sequence[bool], at: int, sizes: tuple[int, int]
+    layer: str, operands: Sequence[bool], products: Sequence[bool], at: int, sizes: tuple[int, int], cause: str
 ) -> Difference:
-    # The first GEMM whose operands or products differ, all GEMMs before it being equal.
+    # The first GEMM whose operands or products differ, all GEMMs before it being equal; `cause` is of its products.
     if not operands:
         cause, place, seen = "", layer, "products differ; the operands are not shown"
     elif not all(operands):
@@ -260,8 +277,7 @@ def _parting(
             f"the input of {layer} differs first in row {at + operands.index(False)}; every product before it is equal"
         )
     else:
-        cause, place = SPLIT, layer
-        row = at + products.index(False)
+        place, row = layer, at + products.index(False)
         seen = f"of equal operands row {row} has other products with {sizes[0]} rows than with {sizes[1]}"
     return Difference(part="decode", place=place, cause=": ".join(filter(None, (DECODE, cause))), seen=seen)
 

@@ -170,10 +170,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_sound_pair_is_certified(sound: dict[str, Any]) -> None:
     result = certify(**sound, batch=(1, 16))
     assert result.verdict.status is Exit.EQUAL, result
-    assert result.verdict.line.startswith("CERTIFIED: 2 of 2 tensors, 2 of 2 layers invariant, 14 of 14 stages, 28")
+    assert result.verdict.line.startswith("CERTIFIED: 2 of 2 tensors, 2 of 2 layers invariant, 14 of 14 stages, 6144")
     assert {layer["verdict"] for layer in result.invariance} == {"invariant by rule"}
     assert result.decode["rows"] == result.decode["rows_equal"] == 28
     assert result.captures["replayed"]["equal"] == result.captures["replayed"]["outputs"] > 0
+    assert result.captures["served"]["equal"] == result.captures["served"]["outputs"] == 6144
     assert {part.what for part in result.not_seen if part.was_asked} == set()
 
 
@@ -231,6 +232,45 @@ def test_decode_other_than_prefill_is_no_gemm(tmp_path: Path) -> None:
     (first,) = result.differences
     assert first.cause == "decode other than prefill: attention or the KV cache, not a GEMM"
     assert first.place == "before o_proj" and "row 0" in first.seen and result.verdict.status is Exit.DIFFERENT
+
+
+def one_pass(folder: Path, recipe: str, attention: float, weight: float = 1.0) -> Path:
+    """A capture of one pass of a block."""
+    torch.manual_seed(0)
+    block = Block(256).bfloat16()
+    with torch.no_grad():
+        block.o_proj.weight *= weight
+    block.cache = attention
+    trained = convert_to_float8_training(block, config=recipe)
+    with torch.no_grad(), capture(trained, folder):
+        trained(torch.randn(15, 256, generator=torch.Generator().manual_seed(1)).bfloat16())
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:f8emu.torch. there is no split-K plan for Blackwell")
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise_ue8m0", "mxfp8"])
+def test_the_trainers_gemms_of_the_servers_inputs(recipe: str, tmp_path: Path) -> None:
+    """Attention of another stack makes other inputs; the GEMMs are the trainer's, or are not."""
+    trainer = one_pass(tmp_path / "trainer", recipe, 1.0)
+    result = certify(trainer, one_pass(tmp_path / "server", recipe, 1.0625))
+    (first,) = result.differences
+    assert first.cause == "attention or the KV cache, not a GEMM" and "o_proj input value" in first.place
+    served = result.captures["served"]
+    assert served["equal"] == served["outputs"] == 15 * (256 + 128)
+    # A weight that only a GEMM of the same input shows.
+    result = certify(trainer, one_pass(tmp_path / "other", recipe, 1.0625, weight=1.25))
+    assert [difference.place for difference in result.differences if difference.part == "served"] == ["o_proj"]
+    assert result.captures["served"]["layers"]["q_proj"]["equal"] == 15 * 256
+
+
+def test_a_server_that_casts_by_another_dialect_is_told_by_its_products(tmp_path: Path) -> None:
+    pair = (one_pass(tmp_path / name, recipe, 1.0) for name, recipe in (("a", "blockwise"), ("b", "blockwise_ue8m0")))
+    result = certify(*pair)
+    (served,) = [difference for difference in result.differences if difference.part == "served"]
+    assert served.cause == "the trainer's GEMM gives other bits of the same input" and "vllm_group_ue8m0" in served.seen
+    (delayed,) = [one_pass(tmp_path / "delayed", "delayed", 1.0)]
+    whys = [lone.what for lone in certify(delayed, delayed).not_seen if lone.part == "served"]
+    assert len(whys) == 2 and "follows from earlier steps" in whys[0]
 
 
 class OfLast(nn.Module):
