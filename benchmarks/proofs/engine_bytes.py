@@ -474,7 +474,7 @@ def run_ranks(engine: str, packages: str, folder: Path, ranks: int, device: str)
             process.wait()
 
 
-def compared(engine: str, folder: Path, case: Case, ranks: int) -> Entry:
+def compared(engine: str, folder: Path, case: Case, ranks: int, device: Any) -> Entry:
     """How many tensors of all ranks are equal; of SGLang those that it made, the others are left out."""
     entry: Entry = {"ranks": ranks, "tensors": 0, "differ": 0, "left_out": 0, "names": []}
     # 1. What every rank shows, and the kernel that vLLM chose for linear layers.
@@ -487,7 +487,7 @@ def compared(engine: str, folder: Path, case: Case, ranks: int) -> Entry:
     kernel: Any = known[0] if known else "triton" if engine == "vllm" else "cutlass"
     # 2. Beside ours.
     options: Any = {"engine": engine, "dialect": None if case.config else case.dialect, "tensor_parallel": ranks}
-    expected = expected_checksums(folder, kernel=kernel, device="cpu", **options)
+    expected = expected_checksums(folder, kernel=kernel, device=device, **options)
     entry |= {"left_out": len(expected.not_predicted), "kernels": kernels}
     for rank, shown in enumerate(answer["digests"] for answer in answers):
         ours = {tensor.name: tensor.engine_digest for tensor in expected.tensors if tensor.rank == rank}
@@ -546,7 +546,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, moe, case in cases(run.arguments.only):
                 if engine == "vllm" or case.config:
                     entry = {"engine": engine, "model": "Qwen3-MoE" if moe else "Llama", "case": case.name}
-                    entries.append(entry | compared(engine, folder / name, case, ranks))
+                    entries.append(entry | compared(engine, folder / name, case, ranks, device))
         if packages["sglang"]:
             run_ranks("hash", packages["sglang"], folder, 1, device)
             entries.append(json.loads((folder / "hash.json").read_text()))

@@ -44,6 +44,8 @@ class Format:
     """The granularities that occur; empty: any."""
     input_scales: tuple[str, ...] = ()
     """Names of the activations' scale, one of which is read, where they are quantized statically."""
+    has_one_dynamic_scale: bool = False
+    """All activations of a layer have one scale, which is computed as they come."""
     has_ones: bool = False
     """Scales of blocks are [n, 1, k, 1]."""
     is_power_of_two: bool = False
@@ -166,6 +168,8 @@ def _compressed_tensors(quantization: Mapping[str, Any]) -> dict[str, Any]:
         match group:
             case {"input_activations": {"dynamic": False}}:
                 fields["input_scales"] = ("{m}.input_scale",)
+            case {"input_activations": {"dynamic": True, "strategy": "tensor"}}:
+                fields["has_one_dynamic_scale"] = True
     return {**fields, "blocks": tuple(blocks), "dtypes": (*FLOATS, *_BYTES) if MX_GROUP in blocks else FLOATS}
 
 

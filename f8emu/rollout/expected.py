@@ -31,11 +31,8 @@ _PRODUCTS = (
     "SGLang hashes bfloat16(code * scale) of weights in blocks: one unit in the last place of a scale, or other codes "
     "with the same products, leave the digest as it is; `sha256` is of the bytes"
 )
-_GPU_HASH = (
-    "SGLang's hash on a GPU has 64 bits; it equals its source in Triton's interpreter, and was compared on no GPU"
-)
+_GPU_HASH = "SGLang's hash on a GPU has 64 bits"
 _EXPERTS = "experts are as Triton's kernel takes them, vLLM's first choice on Hopper under tensor parallelism"
-_COMPILED = "on a GPU vLLM compiles this cast, and codes may be neighbours of these: vllm_weight_block_cuda"
 
 
 def expected_checksums(
@@ -58,11 +55,12 @@ def expected_checksums(
 
     `kernel` is what the engine multiplies with, which may change what it keeps: vLLM's Cutlass pads; SGLang's takes a
     scale a row; DeepGEMM has vLLM requantize blocks to powers of two (with VLLM_USE_DEEP_GEMM_E8M0=0 give triton).
-    `dtype` is that of the engine's other tensors, `device` where it hashes.
+    `dtype` is that of the engine's other tensors, `device` where it runs: SGLang
+    has another hash on a GPU, and vLLM another cast of blocks.
 
     Memory: the codes of two modules, and a few megabytes.
 
-    Exactness: bytes of the engine's own loading code on a CPU, where that runs there: benchmarks.proofs.engine_bytes.
+    Exactness: bytes of the engine's own loading code: benchmarks.proofs.engine_bytes, on a CPU and of vLLM on a GPU.
     Whatever follows from no checkpoint is in `not_predicted`.
 
     Raises:
@@ -125,7 +123,6 @@ def expected_checksums(
     has_gpu_hash = engine == SGLANG and device == "cuda"
     notes = [(_PRODUCTS, has_blocks), (_GPU_HASH, has_gpu_hash)]
     notes += [(_EXPERTS, kernel == "deepgemm" and any(module.is_expert for module in layout.modules))]
-    notes += [(_COMPILED, known is not None and known.name == "vllm_weight_block")]
     kinds = {VLLM: "SHA-256 of the bytes", SGLANG: f"16 digits of SGLang's tensor_hash on {device}"}
     return Checksums(
         engine=engine,

@@ -20,7 +20,8 @@ from f8emu.spec.scaling import BLOCK
 
 _PADDING = 16
 """To which vLLM's Cutlass kernel pads K and N of weights with one scale a tensor or a row."""
-_METHODS = ("", "fp8", "compressed-tensors")
+_METHODS = {VLLM: ("", "fp8", "compressed-tensors", "fbgemm_fp8"), SGLANG: ("", "fp8", "compressed-tensors")}
+"""quant_method of configurations whose loading code was read."""
 
 
 class Kept(NamedTuple):
@@ -67,7 +68,7 @@ class Holder:
         Raises:
             Unpredicted: the reason.
         """
-        if self.format.method not in _METHODS:
+        if self.format.method not in _METHODS[self.engine]:
             raise Unpredicted(f"how {self.engine} loads quant_method {self.format.method!r:.40} was not read")
         if not module.is_whole:
             raise Unpredicted("the checkpoint lacks a part of it")
@@ -141,22 +142,27 @@ class Holder:
                 for piece, products in kept.pieces:
                     codes.update(piece, products)
                 scales.update(kept.scale)
-        inputs = self._input_scale(module)
+        inputs = self._of_inputs(module)
         for rank, (kept, codes, scales) in enumerate(ranks):
             is_inv = kept.block == SQUARE and not self.is_compressed
             name = module.tensor("weight_scale_inv" if is_inv else "weight_scale")
             yield self._checksum(module.tensor("weight"), rank, count + kept.shape, "float8_e4m3fn", codes)
             scale = self._checksum(name, rank, count + kept.scale.shape, "float32", scales)
             yield replace(scale, engine_digest="") if self._has_products(kept.block) else scale
-            if inputs is not None:
-                scales = self._hash((), "float32")
-                scales.update(inputs)
-                yield self._checksum(module.tensor("input_scale"), rank, (), "float32", scales)
+            for kind, number in inputs.items():
+                hashed = self._hash((), "float32")
+                hashed.update(np.array(number, np.float32))
+                yield self._checksum(module.tensor(kind), rank, (), "float32", hashed)
 
     def _require_known(self, module: Module) -> None:
         dialect, is_expert = self.dialect, module.is_expert
         if dialect is not None and (dialect.code_steps or dialect.scale_ulps):
             raise Unpredicted(f"{dialect.name} is not IEEE arithmetic on a GPU: {dialect.caveat}")
+        if dialect is not None and dialect.name == "vllm_weight_block" and self.device == "cuda":
+            raise Unpredicted(
+                "on a GPU vLLM compiles this cast, and codes may be neighbours: vllm_weight_block_cuda; for codes that "
+                "a trainer cast so and sent give the device cpu"
+            )
         is_scaled_by_rank = dialect is not None and dialect.name == "sglang_weight_tensor"
         if is_scaled_by_rank and self.kernel == "cutlass":
             raise Unpredicted(
@@ -166,6 +172,10 @@ class Holder:
             raise Unpredicted("SGLang gives the shard of each rank a scale of its own, which is not computed here")
         if self.kernel == "marlin":
             raise Unpredicted("Marlin packs codes and scales in an order of its own")
+        if is_expert and self.engine == VLLM and self.format.has_one_dynamic_scale:
+            raise Unpredicted(
+                "for experts with a dynamic scale of all activations vLLM has no kernel but Marlin, which packs codes"
+            )
         if is_expert and self.engine == SGLANG and self.is_online:
             raise Unpredicted("SGLang casts experts with another kernel, and each rank's alone")
         if is_expert and self.kernel == "deepgemm-blackwell":
@@ -230,10 +240,14 @@ class Holder:
         # SGLang hashes code * scale in bfloat16 in the place of codes in blocks, and no scales.
         return self.engine == SGLANG and block == SQUARE and not self.is_compressed
 
-    def _input_scale(self, module: Module) -> Array | None:
+    def _of_inputs(self, module: Module) -> dict[str, float]:
+        # A static scale of activations, the largest of all parts; the bound of FBGEMM's is in its configuration alone.
+        bound = self.checkpoint.quantization.get("activation_scale_ub")
+        if self.format.method == "fbgemm_fp8" and isinstance(bound, int | float):
+            return {"input_scale_ub": bound}
         names = [f"{part}.input_scale" for parts in module.parts for part in parts] if self.format.input_scales else []
         scales = [self.checkpoint.tensors[name].read() for name in names if name in self.checkpoint.tensors]
-        return np.array(np.max([scale.astype(np.float32).max() for scale in scales])) if scales else None
+        return {"input_scale": max(float(scale.astype(np.float32).max()) for scale in scales)} if scales else {}
 
     # 4 Hashes
 

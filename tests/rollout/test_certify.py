@@ -25,6 +25,7 @@ from f8emu.rollout import (
     expected_checksums,
 )
 from f8emu.rollout.batch import invariances
+from f8emu.spec import RecipeName
 from f8emu.spec.errors import SpecError
 from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch import capture, convert_to_float8_training, export_float8
@@ -234,7 +235,7 @@ def test_decode_other_than_prefill_is_no_gemm(tmp_path: Path) -> None:
     assert first.place == "before o_proj" and "row 0" in first.seen and result.verdict.status is Exit.DIFFERENT
 
 
-def one_pass(folder: Path, recipe: str, attention: float, weight: float = 1.0) -> Path:
+def one_pass(folder: Path, recipe: RecipeName, attention: float, weight: float = 1.0) -> Path:
     """A capture of one pass of a block."""
     torch.manual_seed(0)
     block = Block(256).bfloat16()
@@ -249,7 +250,7 @@ def one_pass(folder: Path, recipe: str, attention: float, weight: float = 1.0) -
 
 @pytest.mark.filterwarnings("ignore:f8emu.torch. there is no split-K plan for Blackwell")
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise_ue8m0", "mxfp8"])
-def test_the_trainers_gemms_of_the_servers_inputs(recipe: str, tmp_path: Path) -> None:
+def test_the_trainers_gemms_of_the_servers_inputs(recipe: RecipeName, tmp_path: Path) -> None:
     """Attention of another stack makes other inputs; the GEMMs are the trainer's, or are not."""
     trainer = one_pass(tmp_path / "trainer", recipe, 1.0)
     result = certify(trainer, one_pass(tmp_path / "server", recipe, 1.0625))
@@ -264,11 +265,10 @@ def test_the_trainers_gemms_of_the_servers_inputs(recipe: str, tmp_path: Path) -
 
 
 def test_a_server_that_casts_by_another_dialect_is_told_by_its_products(tmp_path: Path) -> None:
-    pair = (one_pass(tmp_path / name, recipe, 1.0) for name, recipe in (("a", "blockwise"), ("b", "blockwise_ue8m0")))
-    result = certify(*pair)
+    result = certify(one_pass(tmp_path / "a", "blockwise", 1.0), one_pass(tmp_path / "b", "blockwise_ue8m0", 1.0))
     (served,) = [difference for difference in result.differences if difference.part == "served"]
     assert served.cause == "the trainer's GEMM gives other bits of the same input" and "vllm_group_ue8m0" in served.seen
-    (delayed,) = [one_pass(tmp_path / "delayed", "delayed", 1.0)]
+    delayed = one_pass(tmp_path / "delayed", "delayed", 1.0)
     whys = [lone.what for lone in certify(delayed, delayed).not_seen if lone.part == "served"]
     assert len(whys) == 2 and "follows from earlier steps" in whys[0]
 

@@ -100,6 +100,31 @@ def test_rows_are_turned(tmp_path: Path) -> None:
     assert shown(expected, f"{LAYER}.mlp.gate_up_proj.weight_scale", 1) == sha(np.concatenate([*scales, ones]))
 
 
+def test_fbgemms_bound_of_activations_is_a_tensor_of_vllm(tmp_path: Path) -> None:
+    tensors = in_float8(weights(), "fbgemm_cuda", "_scale")
+    method = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"], "activation_scale_ub": 1200.5}
+    expected = expected_checksums(write(tmp_path, tensors, method), engine="vllm")
+    assert not expected.not_predicted
+    stem = f"{LAYER}.self_attn.o_proj"
+    assert shown(expected, f"{stem}.weight") == sha(tensors[f"{stem}.weight"].T)
+    assert shown(expected, f"{stem}.input_scale_ub") == sha(np.array(1200.5, np.float32))
+    assert expected_checksums(tmp_path, engine="sglang").not_predicted
+
+
+def test_experts_that_vllm_gives_to_marlin_are_not_predicted(tmp_path: Path) -> None:
+    """Seen on an H200: of compressed-tensors, one scale a tensor beside one dynamic scale of activations."""
+    tensors = in_float8(weights(experts=True), "compressed_tensors_tensor", "_scale")
+    inputs = {"strategy": "tensor", "dynamic": True}
+    group = {"weights": {"strategy": "tensor"}, "input_activations": inputs, "targets": ["Linear"]}
+    method = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    left = {"ignore": ["lm_head", f"{LAYER}.mlp.gate"]}
+    expected = expected_checksums(write(tmp_path, tensors, method | left), engine="vllm")
+    assert [name.rpartition("experts.")[2] for name, _ in expected.not_predicted] == ["w13_weight", "w2_weight"]
+    assert all("Marlin" in why for _, why in expected.not_predicted)
+    group["input_activations"] = inputs | {"dynamic": False}
+    assert not expected_checksums(write(tmp_path, tensors, method | left), engine="vllm").not_predicted
+
+
 def test_one_scale_a_tensor_becomes_the_largest_or_one_a_row(tmp_path: Path) -> None:
     tensors = in_float8(weights(), "torchao_inference", "_scale")
     for name in list(tensors):
@@ -133,8 +158,12 @@ def test_one_scale_a_tensor_becomes_the_largest_or_one_a_row(tmp_path: Path) -> 
 def test_vllm_quantizes_what_it_fused(tmp_path: Path, dialect: Any, block: Any) -> None:
     # A float32 source is rounded to the dtype of the engine first.
     source = weights(dtype="float32")
-    expected = expected_checksums(write(tmp_path, source), engine="vllm", dialect=dialect, tensor_parallel=2)
+    options: Any = {"engine": "vllm", "dialect": dialect, "tensor_parallel": 2}
+    expected = expected_checksums(write(tmp_path, source), device="cpu", **options)
     assert not expected.not_predicted
+    # On a GPU vLLM compiles the cast of blocks.
+    on_gpu = expected_checksums(tmp_path, **options)
+    assert (on_gpu.not_predicted != ()) is (dialect == "vllm_weight_block")
     narrow = {name: x.astype(ml_dtypes.bfloat16) for name, x in source.items()}
     whole = np.concatenate([narrow[f"{LAYER}.mlp.{name}.weight"] for name in GATE_UP])
     codes, scale = quantize(whole, dialect, block=block)
