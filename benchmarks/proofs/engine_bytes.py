@@ -126,10 +126,23 @@ CASES = (
     ),
 )
 
+
+class Model(NamedTuple):
+    """What is loaded."""
+
+    name: str
+    moe: bool = False
+    intermediate: int = HIDDEN
+
+
+MODELS = (Model("Llama"), Model("Qwen3-MoE", moe=True))
+ODD = Model("Llama, 500 features", intermediate=500)
+"""On a GPU beside them: kernels pad it. Engines refuse it in blocks."""
+
 # 1 Checkpoints
 
 
-def weights(moe: bool) -> dict[str, Tensor]:
+def weights(model: Model) -> dict[str, Tensor]:
     """The tensors of a model of one layer, float32; each matrix has another largest magnitude."""
     generator, stem, head = torch.Generator().manual_seed(0), "model.layers.0", HIDDEN // HEADS
     shapes: dict[str, tuple[int, ...]] = {name: (VOCABULARY, HIDDEN) for name in ("model.embed_tokens", "lm_head")}
@@ -138,21 +151,22 @@ def weights(moe: bool) -> dict[str, Tensor]:
     for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
         shapes[f"{stem}.self_attn.{name}_proj"] = (heads * head, HIDDEN)
     shapes[f"{stem}.self_attn.o_proj"] = (HIDDEN, HEADS * head)
-    for expert in [f"experts.{i}." for i in range(EXPERTS)] if moe else [""]:
-        shapes |= {f"{stem}.mlp.{expert}{name}_proj": (HIDDEN, HIDDEN) for name in ("gate", "up", "down")}
-    if moe:
+    for expert in [f"experts.{i}." for i in range(EXPERTS)] if model.moe else [""]:
+        shapes |= {f"{stem}.mlp.{expert}{name}_proj": (model.intermediate, HIDDEN) for name in ("gate", "up")}
+        shapes[f"{stem}.mlp.{expert}down_proj"] = (HIDDEN, model.intermediate)
+    if model.moe:
         shapes |= {f"{stem}.mlp.gate": (EXPERTS, HIDDEN)}
         shapes |= {f"{stem}.self_attn.{name}_norm": (head,) for name in "qk"}
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     return {f"{name}.weight": x * 2.0 ** (i % 5 - 6) for i, (name, x) in enumerate(drawn.items())}
 
 
-def write(folder: Path, case: Case, moe: bool) -> None:
+def write(folder: Path, case: Case, model: Model) -> None:
     """The checkpoint of a case."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
-    for name, x in weights(moe).items():
+    for name, x in weights(model).items():
         tensors[name] = x.to(case.dtype)
         if case.config and "_proj" in name:
             tensors[name], scale = quantize(tensors[name], case.dialect, block=case.block)
@@ -163,7 +177,7 @@ def write(folder: Path, case: Case, moe: bool) -> None:
                 tensors[name.replace("weight", "input_scale")] = x.abs().max() / 448
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
-    kind = ("Qwen3MoeForCausalLM", "qwen3_moe") if moe else ("LlamaForCausalLM", "llama")
+    kind = ("Qwen3MoeForCausalLM", "qwen3_moe") if model.moe else ("LlamaForCausalLM", "llama")
     config = {
         "architectures": [kind[0]],
         "model_type": kind[1],
@@ -173,7 +187,7 @@ def write(folder: Path, case: Case, moe: bool) -> None:
     config |= {
         "num_key_value_heads": KV_HEADS,
         "hidden_size": HIDDEN,
-        "intermediate_size": HIDDEN,
+        "intermediate_size": model.intermediate,
         "num_hidden_layers": 1,
     }
     config |= {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
@@ -512,12 +526,13 @@ BENCH = Bench(
 )
 
 
-def cases(only: str) -> Iterator[tuple[str, bool, Case]]:
-    """A folder, whether it is the mixture, and the case."""
+def cases(only: str, device: str) -> Iterator[tuple[str, Model, Case]]:
+    """A folder, the model and the case."""
     for number, case in enumerate(CASES):
-        for moe in (False, True):
+        odd = (ODD,) if device == "cuda" and case.block != SQUARE else ()
+        for at, model in enumerate((*MODELS, *odd)):
             if only in case.name:
-                yield f"{number}-{'mixture' if moe else 'llama'}", moe, case
+                yield f"{number}-{at}", model, case
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -536,16 +551,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     packages = {"vllm": run.arguments.vllm, "sglang": run.arguments.sglang}
     with TemporaryDirectory() as work:
         folder = Path(work)
-        for name, moe, case in cases(run.arguments.only):
-            write(folder / name, case, moe)
+        for name, model, case in cases(run.arguments.only, device):
+            write(folder / name, case, model)
             (folder / name / "asked.json").write_text(json.dumps(case.quantization))
         sizes = [ranks for ranks in RANKS if device == "cpu" or ranks <= torch.cuda.device_count()]
         engines = [engine for engine in packages if packages[engine] and (device == "cpu" or engine == "vllm")]
         for engine, ranks in product(engines, sizes):
             run_ranks(engine, packages[engine], folder, ranks, device)
-            for name, moe, case in cases(run.arguments.only):
+            for name, model, case in cases(run.arguments.only, device):
                 if engine == "vllm" or case.config:
-                    entry = {"engine": engine, "model": "Qwen3-MoE" if moe else "Llama", "case": case.name}
+                    entry = {"engine": engine, "model": model.name, "case": case.name}
                     entries.append(entry | compared(engine, folder / name, case, ranks, device))
         if packages["sglang"]:
             run_ranks("hash", packages["sglang"], folder, 1, device)
