@@ -19,6 +19,7 @@ HELD = {
     "emulator-h100": "Time of the emulated GEMM on a GPU",
     "engine_bytes-cpu": "Tensors of two tiny models as vLLM's and SGLang's own loading code makes them, beside "
     "`f8emu checksums`",
+    "engine_bytes-h200": "The same of vLLM on an H200, with its own kernels and its steps after loading",
     "evidence": "How many recorded outputs change when one rule changes",
     "exhaustive-cast": "Casts of all float32 numbers and scales of all amaxes",
     "exhaustive-e8m0": "E8M0 scales of all bfloat16 amaxes, and NVIDIA's conversion of all float32 ones",
@@ -52,7 +53,7 @@ HELD = {
     "programs-h100": "torchao, torchtitan and grouped experts on an H100, and on its CPU under `f8emu.torch.emulate`",
     "instructions-h200": "Single instructions of an H200, recorded and compared",
     "recorded_layers-h200": "SHA-256 digests of layers with few rows; the tests emulate them on a CPU",
-    "served_by_vllm-h100": "A small Llama that vLLM serves on an H100: operands and products beside the trainer's",
+    "served_by_vllm-h200": "A small Llama that vLLM serves on an H200, loaded and updated in place, certified",
     "sizes-h200": "One linear layer over a grid of sizes, eager and in CUDA graphs",
     "sound_checkpoints-cpu": "Sound checkpoints of eleven tools under `f8emu audit`",
     "split_k-h200": "The S of 75 shapes, found on a GPU by `f8emu record --plans`",

@@ -243,18 +243,22 @@ def dialects() -> str:
 
 
 _BYTES = ("scales", "codes")
+_STATES = ("loaded", "updated")
 
 
 def served_by_vllm() -> str:
-    """What differs between the layers of a trainer and those of vLLM, which serves its export."""
-    rows, report = [], record("served_by_vllm-h100")
-    parts = ("weights", "requantized", "activation scales", "activation codes", "oracle", "products")
+    """What `f8emu certify` says of vLLM beside its trainer, as loaded and after an update in place."""
+    rows, report = [], record("served_by_vllm-h200")
     for case in report["cases"]:
-        counts = [[layer[part] for layer in case["layers"] if part in layer] for part in ("outputs", *parts)]
-        kernel = ", ".join(name.removesuffix("Kernel") for name in case["kernels"]) or NO_FIGURE
-        rows.append([case["case"], kernel, *(f"{sum(found):,}" if found else NO_FIGURE for found in counts)])
-    columns = ["recipe and format", "vLLM's kernel", "outputs", *parts]
-    return f"{table(columns, rows)}\n\n{source('served_by_vllm-h100', ('vllm', 'torch'))}"
+        loaded, updated = case["loaded"], case["updated"]
+        kernel = ", ".join(name.removesuffix("Kernel") for name in case["kernels"])
+        tensors = [of(state["tensors_equal"], state["tensors"]) for state in (loaded, updated)]
+        products = [of(state["outputs_equal"], state["outputs"]) for state in (loaded, updated)]
+        decode = of(loaded["decode"]["rows_equal"], loaded["decode"]["rows"])
+        rows.append([case["case"], kernel, *tensors, *products, decode])
+    what = ("tensors", "products")
+    columns = ["recipe and format", "vLLM's kernel", *(f"{name}, {state}" for name in what for state in _STATES)]
+    return f"{table([*columns, 'rows decoded'], rows)}\n\n{source('served_by_vllm-h200', ('vllm', 'torch'))}"
 
 
 def programs() -> str:
@@ -305,17 +309,27 @@ def instructions() -> str:
 
 
 def engine_bytes() -> str:
-    """Digests of engines' own loading code beside ours: a row a case, the sizes together."""
-    rows: dict[tuple[str, str, str], list[int]] = {}
-    for entry in record("engine_bytes-cpu")["entries"]:
-        counts = rows.setdefault((entry["engine"], entry["case"], entry["model"]), [0, 0, 0])
+    """Digests of engines' own loading code beside ours on a CPU: a row a case, the sizes together."""
+    return _engine_bytes("engine_bytes-cpu", [])
+
+
+def engine_bytes_on_gpu() -> str:
+    """The same of vLLM on a GPU, with the kernels that it chose."""
+    return _engine_bytes("engine_bytes-h200", ["kernels"])
+
+
+def _engine_bytes(name: str, more: list[str]) -> str:
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for entry in record(name)["entries"]:
+        shown = [", ".join(entry.get(key, ())).replace("Kernel", "") or NO_FIGURE for key in more]
+        counts = rows.setdefault((entry["engine"], entry["case"], entry["model"], *shown), [0, 0, 0])
         for i, key in enumerate(("tensors", "differ", "left_out")):
             counts[i] += entry[key]
     shown = table(
-        ["engine", "checkpoint", "model", "tensors compared", "differ", "left out"],
+        ["engine", "checkpoint", "model", *more, "tensors compared", "differ", "left out"],
         [[*key, *map(count, counts)] for key, counts in rows.items()],
     )
-    return f"{shown}\n\n{source('engine_bytes-cpu', ('vllm', 'sglang', 'torch'))}"
+    return f"{shown}\n\n{source(name, ('vllm', 'sglang', 'torch'))}"
 
 
 def outliers_plot() -> tuple[Svg, str]:
@@ -358,5 +372,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "instructions": instructions,
     "mma-sim": mma_sim,
     "engine-bytes": engine_bytes,
+    "engine-bytes-gpu": engine_bytes_on_gpu,
     "suites": suites,
 }

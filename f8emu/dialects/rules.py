@@ -219,7 +219,7 @@ class Dialect:
     is_compared: bool = False
     """Whether the tests compare every byte with the package `version`, PACKAGE==VERSION; otherwise it was read."""
     gpu: str = ""
-    """The GPU on which its kernels gave these bytes for finite x: benchmarks.proofs.dialects_on_gpu, served_by_vllm."""
+    """The GPU on which its kernels gave these bytes for finite x: benchmarks.proofs.dialects_on_gpu."""
     scale: ScaleForm | None
     """None: the scale is given, from a calibration or a checkpoint."""
     code: CodeForm

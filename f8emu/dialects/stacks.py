@@ -54,7 +54,7 @@ _CAVEATS = {
 _COLUMNS = ("source", "scale", "code", "blocks", "stored")
 """What a row says of a dialect after its name."""
 _GPU = {"gpu": "H100"}
-"""Its kernels gave these bytes there: tests hold it to dialects_on_gpu-h100.json and served_by_vllm-h100.json."""
+"""Its kernels gave these bytes there: tests hold it to dialects_on_gpu-h100.json."""
 
 
 def _of(stack: str, version: str, **standing: Any) -> Callable[..., Dialect]:
@@ -113,7 +113,7 @@ _VLLM = (
     _vllm("vllm_tensor", f"{_common}: dynamic_scaled_fp8_quant", _max, _q2, (TENSOR,)),
     _vllm("vllm_token", f"{_common}: dynamic_per_token_scaled_fp8_quant", _token, _q1, (ROW,)),
     _vllm("vllm_group", _grouped, _group, _q2_low, (GROUP,), _grid),
-    _of("vLLM", "vllm==0.25.1", **_GPU)("vllm_group_quotient", _grouped, _group, _by_s_low, (GROUP,), _grid),
+    _of("vLLM", "vllm==0.25.1")("vllm_group_quotient", _grouped, _group, _by_s_low, (GROUP,), _grid),
     _vllm("vllm_group_ue8m0", _grouped, _group_up, _q2_low, (GROUP,), _grid),
     _vllm("vllm_group_ue8m0_packed", _grouped, _group_up, _q2_low, (GROUP,), _packed),
     _vllm("vllm_group_triton", _utils, _triton, _BY_S, (GROUP,), code_steps=1),

@@ -99,4 +99,4 @@ def _dialects(ours: Half, theirs: Half, key: Key, x: np.ndarray) -> tuple[str, .
     rows = slice(_ROWS if side.block[0] == 1 else None)
     known = sorted(DIALECTS.values(), key=lambda dialect: not dialect.name.startswith(side.stack))
     fits = fitting(x[rows], side.codes[rows], side.scale[rows], side.block, known)
-    return tuple(one.dialect.name for one in fits)
+    return tuple(candidate.dialect.name for candidate in fits)
