@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from f8emu.capture.explain import CAST_FROM, OF_OTHER, explained, first_block, is_of_copy
-from f8emu.capture.findings import Comparison, Difference, compared, findings_page, numbered
+from f8emu.capture.findings import Comparison, Difference, compared, findings_page, paired
 from f8emu.capture.pairing import Half, Key, renamed, unseen
 from f8emu.capture.read import CapturedRecord, CapturedStep, steps_of
 from f8emu.capture.record import CaptureError, ForeignRecord, GemmRecord, TensorRecord
@@ -160,11 +160,8 @@ def diff(
 def _paired(
     a: Sequence[CapturedStep], b: Sequence[CapturedStep], result: CaptureDiff
 ) -> Iterator[tuple[CapturedStep, CapturedStep]]:
-    (of_a, missing_a), (of_b, missing_b) = numbered(a), numbered(b)
-    result.missing += [*(f"A: {text}" for text in missing_a), *(f"B: {text}" for text in missing_b)]
-    # Two steps that were named are compared whatever their numbers and ranks are.
-    if len(of_a) == len(of_b) == 1:
-        of_b = dict(zip(of_a, of_b.values(), strict=True))
+    of_a, of_b, missing = paired(a, b)
+    result.missing += missing
     if not of_a.keys() & of_b.keys():
         names = (", ".join(step.name for step in steps[:8]) for steps in (a, b))
         raise SpecError(

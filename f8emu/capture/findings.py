@@ -206,9 +206,22 @@ def findings_page(
     return Page(title=f"f8emu {command}", verdict=verdict_cell(result.verdict), sections=[section])
 
 
-def numbered(steps: Sequence[CapturedStep]) -> tuple[dict[tuple[int, int], CapturedStep], list[str]]:
+Steps = dict[tuple[int, int], CapturedStep]
+"""(step, rank) -> step."""
+
+
+def paired(a: Sequence[CapturedStep], b: Sequence[CapturedStep]) -> tuple[Steps, Steps, list[str]]:
+    """The steps of A and of B, of which those with one key are compared; and what is missing, or there twice."""
+    (of_a, missing_a), (of_b, missing_b) = numbered(a), numbered(b)
+    # Two steps that were named are compared whatever their numbers and ranks are.
+    if len(of_a) == len(of_b) == 1:
+        of_b = dict(zip(of_a, of_b.values(), strict=True))
+    return of_a, of_b, [*(f"A: {text}" for text in missing_a), *(f"B: {text}" for text in missing_b)]
+
+
+def numbered(steps: Sequence[CapturedStep]) -> tuple[Steps, list[str]]:
     """(step, rank) -> step, a finished one rather than an unfinished one; and what is missing, or there twice."""
-    kept_steps: dict[tuple[int, int], CapturedStep] = {}
+    kept_steps: Steps = {}
     missing: list[str] = []
     # 1. Finished steps come first in the order, and so keep their number.
     for step in sorted(steps, key=lambda step: not step.is_complete):

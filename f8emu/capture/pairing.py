@@ -141,7 +141,9 @@ class Half:
         """The tensor that `a` or `b` of a GEMM was cast from, as its operand lies; None if it was not captured."""
         layer, gemm, turn = key
         tensor, is_transposed = OPERANDS[gemm]["ab".index(side)], TRANSPOSED[gemm]["ab".index(side)]
-        captured = self.records.get((layer, tensor, turn)) or self.records.get((layer, tensor, 1))
+        # A server shows its weights once, but every call has an input of its own.
+        weight = self.records.get((layer, tensor, 1)) if tensor == "weight" else None
+        captured = self.records.get((layer, tensor, turn)) or weight
         try:
             value = None if captured is None else captured.load()["value"]
         except CaptureError:  # whoever reads the records in turn says so

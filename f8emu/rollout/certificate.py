@@ -173,7 +173,7 @@ def check(path: str | Path) -> Checked:
         # 1. The parts, the verdict that follows from them, and the hash of the whole.
         try:
             made = certificate.to_json()
-        except (LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Fault(f"expected the parts of a certificate; found {error!r}") from None
     changed = [name for name in made["hashes"] if made["hashes"][name] != hashes.get(name)]
     changed += [name for name in ("verdict", "sha256") if made[name] != content.get(name)]

@@ -8,13 +8,15 @@ differ although every product before it is equal: then it is no GEMM that parts 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from f8emu.capture.diffing import FORWARD_ALONE, diff
+from f8emu.capture.findings import paired
 from f8emu.capture.read import CapturedRecord, CapturedStep
-from f8emu.capture.record import TensorRecord
+from f8emu.capture.record import CaptureError, TensorRecord
 from f8emu.capture.replaying import replay
 from f8emu.conformance.compare import counted
 from f8emu.rollout.certificate import Difference, Unseen
@@ -131,6 +133,9 @@ def seen(trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names:
         )
     for text in again.not_replayed:
         result.lacks("replay", text, was_asked=False)
+    for text in again.damaged:
+        if text not in compared.damaged:  # a record that is not as its recipe has it
+            result.lacks("replay", text)
     if not products.elements:
         result.lacks("replay", "no GEMM of the trainer's capture can be computed again")
     # 3. The server's products, beside what the trainer's GEMMs give of the server's inputs.
@@ -138,7 +143,10 @@ def seen(trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names:
     # 4. Decode beside prefill.
     if has_lengths:
         for of_rank in ranks:
-            _decoded(of_rank, result)
+            try:
+                _decoded(of_rank, result)
+            except CaptureError as error:
+                result.lacks("decode", str(error))
     else:
         result.lacks("decode", "the server's capture has passes of one length only", was_asked=False)
 
@@ -146,11 +154,10 @@ def seen(trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names:
 def _served(
     trainer: Sequence[CapturedStep], server: Sequence[CapturedStep], names: Sequence[str], result: Seen
 ) -> None:
-    places = {(step.header.step, step.header.rank): step for step in server}
-    pairs = [(step, places.get((step.header.step, step.header.rank))) for step in trainer]
+    of_trainer, of_server, _ = paired(trainer, server)
     layers: dict[str, dict[str, Any]] = {}
-    for step, of_server in zip(trainer, server, strict=True) if len(trainer) == len(server) == 1 else pairs:
-        for layer in served_layers(step, of_server, outputs=_OUTPUTS, names=names) if of_server else ():
+    for key in (key for key in of_trainer if key in of_server):
+        for layer in served_layers(of_trainer[key], of_server[key], outputs=_OUTPUTS, names=names):
             if layer.why_not:
                 result.lacks("served", f"{layer.layer}: {layer.why_not}", was_asked=False)
                 continue
@@ -170,11 +177,11 @@ def _served(
 
 
 def _passes(steps: Sequence[CapturedStep]) -> list[_Pass]:
-    passes: dict[tuple[int, int, int], _Pass] = {}
+    passes: dict[tuple[int, int, Path, int], _Pass] = {}
     for step in steps:
         for captured in step.records:
             if captured.record.what in _FORWARD:
-                key = step.header.rank, step.header.step, captured.record.turn
+                key = step.header.rank, step.header.step, step.path, captured.record.turn
                 of = passes.setdefault(key, _Pass(step, captured.record.turn))
                 of.records[captured.record.layer, captured.record.what] = captured
     return [passes[key] for key in sorted(passes)]
@@ -197,8 +204,9 @@ def _longest(passes: Sequence[_Pass]) -> list[CapturedStep]:
     for rank in _ranks(passes):
         best = max((shown for shown in passes if shown.step.header.rank == rank), key=lambda shown: shown.rows)
         records = [replace(captured, record=replace(captured.record, turn=1)) for captured in best.records.values()]
-        weights = [captured for captured in best.step.records if captured.record.what == "weight" and best.turn > 1]
-        records += [captured for captured in weights if captured.record.turn == 1]
+        # Those that are shown in the first call alone.
+        lacking = [captured for captured in best.step.records if captured.record.key[1:] == ("weight", 1)]
+        records += [captured for captured in lacking if captured.record.key[:2] not in best.records]
         steps.append(replace(best.step, header=replace(best.step.header, step=1), records=tuple(records)))
     return steps
 

@@ -6,11 +6,11 @@ recipe, multiplies it with the weight that the trainer captured, and compares th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from f8emu.capture.oracle import cast_operand, product_of, sampled
+from f8emu.capture.oracle import cast_operand, product_of, require_of_recipe, sampled
 from f8emu.capture.pairing import Half, Key, renamed, unseen
 from f8emu.capture.read import Arrays, CapturedStep
 from f8emu.capture.record import GemmRecord, Record
@@ -50,30 +50,34 @@ def served_layers(
     )
     ours, theirs = ours.without_fusion(theirs), theirs.without_fusion(ours)
     judge = load_subject("f8ref.numpy")
-    keys = [key for key in theirs.records if key[1] == "output" and key in ours.records]
-    return [_compared(ours, theirs, key, judge, outputs) for key in keys]
+    layers: list[ServedLayer] = []
+    for key in (key for key in theirs.records if key[1] == "output" and key in ours.records):
+        try:
+            layers.append(_compared(ours, theirs, key, judge, outputs))
+        except (NotOffered, F8Error) as error:  # a GEMM that the oracle does not have, or a damaged record
+            layers.append(ServedLayer(layer=key[0], why_not=str(error)))
+    return layers
 
 
 def _compared(ours: Half, theirs: Half, key: Key, judge: Subject, outputs: int) -> ServedLayer:
     # 1. What is needed: the server's input, and a recipe that casts it without other steps or ranks.
     layer, (mine, its) = key[0], (half.records[key] for half in (ours, theirs))
-    record, x, arrays = mine.record, theirs.value(key, "a"), mine.load()
+    record, x, arrays, served = mine.record, theirs.value(key, "a"), mine.load(), its.load()["product"]
     recipe = ours.step.header.recipes.get(record.recipe) if isinstance(record, GemmRecord) else None
-    served = its.load()["product"]
     if not isinstance(record, GemmRecord) or recipe is None:
         return ServedLayer(layer=layer, why_not="the trainer's layer has no recipe")
+    require_of_recipe(record, recipe)
     if why := _why_not(recipe, record, x, served) or _has_bias(its.record, record):
         return ServedLayer(layer=layer, why_not=why)
     assert x is not None
     # 2. The trainer's GEMM of it.
-    codes, scale = cast_operand(x, recipe.gemms["output"].a, recipe)
+    codes, scale = cast_operand(x, recipe.output.a, recipe)
     operands: Arrays = {name: array for name, array in arrays.items() if name.startswith("b.")}
     operands |= {"a.codes": codes, "product": served} | ({} if scale is None else {"a.scale": scale})
-    sample = sampled(replace(record, m=len(x)), operands, outputs)
-    try:
-        wrong = different(sample.product, product_of(sample, judge, record.split_k))
-    except (NotOffered, F8Error) as error:
-        return ServedLayer(layer=layer, why_not=str(error))
+    if recipe.output.b.format is not None and "b.scale" not in operands:
+        return ServedLayer(layer=layer, why_not="a block of the trainer's weight reaches into another layer")
+    sample = sampled(record, operands, outputs)
+    wrong = different(sample.product, product_of(sample, judge, record.split_k))
     equal = wrong.size - int(np.count_nonzero(wrong))
     return ServedLayer(layer=layer, outputs=wrong.size, equal=equal, dialects=_dialects(ours, theirs, key, x))
 
@@ -87,9 +91,12 @@ def _why_not(recipe: Recipe, record: GemmRecord, x: np.ndarray | None, served: n
         return "the server's input is not shown"
     if recipe.delayed_scaling_of("input") is not None or record.is_sharded:
         return "the scale of the input follows from earlier steps or other ranks"
-    if x.shape[1] != record.k or served.shape != (len(x), record.n):
-        return f"a rank has another part: [{len(x)}, {x.shape[1]}] to {list(served.shape)}"
-    return "" if len(x) == record.m else f"it has {len(x)} rows, and the trainer's GEMM {record.m}"
+    if (x.shape, served.shape) != ((record.m, record.k), (record.m, record.n)):
+        ours = f"{[record.m, record.n]} of {[record.m, record.k]}"
+        return f"its product is {list(served.shape)} of {list(x.shape)}, and the trainer's {ours}"
+    if served.dtype.name != record.out_dtype:
+        return f"its product is {served.dtype.name}, and the trainer's {record.out_dtype}"
+    return "" if len(x) else "it has no rows"
 
 
 def _dialects(ours: Half, theirs: Half, key: Key, x: np.ndarray) -> tuple[str, ...]:

@@ -184,6 +184,18 @@ def test_two_captures_alone_are_certified_and_weights_are_not_seen_apart(sound: 
     assert result.verdict.status is Exit.EQUAL and not result.weights
 
 
+@pytest.mark.parametrize("calls", [1, 2], ids=["one capture", "a folder for each call"])
+def test_the_prefill_may_come_last(sound: dict[str, Any], calls: int, tmp_path: Path) -> None:
+    """Every call shows its weight, and every folder begins with step 1."""
+    trained, x = model(), torch.randn(16, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for call, passes in enumerate([[x[:3], x]] if calls == 1 else [[x[:3]], [x]]):
+        with torch.no_grad(), capture(trained, tmp_path / str(call)):
+            for part in passes:
+                trained(part)
+    result = certify(sound["captures"][0], tmp_path)
+    assert result.verdict.status is Exit.EQUAL and result.decode["rows_equal"] == 2 * 3, result
+
+
 def test_what_was_asked_for_and_not_seen_is_not_certified(sound: dict[str, Any], tmp_path: Path) -> None:
     lacking = rollout(tmp_path / "short")
     (record,) = (path for path in (lacking["captures"][1]).rglob("index.json"))
@@ -399,6 +411,7 @@ def test_a_changed_certificate_is_told(sound: dict[str, Any], tmp_path: Path) ->
     for key, value, match in (
         ("schema", 2, "schema 1"),
         ("captures", {"a": 1}, "the parts of a certificate"),
+        ("captures", {"stages": 1, "stages_equal": 1, "served": [1]}, "the parts of a certificate"),
         ("hashes", [1], "hashes as a JSON object"),
     ):
         path.write_text(json.dumps(content | {key: value}))
