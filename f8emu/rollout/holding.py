@@ -98,7 +98,11 @@ class Holder:
         tensors = self.checkpoint.tensors
         if absent := [name for name in names if f"{name}.{kind}" not in tensors]:
             raise Unpredicted(f"the checkpoint lacks {absent[0]}.{kind}")
-        return [tensors[f"{name}.{kind}"] for name in names]
+        parts = [tensors[f"{name}.{kind}"] for name in names]
+        shapes = [part.shape for part in parts]
+        if len({shape[1:] for shape in shapes}) > 1 or any(len(shape) not in (1, 2) or 0 in shape for shape in shapes):
+            raise Unpredicted(f"its parts do not fit together: {', '.join(str(list(shape)) for shape in shapes[:4])}")
+        return parts
 
     # 2 In high precision
 
@@ -138,7 +142,9 @@ class Holder:
                     hashed = "bfloat16" if self._has_products(kept.block) else "float8_e4m3fn"
                     codes = self._hash(count + kept.shape, hashed)
                     ranks.append((kept, codes, self._hash(count + kept.scale.shape, "float32")))
-                _, codes, scales = ranks[rank]
+                first, codes, scales = ranks[rank]
+                if (kept.shape, kept.block) != (first.shape, first.block):
+                    raise Unpredicted("its experts have several shapes")
                 for piece, products in kept.pieces:
                     codes.update(piece, products)
                 scales.update(kept.scale)
@@ -184,6 +190,8 @@ class Holder:
     def _parts(self, names: Sequence[str]) -> list[Part]:
         # Of a layer or of one expert: as they are stored, or cast by a trainer or, fused and in its dtype, the engine.
         sources = self._tensors(names, "weight")
+        if any(not source.is_matrix for source in sources):
+            raise Unpredicted(f"{sources[0].name} is no matrix")
         if self.dialect is not None:
             dtype = self.dtype if self.is_online else DTYPES[sources[0].dtype]
             return cast(sources, self.dialect, dtype, is_fused=self.is_online)
@@ -246,8 +254,10 @@ class Holder:
         if self.format.method == "fbgemm_fp8" and isinstance(bound, int | float):
             return {"input_scale_ub": bound}
         names = [f"{part}.input_scale" for parts in module.parts for part in parts] if self.format.input_scales else []
-        scales = [self.checkpoint.tensors[name].read() for name in names if name in self.checkpoint.tensors]
-        return {"input_scale": max(float(scale.astype(np.float32).max()) for scale in scales)} if scales else {}
+        scales = [self.checkpoint.tensors[name] for name in names if name in self.checkpoint.tensors]
+        if unread := [scale.name for scale in scales if scale.dtype not in FLOATS or 0 in scale.shape]:
+            raise Unpredicted(f"{unread[0]} cannot be read")
+        return {"input_scale": max(float(scale.read().astype(np.float32).max()) for scale in scales)} if scales else {}
 
     # 4 Hashes
 

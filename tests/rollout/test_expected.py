@@ -111,6 +111,44 @@ def test_fbgemms_bound_of_activations_is_a_tensor_of_vllm(tmp_path: Path) -> Non
     assert expected_checksums(tmp_path, engine="sglang").not_predicted
 
 
+Q, V, OUT = (f"{LAYER}.self_attn.{name}_proj" for name in "qvo")
+MISFIT = "its parts do not fit together"
+MISSHAPEN: dict[str, tuple[str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], str]] = {
+    "no row": (f"{Q}.weight", lambda w: w[:0], MISFIT),
+    "a number": (f"{Q}.weight", lambda w: np.asarray(w[0, 0]), MISFIT),
+    "three dimensions": (f"{V}.weight", lambda w: w[None], MISFIT),
+    "another K": (f"{V}.weight", lambda w: w[:, :256].copy(), MISFIT),
+    "a bias that is a number": (f"{OUT}.bias", lambda w: np.ones((), np.float32), MISFIT),
+    "a vector": (f"{OUT}.weight", lambda w: w[0], "is no matrix"),
+    "a scale of integers": (f"{Q}.input_scale", lambda w: np.ones(1, np.int32), "input_scale cannot be read"),
+    "no scale": (f"{Q}.input_scale", lambda w: np.ones(0, np.float32), "input_scale cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", MISSHAPEN)
+@pytest.mark.parametrize("dialect", [None, "torchao_tensorwise"])
+def test_what_is_of_no_shape_that_an_engine_loads_is_not_predicted(case: str, dialect: Any, tmp_path: Path) -> None:
+    name, change, why = MISSHAPEN[case]
+    static = {"quant_method": "fp8", "activation_scheme": "static"}
+    tensors = weights() if dialect else in_float8(weights(), "compressed_tensors_tensor", "_scale")
+    changed = tensors | {name: change(tensors[name.rpartition(".")[0] + ".weight"])}
+    path = write(tmp_path, changed, None if dialect else static | {"modules_to_not_convert": ["lm_head"]})
+    expected = expected_checksums(path, engine="vllm", dialect=dialect)
+    if "scale" not in case or not dialect:
+        (lone,) = expected.not_predicted
+        assert lone[0].startswith(f"{LAYER}.self_attn.") and why in lone[1], lone
+
+
+def test_experts_of_several_shapes_are_not_predicted(tmp_path: Path) -> None:
+    name = f"{LAYER}.mlp.experts.1.up_proj.weight"
+    tensors = weights(experts=True)
+    path = write(tmp_path, tensors | {name: tensors[name][:256].copy()})
+    expected = expected_checksums(path, engine="vllm", dialect="torchao_rowwise")
+    assert expected.not_predicted == (
+        (f"{LAYER}.mlp.experts.routed_experts.w13_weight", "its experts have several shapes"),
+    )
+
+
 def test_experts_that_vllm_gives_to_marlin_are_not_predicted(tmp_path: Path) -> None:
     """Seen on an H200: of compressed-tensors, one scale a tensor beside one dynamic scale of activations."""
     tensors = in_float8(weights(experts=True), "compressed_tensors_tensor", "_scale")
