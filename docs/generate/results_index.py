@@ -3,7 +3,7 @@
 from results_records import NO_FIGURE, command, commits, device, names, table
 
 HELD = {
-    "audit-cpu": "Time and memory of `f8emu audit` on 2 GiB of codes, beside reading them with numpy",
+    "audit-cpu": "Time and memory of `f8emu audit` and `f8emu checksums`, beside reading the files",
     "block-h200": "Llama-3 8B's transformer block, compiled and eager, under each kind of activation checkpointing",
     "blockwise_split_k-h200": "Block-scaled GEMMs with the S that the kernel's grid shows; "
     "`tests/oracle/test_recorded_blockwise.py` replays them",

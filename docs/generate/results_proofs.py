@@ -54,12 +54,13 @@ def emulator() -> str:
 
 
 def audit() -> str:
-    """`f8emu audit` beside reading the same files."""
+    """`f8emu audit` and `f8emu checksums` beside reading the same files."""
     rows = []
     for figure in record("audit-cpu")["figures"]:
         times = (f"{figure[key]:.2f}" for key in ("seconds", "baseline_seconds", "ratio"))
-        rows.append([f"{figure['bytes'] / 2**30:.0f} GiB", *times, f"{figure['peak_bytes'] / 2**20:.0f} MiB"])
-    columns = ["codes", "audit, s", "`numpy.fromfile`, s", "ratio", "peak memory of the audit"]
+        size, peak = f"{figure['bytes'] / 2**30:.0f} GiB, {figure['source']}", f"{figure['peak_bytes'] / 2**20:.0f} MiB"
+        rows.append([figure["subject"], size, *times, peak])
+    columns = ["command", "checkpoint", "time, s", "reading, s", "ratio", "peak memory"]
     return f"{table(columns, rows)}\n\n{source('audit-cpu', ('numpy',))}"
 
 

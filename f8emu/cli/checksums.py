@@ -61,6 +61,7 @@ def add_to(app: "typer.Typer") -> None:
 def _checksums(
     source: Path, options: dict[str, Any], json_file: Path | None, form: str, compare: Path | None, errors: int
 ) -> int:
+    from f8emu.conformance.compare import counted
     from f8emu.rollout import expected_checksums
 
     if form not in ("f8emu", "engine"):
@@ -84,6 +85,7 @@ def _checksums(
     faults = sum(mismatch.outcome.is_fault for mismatch in mismatches)
     left = len(mismatches) - faults if answer is not None else len(expected.not_predicted)
     compared = "" if answer is None else f", {faults} differ"
-    tensors = f"{len(expected.tensors)} tensors on {expected.tensor_parallel} ranks{compared}"
+    ranks = counted(expected.tensor_parallel, "rank")
+    tensors = f"{counted(len(expected.tensors), 'tensor')} on {ranks}{compared}"
     say(f"{tensors}, {left} not predicted or not shown")
     return Exit.DIFFERENT if faults else Exit.INCOMPLETE if left else Exit.EQUAL
