@@ -1,19 +1,29 @@
 """Whether a row of each layer depends on the rest of the batch: by rule, by plan, measured, or not known."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from f8emu.audit.blocks import CODES
 from f8emu.audit.checkpoint import Checkpoint
 from f8emu.capture.read import CapturedStep
 from f8emu.rollout.certificate import Difference
-from f8emu.rollout.passes import SPLIT, Measured
 from f8emu.spec import Recipe
 from f8emu.split_k.invariance import Dependence, Invariance, invariance
 from f8emu.split_k.trees import SplitPlan
 
 UNKNOWN, SHARED = "not known", "a scale that depends on the batch"
+SPLIT, KERNEL = "a split that depends on the batch", "a split or a kernel that depends on the batch"
 _EVIDENCE = {Dependence.BY_RULE: "by rule", Dependence.BY_PLAN: "by plan", Dependence.DEPENDS: "by rule"}
+
+
+class Measured(NamedTuple):
+    """Rows of a layer with equal operands in two passes."""
+
+    rows: int = 0
+    equal: int = 0
+    """How many of them have equal products."""
+    cause: str = KERNEL
+    """Why others have other products: SPLIT where the captures show S, as those of f8emu's layers do."""
 
 
 def shapes_of(checkpoints: Iterable[Checkpoint], steps: Sequence[CapturedStep]) -> dict[str, tuple[int, int]]:

@@ -13,10 +13,11 @@ from f8emu.conformance.compare import counted
 from f8emu.conformance.run.result import Progress, Silent
 from f8emu.dialects import dialect_by_name
 from f8emu.rollout.batch import UNKNOWN, invariances, shapes_of
+from f8emu.rollout.captured import compare_captures
 from f8emu.rollout.certificate import Certificate, CertificateError, Difference, Named, content_hash
 from f8emu.rollout.checksums import SGLANG, VLLM, Checksums
 from f8emu.rollout.expected import KERNELS, expected_checksums
-from f8emu.rollout.passes import Seen, seen
+from f8emu.rollout.seen import Seen
 from f8emu.rollout.weights import by_bytes, by_digest
 from f8emu.spec import Recipe, SpecError
 from f8emu.spec.chips import CHIPS, named
@@ -108,7 +109,7 @@ def certify(
     # 3. Captures, in which operands are weights too.
     steps: tuple[Sequence[CapturedStep], ...] = tuple(_steps(Path(path)) for path in captures or ())
     if steps:
-        seen(steps[0], steps[1], names, result)
+        compare_captures(steps[0], steps[1], names, result)
         for role, side in zip(("trainer", "server"), steps, strict=True):
             _bound(role, stored.get(role), side, result)
     else:
