@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from f8emu.conformance.compare import counted
 from f8emu.shown import Shown
 from f8emu.spec.errors import OperandError
 from f8emu.strict import Fault, faults_as, part, require
 
 VLLM, SGLANG = "vllm", "sglang"
 _HEX = re.compile(r"[0-9a-f]+")
+_RANK = re.compile(r"(?:^|:)tp(\d+):")
 
 
 class Outcome(StrEnum):
@@ -31,6 +33,11 @@ class Outcome(StrEnum):
     def is_fault(self) -> bool:
         return self in (Outcome.DIFFERENT, Outcome.MISSING, Outcome.UNEXPECTED)
 
+    @property
+    def has_digest(self) -> bool:
+        """Whether the engine must show a digest of it."""
+        return self in (Outcome.DIFFERENT, Outcome.MISSING, Outcome.OTHER_KIND)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
@@ -45,8 +52,9 @@ class Mismatch:
     @property
     def text(self) -> str:
         """A line."""
-        expected = f"; expected {self.expected}" if self.expected else ""
-        return f"{self.key}: {self.outcome}{f' {self.shown}' if self.shown else ''}{expected}"
+        shown = f" {self.shown}" if self.shown else ""
+        expected = f"{'; expected' if self.outcome.has_digest else ':'} {self.expected}" if self.expected else ""
+        return f"{self.key}: {self.outcome}{shown}{expected}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +121,13 @@ class Checksums(Shown):
         Raises:
             OperandError: foreign, cut short, or of another version.
         """
-        with faults_as(OperandError, "Checksums.from_json", remedy="write them again with `f8emu checksums`"):
+        with faults_as(OperandError, "Checksums.from_json", remedy="write them with `f8emu checksums --form f8emu`"):
             require(isinstance(data, dict), "a JSON object", type(data).__name__)
             assert isinstance(data, dict)
             schema = data.get("schema")
-            require(schema == cls.SCHEMA, f"schema {cls.SCHEMA}", repr(schema))
+            is_answer = schema is None and not data.keys().isdisjoint(("checksums", "ranks"))
+            shown = "an engine's answer" if is_answer else f"schema {schema!r}"
+            require(schema == cls.SCHEMA, f"schema {cls.SCHEMA}", shown)
             return part(cls, {key: value for key, value in data.items() if key != "schema"})
 
     @property
@@ -152,10 +162,15 @@ class Checksums(Shown):
         `engine_json` gives.
 
         Raises:
-            OperandError: no such answer.
+            OperandError: no such answer, or one of another number of ranks.
         """
         with faults_as(OperandError, "Checksums.compare", self.engine, "give the JSON of the engine's checker"):
             shown = dict(_answer(self.engine, server))
+        remedy = "compute what as many ranks must hold (--tp), or ask every rank"
+        with faults_as(OperandError, "Checksums.compare", self.engine, remedy):
+            ranks = {match[1] for key in shown if (match := _RANK.search(key))}
+            is_right = not ranks or len(ranks) == self.tensor_parallel
+            require(is_right, f"digests of {counted(self.tensor_parallel, 'rank')}", f"those of {len(ranks)}")
         reasons = dict(self.not_predicted)
         return tuple(self._mismatches(shown, reasons))
 

@@ -214,7 +214,8 @@ class Holder:
         edge = rows if module.cut is Cut.ROWS else columns
         is_cut = module.cut is not Cut.WHOLE and (self.layout.tp > 1 or len(module.parts[0]) > 1)
         if part.block == SQUARE and is_cut and (size := edge.stop - edge.start) % BLOCK:
-            raise Unpredicted(f"a rank has a part of a block, in {size} rows or columns: engines refuse it, or refine")
+            what = f"{size} rows or columns, no multiple of {BLOCK}"
+            raise Unpredicted(f"a rank has {what}: engines refuse that, or divide blocks")
         return part.cut(rows, columns)
 
     def _for_kernel(self, module: Module, parts: list[Part]) -> Kept:

@@ -56,6 +56,28 @@ def test_foreign_data_is_refused(data: object) -> None:
         Checksums.from_json(data)
 
 
+def test_an_answer_in_place_of_what_is_expected_is_named() -> None:
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(
+            OperandError, match="found an engine's answer; write them with `f8emu checksums --form f8emu`"
+        ):
+            Checksums.from_json(checksums(engine).engine_json())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_answer_of_another_number_of_ranks_is_not_compared(engine: str) -> None:
+    """Its shards are others, so that every digest would differ."""
+    with pytest.raises(OperandError, match=r"expected digests of 2 ranks; found those of 1; .*--tp"):
+        checksums(engine).compare(checksums(engine, ranks=1).engine_json())
+    with pytest.raises(OperandError, match=r"expected digests of 1 rank; found those of 2"):
+        checksums(engine, ranks=1).compare(checksums(engine).engine_json())
+
+
+def test_a_reason_is_no_expected_digest() -> None:
+    (mismatch,) = checksums("vllm").compare(checksums("vllm").engine_json())
+    assert mismatch.text == "moved: not predicted: a kernel repacks it"
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_engines_own_form_differs_in_nothing_but_what_is_not_predicted(engine: str) -> None:
     expected = checksums(engine)
