@@ -104,7 +104,8 @@ def certify(
         for text in weights.lists["not_predicted"]:
             result.lacks("weights", text)
     if not compared and kinds != ("capture", "capture"):
-        result.lacks("weights", f"{kinds[0]} beside {kinds[1]}: these two are not compared")
+        first = "; the trainer comes first" if kinds[0] == "JSON" else ""
+        result.lacks("weights", f"{kinds[0]} beside {kinds[1]}: these two are not compared{first}")
     bar.advance()
     # 3. Captures, in which operands are weights too.
     steps: tuple[Sequence[CapturedStep], ...] = tuple(_steps(Path(path)) for path in captures or ())
@@ -269,9 +270,8 @@ def _source_dtype(trainer: Checkpoint | None, steps: Sequence[CapturedStep], exp
     }
     if shown:
         return ", ".join(sorted(shown))
-    if expected is not None:
-        return expected.source.dtype
     dtypes = {tensor.dtype for tensor in trainer.tensors.values() if tensor.is_matrix} if trainer else set[str]()
+    dtypes |= {*expected.source.dtype.split(", ")} if expected else set[str]()
     return "not shown by codes" if dtypes & {*CODES} else ", ".join(sorted(dtypes & {*FLOATS}))
 
 

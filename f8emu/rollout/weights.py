@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 
 from f8emu.audit.blocks import CODES, Weight, measured, weights_of
-from f8emu.audit.checkpoint import FLOATS, Checkpoint, Joined
+from f8emu.audit.checkpoint import DTYPES, FLOATS, Checkpoint, Joined, Tensor
 from f8emu.audit.formats import Format, format_of
 from f8emu.audit.pairs import paired
 from f8emu.audit.source import compare
 from f8emu.capture.explain import first_block, is_of_copy
-from f8emu.conformance.compare import counted, different, distances
+from f8emu.conformance.compare import codes_of, counted, different, distances
 from f8emu.dialects import Dialect, dialect_by_name, quantize
 from f8emu.dialects.arithmetic import block_amax, factors_from_stored
 from f8emu.dialects.matching import relation
 from f8emu.rollout.certificate import Difference
-from f8emu.rollout.checksums import Checksums, Outcome
+from f8emu.rollout.checksums import Checksums, Outcome, TensorChecksum
 from f8emu.spec.errors import SpecError
 
 MOST = 20
@@ -85,7 +85,7 @@ def by_digest(expected: Checksums, shown: object) -> Weights:
         reason = "" if mismatch.outcome in kinds else f" ({mismatch.outcome}: {mismatch.expected})"
         result.lists[kinds.get(mismatch.outcome, "not_predicted")].append(f"{mismatch.key}{reason}")
     result.equal = len(known) - sum(mismatch.key in known for mismatch in wrong)
-    owners = {tensor.engine_digest: tensor.key for tensor in expected.tensors}
+    owners = _owners(expected)
     unequal = [mismatch for mismatch in wrong if mismatch.outcome is Outcome.DIFFERENT]
     # 1. Every float8 weight of one rank, and nothing of the others.
     keys = {mismatch.key for mismatch in unequal if mismatch.shown not in owners}
@@ -96,9 +96,20 @@ def by_digest(expected: Checksums, shown: object) -> Weights:
         return result.close()
     # 2. Another tensor's bytes.
     for mismatch in unequal[:MOST]:
-        cause = _of_other(owners[mismatch.shown]) if mismatch.shown in owners else ""
+        owner = owners.get(mismatch.shown)
+        cause = _of_other(owner.key) if owner is not None and owner.shape == known[mismatch.key].shape else ""
         result.add(mismatch.key, cause, f"digest {mismatch.shown}; expected {mismatch.expected}")
     return result.close()
+
+
+def _owners(expected: Checksums) -> dict[str, TensorChecksum]:
+    # Digest -> whose it is, if it is of one name alone. Scales are few numbers, and may be equal by chance.
+    owners: dict[str, TensorChecksum] = {}
+    shared = set[str]()
+    for tensor in expected.tensors:
+        if "scale" not in tensor.name and owners.setdefault(tensor.engine_digest, tensor).name != tensor.name:
+            shared.add(tensor.engine_digest)
+    return {digest: tensor for digest, tensor in owners.items() if digest not in shared}
 
 
 def by_bytes(trainer: Checkpoint, server: Checkpoint, dialect: str) -> Weights:
@@ -138,7 +149,7 @@ def by_bytes(trainer: Checkpoint, server: Checkpoint, dialect: str) -> Weights:
             result.equal, result.rounded = result.equal + 1, result.rounded + 1
         else:
             result.lists["different"].append(name)
-            result.add(name, "", f"{y.dtype} {list(y.shape)} for {x.dtype} {list(x.shape)}")
+            result.add(name, *_unlike(x, y))
     # 3. What made them: another's bytes, a rule, or all of a file.
     files = {pair.weight.codes.file for pair in wrong}
     for pair in wrong[:MOST]:
@@ -149,6 +160,17 @@ def by_bytes(trainer: Checkpoint, server: Checkpoint, dialect: str) -> Weights:
             break
         result.add(pair.weight.name, cause, seen)
     return result.close()
+
+
+def _unlike(ours: Tensor, theirs: Tensor) -> tuple[str, str]:
+    # Of two tensors of one name whether they are of one kind, and how many elements differ.
+    kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (ours, theirs)]
+    if kinds[0] == kinds[1] and ours.dtype in DTYPES:
+        pairs = zip(ours.parts(), theirs.parts(), strict=True)
+        count = sum(int(np.count_nonzero(codes_of(x) != codes_of(y))) for x, y in pairs)
+        return "", f"{count} of {ours.size} values differ, {kinds[0]}"
+    is_high = ours.dtype in CODES and theirs.dtype in FLOATS
+    return "high precision at the server" if is_high else "", f"{kinds[1]}; the trainer has {kinds[0]}"
 
 
 def _stored(trainer: Checkpoint, server: Checkpoint, form: Format) -> Iterator[_Pair]:

@@ -367,6 +367,40 @@ def test_digests_alone(tmp_path: Path) -> None:
     assert verdict({}).verdict.status is Exit.INCOMPLETE
 
 
+def test_equal_scales_of_two_weights_are_no_swap(tmp_path: Path) -> None:
+    """Nor is a digest that several tensors have, or one of another shape."""
+    first, second, *others = expected().tensors
+    paths = trainer, server = tmp_path / "expected.json", tmp_path / "served.json"
+
+    def cause(tensors: Sequence[TensorChecksum]) -> str:
+        of = replace(expected(), tensors=(*tensors, *others))
+        body = of.engine_json()["checksums"] | {first.key: second.engine_digest}
+        trainer.write_text(json.dumps(of.to_json()))
+        server.write_text(json.dumps({"checksums": body}))
+        return certify(*paths).differences[0].cause
+
+    assert cause([first, second]).startswith("swapped experts")
+    scales = replace(second, name="experts.1.weight_scale_inv", key=f"{second.key}_scale_inv")
+    twin = replace(second, name="experts.2.weight", key=second.key.replace("1.weight", "2.weight"))
+    for tensors in ([first, scales], [first, second, twin], [first, replace(second, shape=(4, 1))]):
+        assert cause(tensors) == ""
+
+
+def test_weights_in_high_precision_at_the_server_are_named(tmp_path: Path) -> None:
+    trainer, server = written(tmp_path / "a", coded(source())), written(tmp_path / "b", source(dtype=BF16))
+    result = certify(trainer, server)
+    assert result.differences[0].cause == "high precision at the server" and result.weights[0]["different"] == 4
+
+
+def test_elements_of_other_tensors_are_counted(tmp_path: Path) -> None:
+    norm = np.ones(256, BF16)
+    for folder in ("a", "b"):
+        written(tmp_path / folder, {"norm.weight": norm})
+        norm[:3] = 2
+    (difference,) = certify(tmp_path / "a", tmp_path / "b").differences
+    assert (difference.place, difference.seen) == ("norm.weight", "3 of 256 values differ, BF16 [256]")
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_server_of_two_ranks(engine: Any, tmp_path: Path) -> None:
     """The digests of whole engines: all of them right, then a rank that has older weights."""
@@ -383,6 +417,7 @@ def test_a_server_of_two_ranks(engine: Any, tmp_path: Path) -> None:
     # SGLang shows products of codes and scales, and no scales: they may differ under one product.
     assert result.verdict.status is (Exit.EQUAL if engine == "vllm" else Exit.INCOMPLETE), result
     assert result.setting["engine"]["name"] == engine and not result.differences
+    assert result.setting["source_dtype"] == "not shown by codes"
     # The second rank was not updated.
     mixed = answers["new"]
     if engine == "vllm":
