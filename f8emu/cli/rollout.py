@@ -59,13 +59,14 @@ def add_to(app: "typer.Typer") -> None:
         Compares weights, captures of one batch, decode with prefill, and whether bits depend on the batch. What was not
         seen is named, and is never certified. --json writes the certificate.
         """
-        if (certificate is None) == (trainer is None or server is None):
-            raise typer.BadParameter("give TRAINER and SERVER, or --check CERTIFICATE")
         options: dict[str, Any] = {"checksums": checksums, "captures": captures, "plan": plan, "batch": batch or ()}
-        options |= {"dialect": dialect, "engine": engine, "kernel": kernel, "tensor_parallel": tp, "names": names or ()}
+        options |= {"dialect": dialect, "engine": engine, "names": names or ()}
         files = json_file, html_file
-        if certificate is not None:
+        if certificate is not None and not any((trainer, server, *options.values())):
             raise typer.Exit(guarded(_check, certificate, files))
+        if certificate is not None or trainer is None or server is None:
+            raise typer.BadParameter("give TRAINER and SERVER, or --check CERTIFICATE alone")
+        options |= {"kernel": kernel, "tensor_parallel": tp}
         raise typer.Exit(guarded(_certify, trainer, server, options, files))
 
 

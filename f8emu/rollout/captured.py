@@ -12,7 +12,7 @@ from f8emu.capture.replaying import replay
 from f8emu.conformance.compare import counted
 from f8emu.rollout.certificate import Difference
 from f8emu.rollout.decode import decoded
-from f8emu.rollout.passes import before, forward_of, longest_of, passes_of, ranks_of
+from f8emu.rollout.passes import Pass, before, forward_of, longest_of, passes_of, ranks_of
 from f8emu.rollout.seen import Seen
 from f8emu.rollout.served import served_layers
 
@@ -25,10 +25,11 @@ def compare_captures(
 ) -> None:
     """Compare two captures, replay a sample of the trainer's, compare the server's passes; add to `result`."""
     passes, of_server = passes_of(trainer), passes_of(server)
-    # 1. One pass of both; of several lengths the longest, which is the prefill.
-    ranks = [[shown for shown in of_server if shown.step.header.rank == rank] for rank in ranks_of(of_server)]
-    has_lengths = any(len({shown.rows for shown in of_rank if shown.outputs}) > 1 for of_rank in ranks)
-    pair = [longest_of(passes), longest_of(of_server)] if has_lengths else [forward_of(trainer), forward_of(server)]
+    # 1. One pass of both; of several lengths on a side the longest, which is the prefill.
+    ranks = _by_rank(of_server)
+    has_lengths = _has_lengths(ranks)
+    is_chosen = has_lengths or _has_lengths(_by_rank(passes))
+    pair = [longest_of(passes), longest_of(of_server)] if is_chosen else [forward_of(trainer), forward_of(server)]
     compared = diff(*pair, errors=4, names=names)
     layers: dict[str, dict[str, int]] = defaultdict(lambda: {"stages": 0, "equal": 0, "elements_different": 0})
     for place, _, is_equal in compared.course:
@@ -45,10 +46,14 @@ def compare_captures(
         is_input = (first.part, first.tensor) == ("value", "input")
         cause = first.cause or (before(first.place.partition(" ")[0]) if is_input else "")
         result.differences.append(Difference(part="captures", place=first.where, cause=cause, seen=first.share))
-    for text in (*compared.damaged, *compared.only_a, *compared.only_b):
-        result.differences.append(
-            Difference(part="captures", place=text, cause="on one side only", seen="damaged or lone")
-        )
+    for cause, places in (
+        ("a damaged record", compared.damaged),
+        ("in the trainer's capture alone", compared.only_a),
+        ("in the server's capture alone", compared.only_b),
+    ):
+        if places:
+            seen = counted(len(places), "such record")
+            result.differences.append(Difference(part="captures", place=places[0], cause=cause, seen=seen))
     if not compared.stages:
         result.lacks("captures", "no stage of one is in the other")
     for text in compared.missing:
@@ -80,6 +85,15 @@ def compare_captures(
                 result.lacks("decode", str(error))
     else:
         result.lacks("decode", "the server's capture has passes of one length only", was_asked=False)
+
+
+def _by_rank(passes: Sequence[Pass]) -> list[list[Pass]]:
+    return [[shown for shown in passes if shown.step.header.rank == rank] for rank in ranks_of(passes)]
+
+
+def _has_lengths(ranks: Sequence[Sequence[Pass]]) -> bool:
+    # Whether a rank has passes of several numbers of rows.
+    return any(len({shown.rows for shown in of_rank if shown.outputs}) > 1 for of_rank in ranks)
 
 
 def _served(

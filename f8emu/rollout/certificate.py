@@ -100,8 +100,8 @@ class Certificate(Shown):
         has += [f"{captures['stages_equal']} of {captures['stages']} stages"] if captures else []
         served = captures.get("served", {})
         if served.get("outputs"):
-            has.append(f"{served['equal']} of {counted(served['outputs'], 'output')} of the server's inputs")
-        has += [f"{self.decode['rows_equal']} of {self.decode['rows']} rows decoded"] if self.decode else []
+            has.append(f"{served['equal']:,} of {counted(served['outputs'], 'output')} of the server's inputs")
+        has += [f"{self.decode['rows_equal']:,} of {self.decode['rows']:,} rows decoded"] if self.decode else []
         of = ", ".join(has)
         if self.differences:
             return Verdict(Exit.DIFFERENT, f"DIFFERENT: {self.differences[0].line()}; equal: {of}")

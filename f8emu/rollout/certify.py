@@ -101,8 +101,13 @@ def certify(
         compared.append(by_digest(expected, answer))
     for weights in compared:
         result.differences += weights.differences
+        alike: dict[str, list[str]] = {}
         for text in weights.lists["not_predicted"]:
-            result.lacks("weights", text)
+            name, _, reason = text.partition(" ")
+            alike.setdefault(reason, []).append(name)
+        for reason, alike_names in alike.items():
+            more = f" and {len(alike_names) - 1} more" if alike_names[1:] else ""
+            result.lacks("weights", f"{alike_names[0]}{more} {reason}")
     if not compared and kinds != ("capture", "capture"):
         first = "; the trainer comes first" if kinds[0] == "JSON" else ""
         result.lacks("weights", f"{kinds[0]} beside {kinds[1]}: these two are not compared{first}")
@@ -275,12 +280,12 @@ def _source_dtype(trainer: Checkpoint | None, steps: Sequence[CapturedStep], exp
     return "not shown by codes" if dtypes & {*CODES} else ", ".join(sorted(dtypes & {*FLOATS}))
 
 
-def _dialects(recipes: Sequence[Recipe], weights: str) -> Mapping[str, str]:
+def _dialects(recipes: Sequence[Recipe], weights: str) -> Mapping[str, Any]:
     # The quantizer that was named, or the rule of the recipe.
     if len(recipes) != 1:
         return {"weights": weights, "activations": ""}
-    rules = {
-        name: str((cast.scale_rule or recipes[0].scale_rule).to_dict())
+    rules: dict[str, Any] = {
+        name: (cast.scale_rule or recipes[0].scale_rule).to_dict()
         for name, cast in (("activations", recipes[0].output.a), ("weights", recipes[0].output.b))
     }
     return rules | ({"weights": weights} if weights else {})

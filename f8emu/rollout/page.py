@@ -30,15 +30,15 @@ def certificate_page(certificate: Certificate, errors: int = _MOST) -> Page:
         items.append(
             (
                 "replayed",
-                f"{again['equal']} of {counted(again['outputs'], 'output')} equal, by {', '.join(again['oracles'])}",
+                f"{again['equal']:,} of {counted(again['outputs'], 'output')} equal, by {', '.join(again['oracles'])}",
             )
         )
         if (served := captures["served"])["layers"]:
-            text = f"{served['equal']} of {counted(served['outputs'], 'output')} equal"
+            text = f"{served['equal']:,} of {counted(served['outputs'], 'output')} equal"
             items.append(("the trainer's GEMMs of the server's inputs", text))
     if decode := certificate.decode:
         short = counted(decode["passes"], "shorter pass", "shorter passes")
-        text = f"{decode['rows_equal']} of {decode['rows']} rows equal, of {short}"
+        text = f"{decode['rows_equal']:,} of {decode['rows']:,} rows equal, of {short}"
         items.append(("decode and prefill", text))
     shown = [(name, str(text)) for name, text in items if text]
     blocks: list[Element] = [Facts(items=shown)]
@@ -52,7 +52,9 @@ def certificate_page(certificate: Certificate, errors: int = _MOST) -> Page:
     # 3. Layers of one answer in one row.
     alike: dict[tuple[str, ...], list[str]] = {}
     for layer in certificate.invariance:
-        key = str(layer["verdict"]), str(layer["evidence"]), str(layer["because"])
+        measured = layer.get("measured", layer["because"])
+        because = layer["because"] if measured == layer["because"] else f"{layer['because']}; measured: {measured}"
+        key = str(layer["verdict"]), str(layer["evidence"]), str(because)
         alike.setdefault(key, []).append(str(layer["layer"]))
     rows: list[Row] = [
         [_some(layers), Cell(text=verdict, tone=_TONES.get(verdict, "good")), evidence, because]

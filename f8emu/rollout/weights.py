@@ -82,7 +82,8 @@ def by_digest(expected: Checksums, shown: object) -> Weights:
     kinds = {Outcome.DIFFERENT: "different", Outcome.MISSING: "missing", Outcome.UNEXPECTED: "extra"}
     wrong = expected.compare(shown)
     for mismatch in wrong:
-        reason = "" if mismatch.outcome in kinds else f" ({mismatch.outcome}: {mismatch.expected})"
+        why = f" by {expected.engine}" if mismatch.outcome is Outcome.NOT_SHOWN else f": {mismatch.expected}"
+        reason = "" if mismatch.outcome in kinds else f" ({mismatch.outcome}{why})"
         result.lists[kinds.get(mismatch.outcome, "not_predicted")].append(f"{mismatch.key}{reason}")
     result.equal = len(known) - sum(mismatch.key in known for mismatch in wrong)
     owners = _owners(expected)
@@ -248,7 +249,8 @@ def _explained(pair: _Pair, owners: dict[str, str], form: Format, dialect: str) 
         cause = _floored(weight, (codes, s), (held, t), moved)
     if dialect and weight.origin is not None:
         compare(weight, measured(weight), weight.origin, [], form)
-        dtype = next((f"{DTYPE}: {finding.found}" for finding in weight.findings if finding.check == "cast-from"), "")
+        copies = (finding.found.partition("; ")[0] for finding in weight.findings if finding.check == "cast-from")
+        dtype = next((f"{DTYPE}: {copy}" for copy in copies), "")
         cause = "; ".join(filter(None, (cause, dtype or _of_dialects(weight.dialects or (), dialect))))
     return cause, seen
 
