@@ -122,9 +122,7 @@ def by_bytes(trainer: Checkpoint, server: Checkpoint, dialect: str) -> Weights:
             "certify: the trainer has weights in high precision, the server in float8; pass --dialect, which casts them"
         )
     if dialect and not is_cast:
-        raise SpecError(
-            "certify: dialect casts a trainer in high precision for a server in float8; these are not such; leave it out"
-        )
+        raise SpecError("certify: dialect casts a trainer in high precision for a server in float8; leave it out")
     result = Weights(by=f"bytes, the trainer's cast by {dialect}" if is_cast else "bytes")
     form = format_of(server if is_cast else trainer)
     used, owners, wrong, right = set[str](), dict[str, str](), list[_Pair](), set[object]()
