@@ -44,7 +44,7 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
         dialect: Annotated[str | None, typer.Option(help="The quantizer that casts TRAINER's weights.")] = None,
         engine: Annotated[str | None, typer.Option(help="vllm or sglang, if the checksums do not tell.")] = None,
-        kernel: str = typer.Option("cutlass", metavar="NAME", help="Its kernel, as for `f8emu checksums`."),
+        kernel: str = typer.Option("cutlass", metavar="NAME", help="The server's kernel, as for `f8emu checksums`."),
         tp: Annotated[int, typer.Option("--tp", min=1, max=1024, metavar="RANKS", help="The server's ranks.")] = 1,
         names: Annotated[
             list[str] | None,

@@ -87,7 +87,7 @@ def certify(
         bar.advance()
     for file in files:
         if file.role == "checksums" and file.kind != "JSON":
-            what = f"checksums must be a server's answer, a file that ends with .json; got a {file.kind}: {file.path}"
+            what = f"checksums must be a server's answer, a file of JSON; got a {file.kind}: {file.path}"
             raise SpecError(f"certify: {what}")
     # 2. Weights: two checkpoints, and every answer of a checker.
     bar.begin("certify", "weights, captures and invariance", 3)
@@ -109,8 +109,8 @@ def certify(
             more = f" and {len(alike_names) - 1} more" if alike_names[1:] else ""
             result.lacks("weights", f"{alike_names[0]}{more} {reason}")
     if not compared and kinds != ("capture", "capture"):
-        first = "; the trainer comes first" if kinds[0] == "JSON" else ""
-        result.lacks("weights", f"{kinds[0]} beside {kinds[1]}: these two are not compared{first}")
+        remedy = "; pass both captures by --captures" if "capture" in kinds else "; the trainer comes first"
+        result.lacks("weights", f"{kinds[0]} beside {kinds[1]}: these two are not compared{remedy}")
     bar.advance()
     # 3. Captures, in which operands are weights too.
     steps: tuple[Sequence[CapturedStep], ...] = tuple(_steps(Path(path)) for path in captures or ())
@@ -209,7 +209,7 @@ def _steps(path: Path) -> list[CapturedStep]:
 
 
 def _kind(path: Path) -> str:
-    if path.suffix == ".json" and not path.is_dir():
+    if path.is_file() and path.suffix != ".safetensors":
         return "JSON"
     if (path / INDEX).exists() or any(path.glob(f"step-*/{INDEX}")) or _calls(path):
         return "capture"
@@ -234,8 +234,10 @@ def _expected(trainer: Path, kind: str, answer: object, engine: str | None, opti
     forms |= {SGLANG: isinstance(answer, dict) and "ranks" in answer}
     name: Any = engine or next((name for name, fits in forms.items() if fits), None)
     if name is None or kind not in _STORED:
-        what = f"a {kind}" if name else "an answer of no known form"
-        raise SpecError(f"certify: checksums need a trainer's checkpoint and an engine; got {what}; pass --engine")
+        if name:
+            raise SpecError(f"certify: checksums need a checkpoint of the trainer; got a {kind}; give it as TRAINER")
+        what = f"an answer of no known form: {str(answer)[:60]}"
+        raise SpecError(f"certify: {what}; give the JSON of the server's checker, or pass --engine")
     return expected_checksums(trainer, engine=name, **options)
 
 

@@ -169,8 +169,8 @@ class Checksums(Shown):
         remedy = "compute what as many ranks must hold (--tp), or ask every rank"
         with faults_as(OperandError, "Checksums.compare", self.engine, remedy):
             ranks = {match[1] for key in shown if (match := _RANK.search(key))}
-            is_right = not ranks or len(ranks) == self.tensor_parallel
-            require(is_right, f"digests of {counted(self.tensor_parallel, 'rank')}", f"those of {len(ranks)}")
+            is_right, of = len(ranks) == self.tensor_parallel, counted(self.tensor_parallel, "rank")
+            require(is_right, f"digests of {of}", f"those of {len(ranks)}" if ranks else "names without a rank")
         reasons = dict(self.not_predicted)
         return tuple(self._mismatches(shown, reasons))
 

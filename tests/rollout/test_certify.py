@@ -25,7 +25,7 @@ from f8emu.rollout import (
     expected_checksums,
 )
 from f8emu.rollout.batch import invariances
-from f8emu.spec import RecipeName
+from f8emu.spec import F8Error, RecipeName
 from f8emu.spec.errors import SpecError
 from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch import capture, convert_to_float8_training, export_float8
@@ -591,7 +591,7 @@ def test_files_that_cannot_be_of_a_comparison_are_refused(sound: dict[str, Any],
     pair, plan = (sound["trainer"], sound["server"]), tmp_path / "plan.json"
     with pytest.raises(SpecError, match=r"dialect casts a trainer in high precision.*leave it out"):
         certify(*pair, dialect=DIALECT)
-    with pytest.raises(SpecError, match=r"a file that ends with .json; got a checkpoint"):
+    with pytest.raises(SpecError, match="a file of JSON; got a checkpoint"):
         certify(*pair, checksums=tmp_path)
     of = {"schema": 2, "library": "cuBLAS 13", "torch": "", "recorded": []}
     plan.write_text(json.dumps({**of, "chip": "NVIDIA H100 80GB HBM3"}))
@@ -599,6 +599,18 @@ def test_files_that_cannot_be_of_a_comparison_are_refused(sound: dict[str, Any],
         certify(*pair, plan=plan)
     plan.write_text(json.dumps({**of, "chip": "NVIDIA H200"}))
     assert certify(*pair, plan=plan).setting["plans"] == "cuBLAS 13 on NVIDIA H200"
+    # An answer may have any name; what is no answer is shown.
+    answer = tmp_path / "answer"
+    for content, match in (("no JSON", "found no JSON"), ('{"error": "busy"}', "no known form: .*busy.*--engine")):
+        answer.write_text(content)
+        with pytest.raises(F8Error, match=match):
+            certify(sound["trainer"], answer)
+    for swapped, remedy in (
+        ((answer, pair[1]), "trainer comes first"),
+        ((pair[0], sound["captures"][1]), "--captures"),
+    ):
+        result = certify(*swapped)
+        assert result.verdict.status is Exit.UNVERIFIED and any(remedy in lone.what for lone in result.not_seen)
     plan.write_bytes(b"\xff\xfe")
     with pytest.raises(SpecError, match="found no JSON"):
         certify(*pair, plan=plan)

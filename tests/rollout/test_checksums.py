@@ -73,6 +73,11 @@ def test_an_answer_of_another_number_of_ranks_is_not_compared(engine: str) -> No
         checksums(engine, ranks=1).compare(checksums(engine).engine_json())
 
 
+def test_names_without_a_rank_are_not_compared() -> None:
+    with pytest.raises(OperandError, match="found names without a rank"):
+        checksums("vllm", ranks=1).compare({"a": SHA["a"]})
+
+
 def test_a_reason_is_no_expected_digest() -> None:
     (mismatch,) = checksums("vllm").compare(checksums("vllm").engine_json())
     assert mismatch.text == "moved: not predicted: a kernel repacks it"
