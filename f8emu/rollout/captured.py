@@ -12,7 +12,7 @@ from f8emu.capture.replaying import replay
 from f8emu.conformance.compare import counted
 from f8emu.rollout.certificate import Difference
 from f8emu.rollout.decode import decoded
-from f8emu.rollout.passes import Pass, before, forward_of, longest_of, passes_of, ranks_of
+from f8emu.rollout.passes import Pass, before, by_rank, forward_of, longest_of, passes_of
 from f8emu.rollout.seen import Seen
 from f8emu.rollout.served import served_layers
 
@@ -26,9 +26,9 @@ def compare_captures(
     """Compare two captures, replay a sample of the trainer's, compare the server's passes; add to `result`."""
     passes, of_server = passes_of(trainer), passes_of(server)
     # 1. One pass of both; of several lengths on a side the longest, which is the prefill.
-    ranks = _by_rank(of_server)
+    ranks = by_rank(of_server)
     has_lengths = _has_lengths(ranks)
-    is_chosen = has_lengths or _has_lengths(_by_rank(passes))
+    is_chosen = has_lengths or _has_lengths(by_rank(passes))
     pair = [longest_of(passes), longest_of(of_server)] if is_chosen else [forward_of(trainer), forward_of(server)]
     compared = diff(*pair, errors=4, names=names)
     layers: dict[str, dict[str, int]] = defaultdict(lambda: {"stages": 0, "equal": 0, "elements_different": 0})
@@ -85,10 +85,6 @@ def compare_captures(
                 result.lacks("decode", str(error))
     else:
         result.lacks("decode", "the server's capture has passes of one length only", was_asked=False)
-
-
-def _by_rank(passes: Sequence[Pass]) -> list[list[Pass]]:
-    return [[shown for shown in passes if shown.step.header.rank == rank] for rank in ranks_of(passes)]
 
 
 def _has_lengths(ranks: Sequence[Sequence[Pass]]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from f8emu.conformance.compare import counted
 from f8emu.rollout.batch import SPLIT, Measured
 from f8emu.rollout.certificate import Difference
-from f8emu.rollout.passes import Pass, before
+from f8emu.rollout.passes import Gemm, Pass, before
 from f8emu.rollout.seen import Seen
 
 DECODE = "decode other than prefill"
@@ -23,10 +23,10 @@ def decoded(passes: Sequence[Pass], result: Seen) -> None:
     if not shorter:
         return result.lacks("decode", f"passes of several lengths of rank {whole.step.header.rank}")
     first = next(iter(whole.outputs))
-    rows, end = whole.operand(first), 0
+    rows, end = whole.gemm(first).operands, 0
     placed: list[tuple[Pass, int]] = []
     for short in shorter:
-        part = short.operand(first) if first in short.outputs else []
+        part = short.gemm(first).operands if first in short.outputs else []
         starts = [i for i in range(len(rows) - len(part) + 1) if part and rows[i : i + len(part)] == part]
         if end in starts or len(starts) == 1:
             placed.append((short, end if end in starts else starts[0]))
@@ -39,6 +39,7 @@ def decoded(passes: Sequence[Pass], result: Seen) -> None:
     is_parted = False
     for layer in dict.fromkeys((*whole.outputs, *(layer for short, _ in placed for layer in short.outputs))):
         same, right, cause = result.measured.get(layer, Measured())
+        of_whole: Gemm | None = None
         for short, at in placed:
             if lacking := [shown for shown in (whole, short) if layer not in shown.outputs]:
                 result.lacks("decode", f"{layer} in a pass of {counted(lacking[0].rows, 'row')}")
@@ -47,7 +48,8 @@ def decoded(passes: Sequence[Pass], result: Seen) -> None:
                 # A head of the last tokens, or experts: which of the rows it has is not shown.
                 result.lacks("decode", f"{layer}, which has other rows than {first}")
                 continue
-            operands, products = _rows_equal(whole, short, layer, at)
+            of_whole = of_whole or whole.gemm(layer)
+            operands, products = _rows_equal(of_whole, short.gemm(layer), at)
             total, equal = total + len(products), equal + sum(products)
             both = [product for operand, product in zip(operands, products, strict=False) if operand]
             same, right = same + len(both), right + sum(both)
@@ -62,14 +64,11 @@ def decoded(passes: Sequence[Pass], result: Seen) -> None:
     result.decode = {name: count + result.decode.get(name, 0) for name, count in counts.items()}
 
 
-def _rows_equal(whole: Pass, short: Pass, layer: str, at: int) -> tuple[list[bool], list[bool]]:
+def _rows_equal(whole: Gemm, short: Gemm, at: int) -> tuple[list[bool], list[bool]]:
     # Of each row of a shorter pass whether its operands, weight included, and its product are those of the longest.
-    arrays, others = (shown.outputs[layer].load() for shown in (whole, short))
-    count = len(others["product"])
-    products = [arrays["product"][at + i].tobytes() == others["product"][i].tobytes() for i in range(count)]
-    weights = [name for name in ("b.codes", "b.scale") if name in arrays]
-    is_weight = all(name in others and arrays[name].tobytes() == others[name].tobytes() for name in weights)
-    pairs = zip(whole.operand(layer)[at:], short.operand(layer), strict=False)
+    products = [whole.products[at + i].tobytes() == row.tobytes() for i, row in enumerate(short.products)]
+    is_weight = all(short.weight.get(name) == weight for name, weight in whole.weight.items())
+    pairs = zip(whole.operands[at:], short.operands, strict=False)
     return [is_weight and mine == theirs for mine, theirs in pairs], products
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,15 @@ _BEFORE = {
 """What is in front of a linear layer -> the names of such layers."""
 _OTHERS = "a norm, a residual, an embedding or other weights, not a GEMM"
 _FORWARD = ("input", "weight", "output")
+
+
+class Gemm(NamedTuple):
+    """What entered a GEMM, as bytes, and what it gave."""
+
+    operands: list[bytes]
+    """Of each row that enters it codes and scales or, where none are shown, the input; else none."""
+    weight: dict[str, bytes]
+    products: np.ndarray
 
 
 @dataclass(slots=True)
@@ -38,16 +48,18 @@ class Pass:
         """Those of a layer's product."""
         return getattr(self.records[layer, "output"].record, "m", 0)
 
-    def operand(self, layer: str) -> list[bytes]:
-        """The bytes of each row that enter a GEMM: codes and scales or, where none are shown, the input; else none."""
-        gemm, shown = self.records[layer, "output"], self.records.get((layer, "input"))
-        arrays, record = gemm.load(), gemm.record
+    def gemm(self, layer: str) -> Gemm:
+        """A layer's GEMM, read from its files."""
+        output, shown = self.records[layer, "output"], self.records.get((layer, "input"))
+        arrays, record = output.load(), output.record
+        weight = {name: arrays[name].tobytes() for name in ("b.codes", "b.scale") if name in arrays}
         codes, scale = arrays.get("a.codes"), arrays.get("a.scale")
         if codes is not None and scale is not None and not isinstance(record, TensorRecord):
             rows, _ = record.block("a")
-            return [codes[i].tobytes() + scale[i // rows].tobytes() for i in range(len(codes))]
-        value = shown.load()["value"] if shown is not None else np.empty((0, 0), np.uint8)
-        return [row.tobytes() for row in value]
+            operands = [codes[i].tobytes() + scale[i // rows].tobytes() for i in range(len(codes))]
+        else:
+            operands = [row.tobytes() for row in shown.load()["value"]] if shown is not None else []
+        return Gemm(operands, weight, arrays["product"])
 
 
 def passes_of(steps: Sequence[CapturedStep]) -> list[Pass]:
@@ -62,9 +74,10 @@ def passes_of(steps: Sequence[CapturedStep]) -> list[Pass]:
     return [passes[key] for key in sorted(passes)]
 
 
-def ranks_of(passes: Sequence[Pass]) -> list[int]:
-    """The ranks that have passes."""
-    return sorted({shown.step.header.rank for shown in passes})
+def by_rank(passes: Sequence[Pass]) -> list[list[Pass]]:
+    """The passes of each rank that has some."""
+    ranks = sorted({shown.step.header.rank for shown in passes})
+    return [[shown for shown in passes if shown.step.header.rank == rank] for rank in ranks]
 
 
 def forward_of(steps: Sequence[CapturedStep]) -> list[CapturedStep]:
@@ -77,8 +90,8 @@ def forward_of(steps: Sequence[CapturedStep]) -> list[CapturedStep]:
 def longest_of(passes: Sequence[Pass]) -> list[CapturedStep]:
     """The first of the longest passes of each rank, as a step of its own."""
     steps: list[CapturedStep] = []
-    for rank in ranks_of(passes):
-        best = max((shown for shown in passes if shown.step.header.rank == rank), key=lambda shown: shown.rows)
+    for of_rank in by_rank(passes):
+        best = max(of_rank, key=lambda shown: shown.rows)
         records = [replace(captured, record=replace(captured.record, turn=1)) for captured in best.records.values()]
         # Those that are shown in the first call alone.
         lacking = [captured for captured in best.step.records if captured.record.key[1:] == ("weight", 1)]
