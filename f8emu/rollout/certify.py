@@ -102,12 +102,11 @@ def certify(
     for weights in compared:
         result.differences += weights.differences
         alike: dict[str, list[str]] = {}
-        for text in weights.lists["not_predicted"]:
-            name, _, reason = text.partition(" ")
-            alike.setdefault(reason, []).append(name)
-        for reason, alike_names in alike.items():
+        for name, why in weights.not_predicted:
+            alike.setdefault(why, []).append(name)
+        for why, alike_names in alike.items():
             more = f" and {len(alike_names) - 1} more" if alike_names[1:] else ""
-            result.lacks("weights", f"{alike_names[0]}{more} {reason}")
+            result.lacks("weights", f"{alike_names[0]}{more} ({why})")
     if not compared and kinds != ("capture", "capture"):
         remedy = "; pass both captures by --captures" if "capture" in kinds else "; the trainer comes first"
         result.lacks("weights", f"{kinds[0]} beside {kinds[1]}: these two are not compared{remedy}")
@@ -233,11 +232,11 @@ def _expected(trainer: Path, kind: str, answer: object, engine: str | None, opti
     forms = {VLLM: isinstance(answer, list) or (isinstance(answer, dict) and "checksums" in answer)}
     forms |= {SGLANG: isinstance(answer, dict) and "ranks" in answer}
     name: Any = engine or next((name for name, fits in forms.items() if fits), None)
-    if name is None or kind not in _STORED:
-        if name:
-            raise SpecError(f"certify: checksums need a checkpoint of the trainer; got a {kind}; give it as TRAINER")
+    if name is None:
         what = f"an answer of no known form: {str(answer)[:60]}"
         raise SpecError(f"certify: {what}; give the JSON of the server's checker, or pass --engine")
+    if kind not in _STORED:
+        raise SpecError(f"certify: checksums need a checkpoint of the trainer; got a {kind}; give it as TRAINER")
     return expected_checksums(trainer, engine=name, **options)
 
 

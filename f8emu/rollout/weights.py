@@ -39,8 +39,10 @@ class Weights:
     rounded: int = 0
     """Of the equal: those in high precision that are the trainer's, rounded to the server's dtype."""
     lists: dict[str, list[str]] = field(
-        default_factory=lambda: {name: [] for name in ("different", "missing", "extra", "not_predicted")}
+        default_factory=lambda: {name: [] for name in ("different", "missing", "extra")}
     )
+    not_predicted: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """Name, and why it was not compared."""
     differences: list[Difference] = field(default_factory=list[Difference])
 
     def add(self, place: str, cause: str, seen: str) -> None:
@@ -49,9 +51,10 @@ class Weights:
 
     def to_json(self) -> dict[str, Any]:
         """Counts, and the first names of each kind."""
-        counts = {name: len(kept) for name, kept in self.lists.items()}
-        compared = self.equal + sum(counts.values()) - counts["not_predicted"]
-        first = {name: kept[:MOST] for name, kept in self.lists.items() if kept}
+        compared = self.equal + sum(map(len, self.lists.values()))
+        lists = self.lists | {"not_predicted": [f"{name} ({why})" for name, why in self.not_predicted]}
+        counts = {name: len(kept) for name, kept in lists.items()}
+        first = {name: kept[:MOST] for name, kept in lists.items() if kept}
         return {"by": self.by, "compared": compared, "equal": self.equal, "rounded": self.rounded, **counts} | {
             "first": first
         }
@@ -82,9 +85,11 @@ def by_digest(expected: Checksums, shown: object) -> Weights:
     kinds = {Outcome.DIFFERENT: "different", Outcome.MISSING: "missing", Outcome.UNEXPECTED: "extra"}
     wrong = expected.compare(shown)
     for mismatch in wrong:
-        why = f" by {expected.engine}" if mismatch.outcome is Outcome.NOT_SHOWN else f": {mismatch.expected}"
-        reason = "" if mismatch.outcome in kinds else f" ({mismatch.outcome}{why})"
-        result.lists[kinds.get(mismatch.outcome, "not_predicted")].append(f"{mismatch.key}{reason}")
+        if mismatch.outcome in kinds:
+            result.lists[kinds[mismatch.outcome]].append(mismatch.key)
+        else:
+            why = f" by {expected.engine}" if mismatch.outcome is Outcome.NOT_SHOWN else f": {mismatch.expected}"
+            result.not_predicted.append((mismatch.key, f"{mismatch.outcome}{why}"))
     result.equal = len(known) - sum(mismatch.key in known for mismatch in wrong)
     owners = _owners(expected)
     unequal = [mismatch for mismatch in wrong if mismatch.outcome is Outcome.DIFFERENT]
@@ -131,7 +136,7 @@ def by_bytes(trainer: Checkpoint, server: Checkpoint, dialect: str) -> Weights:
     for pair in pairs:
         used |= pair.names
         if pair.uncompared:
-            result.lists["not_predicted"].append(f"{pair.weight.name} ({pair.uncompared})")
+            result.not_predicted.append((pair.weight.name, pair.uncompared))
             continue
         (codes, scale), (held, factors) = pair.ours(), _loaded(pair.weight)
         owners |= {digest: place for place, digest in _digests(pair.weight, codes)}
