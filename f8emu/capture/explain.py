@@ -51,6 +51,11 @@ class Side:
         """The scales as float32, whatever dtype they are kept in."""
         return self.scale.astype(np.float32)
 
+    @property
+    def dialects(self) -> list[Dialect]:
+        """Every dialect, those of its stack first."""
+        return sorted(DIALECTS.values(), key=lambda dialect: not dialect.name.startswith(self.stack))
+
     def has_block(self, block: Block) -> bool:
         """Whether these are its blocks; those larger than the matrix are the matrix."""
         return arithmetic.extent(self.codes.shape, block) == arithmetic.extent(self.codes.shape, self.block)
@@ -132,7 +137,7 @@ def _origin(value: np.ndarray, side: Side) -> str:
         with np.errstate(over="ignore", invalid="ignore"):
             values[OF_OTHER[0]] = value.astype(dtype_of(BFLOAT16))
     # 2. A dialect; one whose scale was rounded afterwards; a rule that no dialect has.
-    known = sorted(DIALECTS.values(), key=lambda dialect: not dialect.name.startswith(side.stack))
+    known = side.dialects
     for of, x in values.items():
         if fits := fitting(x, side.codes, side.scale, side.block, known):
             names = [dialect.dialect.name for dialect in fits]

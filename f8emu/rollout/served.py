@@ -17,7 +17,6 @@ from f8emu.capture.record import GemmRecord, Record
 from f8emu.conformance.compare import different
 from f8emu.conformance.run.subject import NotOffered, Subject, load_subject
 from f8emu.dialects.matching import fitting
-from f8emu.dialects.stacks import DIALECTS
 from f8emu.spec import F8Error, Recipe
 
 _ROWS = 128
@@ -104,6 +103,5 @@ def _dialects(ours: Half, theirs: Half, key: Key, x: np.ndarray) -> tuple[str, .
     if side is None:
         return ()
     rows = slice(_ROWS if side.block[0] == 1 else None)
-    known = sorted(DIALECTS.values(), key=lambda dialect: not dialect.name.startswith(side.stack))
-    fits = fitting(x[rows], side.codes[rows], side.scale[rows], side.block, known)
+    fits = fitting(x[rows], side.codes[rows], side.scale[rows], side.block, side.dialects)
     return tuple(candidate.dialect.name for candidate in fits)
