@@ -42,7 +42,7 @@ def add_to(app: "typer.Typer") -> None:
         tp: Annotated[int, typer.Option("--tp", min=1, max=1024, metavar="RANKS", help="Tensor-parallel size.")] = 1,
         kernel: str = typer.Option("cutlass", metavar="NAME", help=kernel_help),
         dtype: str = typer.Option("bfloat16", metavar="NAME", help="The engine's dtype of other tensors."),
-        device: str = typer.Option("cuda", metavar="NAME", help="Where SGLang hashes: cuda or cpu."),
+        device: str = typer.Option("cuda", metavar="NAME", help="Where the engine runs: cuda or cpu."),
         json_file: Annotated[ReportOrNone, typer.Option("--json", metavar="OUT", help=JSON)] = None,
         form: str = typer.Option("f8emu", metavar="NAME", help="What --json has: f8emu, or the engine's own."),
         compare: Annotated[InputOrNone, typer.Option(metavar="SERVER.json", help=compare_help)] = None,

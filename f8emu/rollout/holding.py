@@ -50,7 +50,7 @@ class Holder:
     dtype: np.dtype[Any]
     """In which the engine holds what is not float8."""
     device: str
-    """Where the engine hashes: cuda or cpu."""
+    """Where the engine runs: cuda or cpu."""
 
     @property
     def is_online(self) -> bool:
